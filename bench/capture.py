@@ -50,12 +50,14 @@ import torch
 from numcodecs import blosc
 
 from bench.speed import make_single_documents, read_cpu_name
-from cache.codec import Codec, RecordPositions, Sample
+from cache.codec import Codec
 from cache.disk import list_file_sizes
 from cache.layout import encode_arrays
 from cache.manifest import CacheIdentity
+from cache.profiles.sampled import Sample
 from cache.random import apply_philox
 from cache.records import Records, Sequences, compute_offsets
+from cache.rounding import RecordPositions
 from cache.shard import Seal, make_shard_arrays, write_arrays
 from cache.testing import make_codec, make_identity
 from cache.writing.writer import CacheWriter, open_writer
@@ -165,7 +167,7 @@ class SimulatedDevice:
             # A device that had to wait does not deliver faster afterwards.
             ready = max(ready, time.perf_counter())
             sample, nbytes = next(prepared)
-            encode = partial(self.codec.encode_sample, sample, places)
+            encode = partial(self.codec.encode, sample, places)
             yield TeacherReading(BATCH, len(places.position_N), nbytes, encode)
 
 
@@ -294,7 +296,7 @@ def list_parts(device: SimulatedDevice, sizes: CaptureSizes, root: Path) -> list
     ]
     samples = [sample for sample, _ in zip(cycle(device.samples), all_places, strict=False)]
     pairs = list(zip(samples, all_places, strict=True))
-    records = Records.concatenate(codec.encode_sample(*pair) for pair in pairs)
+    records = Records.concatenate(codec.encode(*pair) for pair in pairs)
     arrays = make_shard_arrays(sequences, records, codec)
     offsets = compute_offsets(sequences.target_mask.sum(axis=1))
     keys = np.random.default_rng(0).permutation(records.length("head") + records.length("tail"))
@@ -326,7 +328,7 @@ def list_parts(device: SimulatedDevice, sizes: CaptureSizes, root: Path) -> list
 
     return [
         Part("random numbers", draw, partial(run_philox, len(records))),
-        Part("encoding", lambda: [codec.encode_sample(*pair) for pair in pairs], encode_floor),
+        Part("encoding", lambda: [codec.encode(*pair) for pair in pairs], encode_floor),
         Part("sealing", lambda: encode_arrays(records, offsets, codec), lambda: np.sort(keys)),
         Part("writing", write, compress),
     ]

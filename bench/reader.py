@@ -52,10 +52,13 @@ from bench.speed import (
     make_teacher,
     read_cpu_name,
 )
-from cache.codec import Codec, RecordPositions
+from cache.codec import Codec
 from cache.disk import list_file_sizes
 from cache.manifest import CacheIdentity, Provenance
+from cache.profiles.topk import TopReading
+from cache.profiles.whole import HiddenReading
 from cache.records import Records, Sequences
+from cache.rounding import RecordPositions
 from cache.store import Cache, open_cache
 from cache.testing import make_codec, make_identity, make_lm_head, make_records
 from cache.writing.writer import open_writer
@@ -196,12 +199,14 @@ def make_profile_records(positions: int, codec: Codec) -> Records:
     places = RecordPositions(np.zeros(positions, np.int64), np.arange(positions))
     known = -random.random((positions, 1))
     entropy = random.random(positions)
+    common = {"known_logprobs": known, "entropy": entropy}
     if codec.profile == "hidden":
         states = random.normal(size=(positions, HIDDEN_WIDTH))
-        return codec.encode_hidden(known, entropy, states, places)
+        return codec.encode(HiddenReading(**common, states=states), places)
     ids = random.integers(0, codec.vocabulary_size, (positions, TOPK))
     logprobs = -np.sort(random.exponential(4.0, (positions, TOPK)), axis=1)
-    return codec.encode_top(known, entropy, (ids, logprobs), -entropy, places)
+    own = {"ids": ids, "logprobs": logprobs, "residual": -entropy}
+    return codec.encode(TopReading(**common, **own), places)
 
 
 # ---------------------------------------------------------------------- reading

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from bench.support.paths import AUSTEN
 from bench.support.quality.methods import DISTILLKIT, make_compression
-from cache.codec import Codec, round_to_bfloat16
+from cache.codec import Codec
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
@@ -55,6 +55,7 @@ from cache.manifest import (
     TokenizerIdentity,
 )
 from cache.records import Records, Sequences
+from cache.rounding import round_to_bfloat16
 from cache.store import Cache, open_cache
 from cache.writing.writer import open_writer
 from kd.capture.knots import choose_knots

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -15,19 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.codec import (
-    ENTROPY_STEP,
-    KNOWN_STEP,
-    TOP_STEP,
-    UNKNOWN,
-    UNKNOWN_ENTROPY,
-    Codec,
-)
+from cache.codec import Codec
 from cache.manifest import Manifest, flatten
 from cache.perplexity import BlockLosses, Interval
-from cache.profiles import PROFILES
+from cache.profiles.profile import ReadColumn
 from cache.reading.arrays import ArrayFolder
 from cache.records import AXES, Records
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.shards.names import name_shard
 from cache.shards.runs import ShardRuns
 from cache.store import Cache, measure_cache_bytes
@@ -38,9 +32,6 @@ COMPARED_SEQUENCES = 256
 ENTROPY_BIN_STEPS = 8
 #: Bins of the histogram of kept mass over [0, 1].
 MASS_BINS = 20
-
-#: Reads one stored column of some sequences by its name.
-ReadColumn = Callable[[str], NDArray[Any]]
 
 _SPLITS = ("train", "validation")
 
@@ -295,24 +286,17 @@ def tally_records(codec: Codec, read: ReadColumn) -> dict[str, NDArray[Any]]:
     """Count entropies, kept masses and entries of the records whose columns ``read`` returns.
 
     ``entropy`` and ``entries`` are counts by stored value, ``mass`` by bin; ``mass_sum`` is the sum
-    of all masses. The columns that are read are those of ``list_tallied_columns``.
+    of all masses. The columns that are read are those of ``Profile.measured``.
     """
-    mass_N, entries_N = _measure_records(codec, read)
+    mass_N, entries_N = codec.rules.measure(codec, read)
     # 1e-9: a mass that is exactly on an edge must not fall below it through rounding.
     bins_N = np.clip((mass_N * MASS_BINS + 1e-9).astype(np.int64), 0, MASS_BINS - 1)
     return {
         "entropy": np.bincount(read("entropy"), minlength=UNKNOWN_ENTROPY + 1),
         "mass": np.bincount(bins_N, minlength=MASS_BINS),
         "mass_sum": mass_N.sum(),
-        "entries": np.bincount(entries_N, minlength=_bound_entries(codec) + 1),
+        "entries": np.bincount(entries_N, minlength=codec.rules.bound_entries(codec) + 1),
     }
-
-
-def list_tallied_columns(codec: Codec) -> tuple[str, ...]:
-    """List the columns that ``tally_records`` reads: few of them, and none with ids."""
-    if PROFILES[codec.profile].sampled:
-        return ("entropy", "known", "head_count", "head_logprobs", "tail_count")
-    return ("entropy", "top_logprobs") if codec.profile == "topk" else ("entropy",)
 
 
 def _sum_gold_losses(opened: Cache, index: int, shard: ArrayFolder) -> dict[str, BlockLosses]:
@@ -340,50 +324,6 @@ def is_gold_known(known_NK: NDArray[Any]) -> NDArray[np.bool_]:
     """Return whether the log-probability of each next token is known, (N,)."""
     known_N: NDArray[np.bool_] = known_NK[:, 0] != UNKNOWN  # the first known id is the gold token
     return known_N
-
-
-def _bound_entries(codec: Codec) -> int:
-    """Return a number of entries that no record exceeds.
-
-    Probabilities sum to 1, so at most 1 / threshold are above the threshold, and as many are drawn.
-    """
-    if PROFILES[codec.profile].sampled:
-        return 1 + len(codec.always_keep) + 2 * math.ceil(1.0 / codec.threshold)
-    return codec.k if codec.profile == "topk" else codec.vocabulary_size
-
-
-def _measure_records(codec: Codec, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Measure the kept mass and the number of entries of every record, (N,) each."""
-    if PROFILES[codec.profile].sampled:
-        return _measure_sampled_records(codec, read)
-    if codec.profile == "topk":
-        codes = read("top_logprobs")
-        return decode_masses(TOP_STEP, codes).sum(axis=1), (codes != UNKNOWN).sum(axis=1)
-    positions = len(read("entropy"))
-    return np.ones(positions), np.full(positions, codec.vocabulary_size)
-
-
-def _measure_sampled_records(codec: Codec, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
-    known = read("known")
-    gold_N = read("tokens")[:, 1:][read("target_mask")[:, :-1]]
-    counted = known != UNKNOWN
-    # A gold token that is always kept counts once.
-    counted[:, 1:] &= gold_N[:, None] != np.array(codec.always_keep, np.int64)
-    heads = read("head_count").astype(np.int64)
-    row_E = np.repeat(np.arange(len(heads)), heads)
-    head_N = np.bincount(
-        row_E, decode_masses(codec.head_step, read("head_logprobs")), minlength=len(heads)
-    )
-    mass_N = (decode_masses(KNOWN_STEP, known) * counted).sum(axis=1) + head_N
-    return mass_N, counted.sum(axis=1) + heads + read("tail_count")
-
-
-def decode_masses(step: float, codes: NDArray[Any]) -> NDArray[np.float64]:
-    """Decode steps of ``step`` nats below 0 to probabilities, by a table; ``UNKNOWN`` gives 0."""
-    table: NDArray[np.float64] = np.exp(-step * np.arange(np.iinfo(codes.dtype).max + 1))
-    table[UNKNOWN:] = 0.0
-    masses: NDArray[np.float64] = table[codes]
-    return masses
 
 
 def make_entropy_histogram(counts: NDArray[Any]) -> Histogram:

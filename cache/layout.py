@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.codec import Codec, choose_id_dtype
+from cache.codec import Codec
 from cache.errors import CacheError
 from cache.idcode import (
     compute_frequency_classes,
@@ -26,8 +26,8 @@ from cache.idcode import (
     sort_ranks,
     unpack_ranks,
 )
-from cache.profiles import PROFILES
 from cache.records import Records, compute_offsets
+from cache.rounding import choose_id_dtype
 
 Arrays = dict[str, NDArray[Any]]
 #: Array with the frequency class of every token, which gives the order of ids in the whole shard.
@@ -43,7 +43,7 @@ def encode_arrays(records: Records, positions: NDArray[np.int64], codec: Codec) 
     ``positions`` (S + 1,) is the first record of each sequence, and then the number of records.
     Raises ``CacheError`` for more records or entries than offsets can count.
     """
-    if not PROFILES[codec.profile].sampled:
+    if not codec.rules.sampled:
         return {"offsets": _narrow_offsets(positions[:, None]), **records.columns}
     classes = compute_frequency_classes(
         [records["head_ids"], records["tail_ids"].reshape(-1)], codec.vocabulary_size
@@ -62,7 +62,7 @@ def encode_arrays(records: Records, positions: NDArray[np.int64], codec: Codec) 
         )
     ]
     for draw in range(codec.draws):
-        values = records["tail_logprobs"][:, draw] if codec.profile == "tempered" else None
+        values = records["tail_logprobs"][:, draw] if codec.rules.keeps_partition else None
         cut = _IdCoding(rank, records["tail_count"], tails)
         coded.append(_code_ids(f"tail_{draw}", records["tail_ids"][:, draw], values, cut))
     cuts = _narrow_offsets(
@@ -116,7 +116,7 @@ def list_arrays(codec: Codec, draw: int) -> dict[str, tuple[str, int]]:
     Each comes with the column of ``offsets`` that cuts it into sequences.
     """
     found = {name: (name, _POSITIONS) for name in _list_plain_columns(codec)}
-    if not PROFILES[codec.profile].sampled:
+    if not codec.rules.sampled:
         return found
     tail = f"tail_{draw}"
     found |= {f"head_{name}": (f"head_{name}", _HEADS) for name in ("symbols", "logprobs")}
@@ -124,7 +124,7 @@ def list_arrays(codec: Codec, draw: int) -> dict[str, tuple[str, int]]:
         "head_bits": ("head_bits", _HEAD_BITS),
         "tail_bits": (f"{tail}_bits", _FIRST_TAIL_BITS + draw),
     }
-    values = ("symbols", "logprobs") if codec.profile == "tempered" else ("symbols",)
+    values = ("symbols", "logprobs") if codec.rules.keeps_partition else ("symbols",)
     return found | {f"tail_{name}": (f"{tail}_{name}", _TAILS) for name in values}
 
 
@@ -144,7 +144,7 @@ def decode_arrays(parts: list[Arrays], orders: list[NDArray[Any]], codec: Codec)
     at each rank. All are decoded at once, because the time depends on the number of calls.
     """
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    if not PROFILES[codec.profile].sampled:
+    if not codec.rules.sampled:
         return columns
     for name in ("head", "tail"):
         cuts = compute_offsets(np.array([len(part[f"{name}_symbols"]) for part in parts]))

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from cache.codec import SMALLEST_THRESHOLD, Codec
+from cache.codec import Codec
 from cache.errors import CacheCorrupt, CacheMismatch
 from cache.profiles import PROFILES
 from cache.shards.entries import PieceIndex, ShardEntry, ShardTotals
@@ -62,13 +62,12 @@ _LEFT_OUT = ("quantization", "parallel")
 #: The folders that a manifest leaves out where the cache does not have them.
 _LEFT_OUT_FOLDERS = ("tail_mean", "first_tails")
 _REMEDY = "Delete the cache's folder and capture it again."
-#: Bits of a number that a user may choose, for the profiles that have a choice.
-_BITS = {"dense": (16, 32), "hidden": (8, 16)}
 
 
 def choose_codec_version(profile: str, bits: int, dtype: str = "") -> int:
     """Choose the codec version that this program writes for a profile and its teacher's dtype."""
-    version = COSINES_VERSION if (profile, bits) == ("hidden", 8) else CODEC_VERSION
+    cosines = profile in PROFILES and Codec(profile, 0, bits=bits).cosines
+    version = COSINES_VERSION if cosines else CODEC_VERSION
     return version + WIDE_LOGITS if dtype in _HALF_DTYPES else version
 
 
@@ -144,30 +143,15 @@ class CodecIdentity:
     version: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "version", self.version or choose_codec_version(self.profile, self.bits)
-        )
         if self.profile not in PROFILES:
             raise ValueError(
                 f"codec.profile must be one of {', '.join(PROFILES)}, but got {self.profile!r}."
             )
-        if PROFILES[self.profile].sampled and not SMALLEST_THRESHOLD <= self.threshold < 1:
-            raise ValueError(
-                f"codec.threshold must lie in [1/1000, 1), but got {self.threshold:g}."
-            )
-        if self.profile == "tempered" and not (
-            len(self.temperatures) == 2 and 0 < self.temperatures[0] < self.temperatures[1]
-        ):
-            raise ValueError(
-                f"codec.temperatures must be a range above 0, but got {self.temperatures}."
-            )
-        if self.profile == "topk" and self.k < 1:
-            raise ValueError(f"codec.k must be at least 1, but got {self.k}.")
-        if self.profile in _BITS and self.bits not in _BITS[self.profile]:
-            raise ValueError(
-                f"codec.bits of {self.profile} must be one of {_BITS[self.profile]}, "
-                f"but got {self.bits}."
-            )
+        object.__setattr__(
+            self, "version", self.version or choose_codec_version(self.profile, self.bits)
+        )
+        if fault := PROFILES[self.profile].find_fault(self.record_codec(0)):
+            raise ValueError(fault)
         if (
             len(set(self.always_keep)) != len(self.always_keep)
             or min(self.always_keep, default=0) < 0

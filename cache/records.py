@@ -118,7 +118,7 @@ AXES = {
 class Records:
     """The teacher's records of N positions: columns of small integers.
 
-    Files and batches hold the same integers; ``cache.codec`` defines their meaning. Raises
+    Files and batches hold the same integers; ``cache.profiles`` defines their meaning. Raises
     ``ValueError`` where a column is unknown or has a wrong number of rows.
     """
 

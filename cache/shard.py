@@ -16,12 +16,13 @@ import zarr
 from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, PARTITION_STEP, TOP_STEP, Codec, choose_id_dtype
+from cache.codec import Codec
 from cache.disk import hash_file, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.layout import Arrays, encode_arrays
 from cache.manifest import parse_as, sign_json, verify_json
 from cache.records import Records, Sequences, compute_offsets
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP, PARTITION_STEP, TOP_STEP, choose_id_dtype
 from cache.shards.entries import ShardEntry
 
 #: Arrays with one row for each sequence.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.codec import Codec, RecordPositions, Sample
+from cache.codec import Codec
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
@@ -22,24 +22,23 @@ from cache.manifest import (
     TokenizerIdentity,
     TokenizerProbe,
 )
+from cache.profiles import PROFILES
+from cache.profiles.whole import EXAMPLE_WIDTH
 from cache.records import Records, Sequences
+from cache.rounding import RecordPositions
 from cache.writing.writer import CacheWriter, open_writer
 
-#: Width of the hidden states of a hidden cache.
-HIDDEN_WIDTH = 6
 PROVENANCE = Provenance("tiny", "main", (TokenizerProbe("It was", (3, 5)),), {"eos": 0})
 
 
 def make_codec(profile: str = "threshold", **options: Any) -> CodecIdentity:
     """Make a codec of ``profile`` with small defaults and shards of four sequences."""
-    own: dict[str, dict[str, Any]] = {
-        "threshold": {"threshold": 0.04},
-        "tempered": {"threshold": 0.04, "temperatures": (0.5, 2.0)},
-        "topk": {"k": 5},
-        "dense": {"bits": 16},
-        "hidden": {"bits": 8},
-    }
-    return CodecIdentity(profile, **{"shard_sequences": 4, **own[profile], **options})
+    rules = PROFILES[profile]
+    own: dict[str, Any] = {"threshold": 0.04, "temperatures": (0.5, 2.0), "k": 5}
+    found = {name: value for name, value in own.items() if name in rules.options}
+    if rules.dtypes:
+        found["bits"] = min(rules.dtypes.values())
+    return CodecIdentity(profile, **{"shard_sequences": 4, **found, **options})
 
 
 def make_identity(
@@ -80,57 +79,17 @@ def make_records(seed: int, positions: int, codec: Codec) -> Records:
     rng = np.random.default_rng(seed)
     logits_NV = rng.normal(0, 3, (positions, codec.vocabulary_size))
     logp_NV = logits_NV - np.log(np.exp(logits_NV).sum(1, keepdims=True))
-    entropy = -(np.exp(logp_NV) * logp_NV).sum(1)
     places = RecordPositions(np.zeros(positions, np.int64), np.arange(positions))
     # Token 0 stands for the gold token.
     known = logp_NV[:, [0, *codec.always_keep]]
-    if codec.profile == "topk":
-        top_ids = np.argsort(-logp_NV, axis=1)[:, : codec.k]
-        top = np.take_along_axis(logp_NV, top_ids, 1)
-        residual = np.log(np.maximum(1 - np.exp(top).sum(1), 1e-12))
-        return codec.encode_top(known[:, :1], entropy, (top_ids, top), residual, places)
-    if codec.profile == "dense":
-        return codec.encode_dense(known, entropy, logp_NV, places)
-    if codec.profile == "hidden":
-        return codec.encode_hidden(
-            known, entropy, rng.normal(size=(positions, HIDDEN_WIDTH)), places
-        )
-    return codec.encode_sample(_draw_sample(rng, logp_NV, known, codec), places)
-
-
-def _draw_sample(
-    rng: np.random.Generator, logp_NV: NDArray[Any], known: NDArray[Any], codec: Codec
-) -> Sample:
-    """Take every token above the threshold, and one to four others in each draw, at random."""
-    free_NV = np.ones(logp_NV.shape, bool)
-    free_NV[:, [0, *codec.always_keep]] = False
-    head_NV = free_NV & (np.exp(logp_NV) > codec.threshold)
-    tail_count = rng.integers(1, 5, len(logp_NV))
-    others = [np.flatnonzero(row) for row in free_NV & ~head_NV]
-    picks = [
-        np.stack([rng.choice(ids, count, replace=False) for _ in range(codec.draws)], axis=1)
-        for ids, count in zip(others, tail_count.tolist(), strict=True)
-    ]
-    tail_ids = np.concatenate([np.empty((0, codec.draws), np.int64), *picks])
-    rows = np.repeat(np.arange(len(logp_NV)), tail_count)[:, None]
-    tempered = codec.profile == "tempered"
-    return Sample(
-        known_logprobs=known,
-        entropy=-(np.exp(logp_NV) * logp_NV).sum(1),
-        head_count=head_NV.sum(1),
-        head_ids=np.nonzero(head_NV)[1],
-        head_logprobs=logp_NV[head_NV],
-        tail_count=tail_count,
-        tail_ids=tail_ids,
-        tail_logprobs=logp_NV[rows, tail_ids] if tempered else None,
-        partition=rng.normal(-2, 1, (len(logp_NV), 4, 2)) if tempered else None,
-    )
+    reading = codec.rules.make_example(rng, codec, known, logp_NV)
+    return codec.encode(reading, places)
 
 
 def make_lm_head(vocabulary_size: int) -> dict[str, NDArray[Any]]:
     """Make a random LM head, for hidden caches."""
     weight = (
-        np.random.default_rng(7).normal(size=(vocabulary_size, HIDDEN_WIDTH)).astype(np.float32)
+        np.random.default_rng(7).normal(size=(vocabulary_size, EXAMPLE_WIDTH)).astype(np.float32)
     )
     return {"weight": weight, "bias": np.zeros(0, np.float32), "transform": np.array([1.0, 0.0])}
 
@@ -159,7 +118,7 @@ def make_shard(identity: CacheIdentity, index: int) -> tuple[Sequences, Records]
 
 def fill_cache(writer: CacheWriter, provenance: Provenance = PROVENANCE) -> Manifest:
     """Write every missing shard, the LM head of a hidden cache and the token map, and finish."""
-    if writer.identity.codec.profile == "hidden":
+    if writer.codec.rules.needs_lm_head:
         writer.write_lm_head(make_lm_head(writer.identity.tokenizer.vocabulary_size))
     writer.write_token_map(make_token_map(writer.identity.tokenizer.vocabulary_size))
     for index in writer.find_missing_shards():

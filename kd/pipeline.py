@@ -571,7 +571,7 @@ def holds_chats(source: CachedRecords, tokenizer: PreTrainedTokenizerBase) -> bo
 def note_missing_tail(config: JobConfig, store: Cache, monitor: Monitor) -> None:
     """Note that ``loss.tail_control``, the default, has no effect with this cache."""
     wanted = config.loss.tail_control and config.loss.entropy_weighting == 0.0
-    if wanted and store.codec.profile == "threshold" and not store.manifest.tail_mean.digest:
+    if wanted and store.codec.rules.sums_tails and not store.manifest.tail_mean.digest:
         what = "caches without a mean tail, so that loss.tail_control has no effect"
         remedy = "Capture it again, from a teacher on this machine."
         monitor.note(Notice(what, 1, str(store.folder.name), remedy))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from bench.support.paths import AUSTEN
-from cache.codec import Codec, RecordPositions
+from cache.codec import Codec
 from cache.records import Records
+from cache.rounding import RecordPositions
 from kd.capture.sampling import Randomness, Sampler
 from kd.config.jobfile import load_config
 from kd.loss.sparse_targets import SparseTarget, decode_threshold
@@ -86,7 +87,7 @@ def make_records(passage: Passage, codec: Codec) -> Records:
     places = np.arange(len(passage.gold_N))
     chance = Randomness.of(codec, 0, places, torch.device("cpu"))
     sample = Sampler(codec).sample(passage.logits_NV, passage.gold_N, chance)
-    return codec.encode_sample(sample, RecordPositions(np.zeros_like(places), places))
+    return codec.encode(sample, RecordPositions(np.zeros_like(places), places))
 
 
 def decode_records(passage: Passage, codec: Codec, records: Records) -> SparseTarget:

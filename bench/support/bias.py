@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.codec import Codec, RecordPositions
+from cache.codec import Codec
 from cache.records import AXES, Records
+from cache.rounding import RecordPositions
 from kd.capture.sampling import Randomness, Sampler
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
@@ -117,7 +118,7 @@ def _record(codec: Codec, logits_NV: Tensor, gold_N: Tensor, knots: int, number:
     positions_N = np.arange(len(gold_N))
     chance = Randomness.of(codec, number, positions_N, logits_NV.device)
     places = RecordPositions(np.full(len(gold_N), number), positions_N)
-    return codec.encode_sample(Sampler(codec, knots).sample(logits_NV, gold_N, chance), places)
+    return codec.encode(Sampler(codec, knots).sample(logits_NV, gold_N, chance), places)
 
 
 def _repeat_draws(records: Records, gold_N: Tensor, draws: int) -> tuple[dict[str, Tensor], Tensor]:

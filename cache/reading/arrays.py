@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from cache.codec import Codec
 from cache.errors import CacheCorrupt
 from cache.layout import TOKEN_CLASSES, Arrays, list_arrays, make_token_order, read_one_sequence
-from cache.profiles import PROFILES
 from cache.reading.chunks import StoredArray
 from cache.reading.disk import DiskReads
 from cache.reading.memory import KeptValues
@@ -157,7 +156,7 @@ class Shard(ArrayFolder):
 
     def read_order(self) -> NDArray[Any]:
         """Read the token at each rank, (V,); it is empty in profiles without sampled ids."""
-        if not PROFILES[self.codec.profile].sampled:
+        if not self.codec.rules.sampled:
             return np.empty(0)
         return self.memory.get((self._key, "order"), self._make_order)
 

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY, Codec
-from cache.inspection import decode_masses
-from cache.profiles import PROFILES
+from cache.codec import Codec
 from cache.records import Records, compute_offsets
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.shard import PER_SEQUENCE
 from cache.store import Cache
 from cache.viewing.texts import TokenTexts
@@ -133,11 +132,10 @@ def _make_namer(texts: TokenTexts | None) -> NameToken:
 def _read_columns(opened: Cache, row: range, shown: range) -> Records:
     """Read the columns of the records ``shown`` of one sequence."""
     codec = opened.codec
-    if PROFILES[codec.profile].sampled:
+    if codec.rules.sampled:
         # The ids of a sequence are coded together, so it is decoded whole.
         return opened.read(row)[1].slice(shown.start, shown.stop)
-    own = {"topk": ("top_ids", "top_logprobs", "residual"), "dense": ("logprobs",)}
-    names = ("known", "entropy", *own.get(codec.profile, ()))
+    names = ("known", "entropy", *codec.rules.shown)
     return Records(opened.read_columns(row, names, shown))
 
 
@@ -147,7 +145,8 @@ def _show(
     token, said = pair
     entropy = int(records["entropy"][number])
     known = int(records["known"][number, 0])
-    ids_E, p_E = _list_entries(codec, records, number, said)
+    entries = codec.rules.list_entries(codec, records, number, said)
+    ids_E, p_E = (np.empty(0, np.int64), np.empty(0)) if entries is None else entries
     top_E = np.argsort(-p_E, kind="stable")[:SHOWN_ENTRIES]
     tails = _list_tail(codec, records, number)
     return ShownRecord(
@@ -157,67 +156,24 @@ def _show(
         said_id=said,
         said_probability=None if known == UNKNOWN else _round(float(np.exp(-KNOWN_STEP * known))),
         entropy=None if entropy == UNKNOWN_ENTROPY else entropy * ENTROPY_STEP,
-        entries=None if codec.profile == "hidden" else len(ids_E),
+        entries=None if entries is None else len(ids_E),
         head=tuple(
             ShownEntry(token_id, name(token_id), _round(p))
             for token_id, p in zip(ids_E[top_E].tolist(), p_E[top_E].tolist(), strict=True)
         ),
-        tail=_measure_tail(codec, records, number, p_E),
+        tail=(None if entries is None else _round(codec.rules.measure_rest(records, number, p_E))),
         tail_count=None if tails is None else len(tails),
         tail_tokens=() if tails is None else tuple(map(name, tails[:SHOWN_ENTRIES].tolist())),
     )
 
 
-def _list_entries(
-    codec: Codec, records: Records, number: int, said: int
-) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """List the tokens of a record whose probability it stores, each once: ids and p, (E,)."""
-    if codec.profile == "topk":
-        codes = records["top_logprobs"][number]
-        kept = codes != UNKNOWN
-        return records["top_ids"][number][kept].astype(np.int64), decode_masses(
-            TOP_STEP, codes[kept]
-        )
-    if codec.profile == "dense":
-        logp_V = records["logprobs"][number].astype(np.float64)
-        return np.arange(len(logp_V)), np.exp(logp_V)
-    if codec.profile == "hidden":
-        return np.empty(0, np.int64), np.empty(0)
-    ids = [said, *codec.always_keep]
-    codes = records["known"][number]
-    # A said token that is always kept is stored twice.
-    kept = (codes != UNKNOWN) & (np.arange(len(ids)) == [ids.index(each) for each in ids])
-    head = slice(*compute_offsets(records["head_count"])[number : number + 2].tolist())
-    return (
-        np.concatenate([np.array(ids)[kept], records["head_ids"][head].astype(np.int64)]),
-        np.concatenate(
-            [
-                decode_masses(KNOWN_STEP, codes[kept]),
-                decode_masses(codec.head_step, records["head_logprobs"][head]),
-            ]
-        ),
-    )
-
-
 def _list_tail(codec: Codec, records: Records, number: int) -> NDArray[Any] | None:
     """List the tokens that were drawn from the tail, (M,); None in a profile that draws none."""
-    if not PROFILES[codec.profile].sampled:
+    if not codec.rules.sampled:
         return None
     cut = slice(*compute_offsets(records["tail_count"])[number : number + 2].tolist())
     drawn: NDArray[Any] = records["tail_ids"][cut]
     return drawn
-
-
-def _measure_tail(
-    codec: Codec, records: Records, number: int, p_E: NDArray[np.float64]
-) -> float | None:
-    """Measure the mass outside the entries; rounding can take it a little below 0."""
-    if codec.profile == "hidden":
-        return None
-    if codec.profile == "topk":
-        code = int(records["residual"][number])
-        return 0.0 if code == UNKNOWN else _round(float(np.exp(-TOP_STEP * code)))
-    return _round(max(1.0 - float(p_E.sum()), 0.0))
 
 
 def _round(probability: float) -> float:

@@ -20,7 +20,6 @@ from cache.errors import CacheIncomplete
 from cache.inspection import (
     EntryCounts,
     Histogram,
-    list_tallied_columns,
     make_entropy_histogram,
     make_mass_histogram,
     summarise_entries,
@@ -73,7 +72,7 @@ def sample_cache(opened: Cache, seed: int = 0, limit: int = SAMPLED_RECORDS) -> 
     Raises as ``Cache.read`` does; ``CacheIncomplete`` for a cache without a sequence.
     """
     runs = choose_runs(opened, seed, limit)
-    columns = ("tokens", "target_mask", *list_tallied_columns(opened.codec))
+    columns = ("tokens", "target_mask", *opened.codec.rules.measured)
     sums: dict[str, NDArray[Any]] = {}
     for numbers in runs:
         found = opened.read_columns(numbers, columns)

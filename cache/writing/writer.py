@@ -446,7 +446,7 @@ class CacheWriter:
         """
         head = self._make_folder_entry(LM_HEAD)
         shards, pieces = self._collect_entries()
-        if not head.digest and self.identity.codec.profile == "hidden":
+        if not head.digest and self.codec.rules.needs_lm_head:
             raise CacheIncomplete(
                 f"{self.folder}: the teacher's LM head is not sealed.", "Run the job again."
             )

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.codec import PARTITION_STEP, Codec, round_to_fixed_point
+from cache.codec import Codec
+from cache.rounding import PARTITION_STEP, round_to_fixed_point
 from kd.capture.block_sizes import LOWEST
 from kd.capture.sampling import Sampler, compute_partition, compute_tail_logprobs
 from kd.errors import ModelError

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.codec import Codec, RecordPositions, round_to_bfloat16
-from cache.profiles import PROFILES
+from cache.codec import Codec
 from cache.records import Records, TailSums
+from cache.rounding import RecordPositions, round_to_bfloat16
 from kd.capture.block_sizes import LOWEST
 from kd.capture.host_copy import HostCopy
 from kd.capture.sampling import Randomness, Sampler, make_sample, reduce_by_row, reduce_log_sum_exp
@@ -110,8 +110,7 @@ class _Piece:
 class Recorder:
     """Makes records of a teacher's hidden states.
 
-    Profile tempered needs the number of ``knots``. Where there is a ``meter``, it gets the tails of
-    profile threshold.
+    Profile tempered needs the number of ``knots``. A ``meter`` gets the tails of profile threshold.
     """
 
     lm_head: LMHead
@@ -132,7 +131,7 @@ class Recorder:
         of a fixed size, so a record does not depend on the other sequences of its chunk.
         """
         device = rows[0].hidden_ND.device
-        sampled = PROFILES[self.codec.profile].sampled
+        sampled = self.codec.rules.sampled
         # Random numbers depend on sequence and position, so they do not depend on how parts are
         # cut. They are made while the device computes the hidden states.
         numbers = [row.number for row in rows]
@@ -216,7 +215,7 @@ class Recorder:
         return None if self.meter is None else self.meter.take(self.lm_head.vocabulary)
 
     def _encode_sample(self, copies: Sequence[HostCopy], places: RecordPositions) -> Records:
-        return self.codec.encode_sample(make_sample([each.wait() for each in copies]), places)
+        return self.codec.encode(make_sample([each.wait() for each in copies]), places)
 
     def make_lm_head_arrays(self) -> dict[str, np.ndarray]:
         """Return the LM head in the form that a hidden cache stores.
@@ -260,7 +259,7 @@ class Recorder:
         return room[:positions]
 
     def _make_room(self, hidden_ND: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
-        if self.codec.profile == "threshold" and can_run_kernels(hidden_ND):
+        if self.codec.rules.sums_tails and can_run_kernels(hidden_ND):
             return make_rows(hidden_ND, positions, self.lm_head.vocabulary, dtype)
         # Plain operations copy rows with padding first.
         return hidden_ND.new_empty(positions, self.lm_head.vocabulary, dtype=dtype)
@@ -281,7 +280,7 @@ class Recorder:
         entropy_N = -reduce_by_row(torch.linalg.vecdot, logp_NV.exp(), logp_NV)
         kept = {"topk": self._keep_top, "dense": self._keep_all, "hidden": self._keep_states}
         return {
-            "known": logp_NV.gather(1, _join_gold(chunk)[:, None]),
+            "known_logprobs": logp_NV.gather(1, _join_gold(chunk)[:, None]),
             "entropy": entropy_N,
             "finite": torch.isfinite(entropy_N).all(),
             **kept[self.codec.profile](chunk, logp_NV),
@@ -318,13 +317,7 @@ class Recorder:
             for name in parts[0]
             if name != "finite"
         }
-        known = (found["known"], found["entropy"])
-        if self.codec.profile == "topk":
-            top = (found["ids"], found["logprobs"])
-            return self.codec.encode_top(*known, top, found["residual"], places)
-        if self.codec.profile == "dense":
-            return self.codec.encode_dense(*known, found["logprobs"], places)
-        return self.codec.encode_hidden(*known, found["states"], places)
+        return self.codec.encode(self.codec.rules.reading(**found), places)
 
 
 def _join_gold(chunk: Sequence[_Piece]) -> Tensor:

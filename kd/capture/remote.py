@@ -37,9 +37,11 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.codec import Codec, RecordPositions
+from cache.codec import Codec
 from cache.manifest import TokenizerProbe, encode_canonical_json
+from cache.profiles.topk import TopReading
 from cache.records import Records, Sequences
+from cache.rounding import RecordPositions
 from kd.capture.log_mass import RESIDUAL_SLACK, log1mexp, log_sum_exp
 from kd.capture.recording import TeacherReading
 from kd.config.teacher import TeacherConfig
@@ -137,10 +139,14 @@ class TopEntries:
     def make_records(self, codec: Codec, number: int) -> Records:
         """Encode the entries as records of sequence ``number``."""
         places = RecordPositions(np.full(len(self), number), self.positions)
-        unknown = np.full(len(self), np.nan)
-        return codec.encode_top(
-            self.gold[:, None], unknown, (self.ids, self.logprobs), self.residual, places
+        reading = TopReading(
+            known_logprobs=self.gold[:, None],
+            entropy=np.full(len(self), np.nan),
+            ids=self.ids,
+            logprobs=self.logprobs,
+            residual=self.residual,
         )
+        return codec.encode(reading, places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +206,7 @@ class RemoteTeacher:
 
         Raises ``ModelError`` for a profile other than topk, and where the API key is missing.
         """
-        if codec.profile != "topk" or codec.always_keep:
+        if not codec.k or codec.always_keep:
             raise ModelError(
                 "a server returns only its most probable tokens.",
                 "With teacher.backend http, set cache.profile to topk and cache.always_keep to [].",

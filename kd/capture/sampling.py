@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.codec import Codec, Sample
+from cache.codec import Codec
+from cache.profiles.sampled import Sample
 from cache.random import PURPOSE_TAIL, draw_permutations, draw_uniforms
 from kd.capture.block_sizes import BLOCK, LOWEST, BlockSizes
 from kd.capture.host_copy import HostCopy, copy_to_device
@@ -175,7 +176,7 @@ class Sampler:
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         known_NA = self.list_known(gold_N)
         sizes: TokenSizes | BlockSizes
-        if self.codec.profile == "threshold" and can_run_kernels(logits_NV):
+        if not self.codec.rules.keeps_partition and can_run_kernels(logits_NV):
             sizes = BlockSizes.of(logits_NV, known_NA, self.codec.threshold)
             rows_H, ids_H = sizes.head
             found = {"finite": _are_finite(sizes)}
@@ -196,7 +197,7 @@ class Sampler:
             "tail_count": tail.count_N,
             "tail_ids": tail.ids_MR,
         }
-        if self.codec.profile == "tempered" and isinstance(sizes, TokenSizes):
+        if self.codec.rules.keeps_partition and isinstance(sizes, TokenSizes):
             found |= self._add_tempered(logits_NV, sizes, tail)
         return found
 
@@ -235,7 +236,7 @@ class Sampler:
             sizes.entropy_N[rows] = sizes.lse_N[rows] - reduce_by_row(
                 torch.linalg.vecdot, size_nV, s_nV
             )
-            if self.codec.profile == "tempered":
+            if self.codec.rules.keeps_partition:
                 average_tempered_(size_nV, s_nV, self.codec.proposal_betas)
                 torch.amax(size_nQU, -1, out=largest_nQ)
         if not _are_finite(sizes):

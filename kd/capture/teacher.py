@@ -31,7 +31,6 @@ from transformers import PreTrainedModel
 from cache.checking.verify import find_missing
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
-from cache.profiles import PROFILES
 from cache.reading.usage import hold_for
 from cache.records import Records, Sequences, TailSums
 from cache.shards.runs import ShardRuns
@@ -279,15 +278,15 @@ def fit_recorder(
     Several caches can be captured with one loaded teacher. Profile hidden stores the LM head;
     profile tempered needs a number of ``knots``, which is chosen here where it is None.
     """
-    profile = plan.identity.codec.profile
-    meter = TailMeter(len(plan.corpus.train)) if profile == "threshold" else None
+    rules = writer.codec.rules
+    meter = TailMeter(len(plan.corpus.train)) if rules.sums_tails else None
     recorder = Recorder(teacher.recorder.lm_head, writer.codec, meter=meter)
     teacher = replace(teacher, recorder=recorder, monitor=monitor)
-    if profile == "hidden":
+    if rules.needs_lm_head:
         # Only this profile has something to write before the first micro-batch is read.
         teacher.require_memory(plan.corpus.train)
         writer.write_lm_head(teacher.recorder.make_lm_head_arrays())
-    if profile != "tempered":
+    if not rules.keeps_partition:
         return teacher
     # All shards of a cache have the same number of knots: shards of an earlier attempt set it.
     if knots is None and (sealed := writer.read_sealed_shape("partition")) is not None:
@@ -482,7 +481,7 @@ def summarise_cache(store: Cache, reused: bool) -> dict[str, Any]:
     manifest: Manifest = store.manifest
     codec = store.codec
     # The next token, and those that are always kept, are entries beside head and tail.
-    known = 1 + len(codec.always_keep) if PROFILES[codec.profile].sampled else 0
+    known = 1 + len(codec.always_keep) if codec.rules.sampled else 0
     overruled = manifest.overruled
     quantization = manifest.identity.teacher.quantization
     return {

@@ -8,17 +8,12 @@ from pydantic import Field, field_validator, model_validator
 
 from cache.errors import StoreError
 from cache.profiles import PROFILES
+from cache.profiles.profile import Profile
 from cache.remote.address import StoreAddress, is_bucket
 from kd.config.section import Section
 
 #: A whole fingerprint of a cache, the name of its folder.
 FINGERPRINT_PATTERN = r"^[0-9a-f]{32}$"
-
-#: Bits of each stored number by profile and cache.dtype; other profiles have no dtype to choose.
-DTYPE_BITS = {
-    "dense": {"auto": 16, "float16": 16, "float32": 32},
-    "hidden": {"auto": 16, "int16": 16, "int8": 8},
-}
 
 
 class TemperatureRange(Section):
@@ -143,14 +138,19 @@ class CacheConfig(Section):
         return {field: name for field, name in fields.items() if name is not None}
 
     @property
+    def rules(self) -> Profile:
+        """The rules of the profile."""
+        return PROFILES[self.profile]
+
+    @property
     def sampled(self) -> bool:
         """Whether the profile samples the tail."""
-        return PROFILES[self.profile].sampled
+        return self.rules.sampled
 
     @property
     def range(self) -> tuple[float, ...]:
         """Lowest and highest temperature, for profile tempered; empty for others."""
-        if self.profile != "tempered":
+        if "temperatures" not in self.rules.options:
             return ()
         span = self.temperatures or TemperatureRange()
         return (span.min, span.max)
@@ -158,12 +158,12 @@ class CacheConfig(Section):
     @property
     def entries(self) -> int:
         """Entries per position, for profile topk; 0 for others."""
-        return (self.k or 64) if self.profile == "topk" else 0
+        return (self.k or 64) if "k" in self.rules.options else 0
 
     @property
     def bits(self) -> int:
         """Bits of each stored number, for profiles dense and hidden; 0 for others."""
-        return DTYPE_BITS[self.profile][self.dtype] if self.profile in DTYPE_BITS else 0
+        return self.rules.dtypes.get(self.dtype, 0)
 
     @field_validator("store")
     @classmethod
@@ -181,11 +181,8 @@ class CacheConfig(Section):
     def _profile_has_its_options(self) -> Self:
         # Only an option that a job sets, and not to its default, is an error: a job that a report
         # prints holds every default.
-        sampled = {"threshold", "always_keep", "draws"}
-        own = {"threshold": sampled, "tempered": sampled | {"temperatures"}, "topk": {"k"}}.get(
-            self.profile, {"dtype"}
-        )
-        options = {"threshold", "temperatures", "always_keep", "draws", "k", "dtype"}
+        own = self.rules.options
+        options = frozenset[str]().union(*(each.options for each in PROFILES.values()))
         if strange := sorted(self.model_fields_set & options - own):
             given = [
                 name
@@ -198,8 +195,8 @@ class CacheConfig(Section):
                     f"it takes {', '.join(sorted(own))}"
                 )
         # The field takes the dtypes of both profiles; each profile has only some of them.
-        if self.profile in DTYPE_BITS and self.dtype not in DTYPE_BITS[self.profile]:
-            known = ", ".join(DTYPE_BITS[self.profile])
+        if self.rules.dtypes and self.dtype not in self.rules.dtypes:
+            known = ", ".join(self.rules.dtypes)
             raise ValueError(
                 f"cache.dtype of profile {self.profile} must be one of {known}, "
                 f"but got {self.dtype}"

@@ -318,7 +318,7 @@ class JobConfig(Placement):
             self.teacher is not None
             and self.teacher.backend == "http"
             and self.needs_cache
-            and self.cache.profile != "topk"
+            and not self.cache.entries
         ):
             raise ValueError(
                 "teacher.backend http returns only the most probable tokens: set cache.profile to "

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY
 from cache.inspection import sum_gold_losses
 from cache.manifest import FidelityOverride
 from cache.perplexity import BlockLosses
+from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
 from kd.capture.teacher import summarise_cache
 from kd.config.job import JobConfig
 from kd.evaluation.comparison import TEACHER, compare_with_records

@@ -33,7 +33,7 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
-from cache.codec import round_to_bfloat16
+from cache.rounding import round_to_bfloat16
 from kd.config.section import Section
 from kd.errors import DataError
 from kd.exchange.foreign_files import read_table_batches

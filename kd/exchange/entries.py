@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.operations import read_all_draws
-from cache.profiles import PROFILES
 from cache.records import Records, Sequences, compute_offsets
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.store import Cache
 from kd.capture.log_mass import log_sum_exp
 from kd.errors import DataError
@@ -89,13 +88,13 @@ def read_entries(
     codec = store.codec
     decoder = _make_decoder(store)
     k = choose_entry_count(store, k)
-    width = codec.vocabulary_size if codec.profile == "dense" else 1 << 10
+    width = codec.vocabulary_size if "logprobs" in codec.schema() else 1 << 10
     group = max(1, min(_POSITIONS, _ELEMENTS // width) // store.identity.data.sequence_length)
-    sampled = PROFILES[codec.profile].sampled
+    sampled = codec.rules.sampled
     for first in range(0, len(numbers), group):
         chosen = numbers[first : first + group]
         sequences, records = store.read(chosen)
-        if codec.profile == "topk":
+        if codec.k:
             yield sequences, records, _take_stored(records, k)
             continue
         whole = read_all_draws(store, chosen)[1] if sampled else records
@@ -116,12 +115,12 @@ def choose_entry_count(store: Cache, k: int | None) -> int:
     Raises ``DataError`` where the profile stores fewer than ``k``, or needs ``k`` and got none.
     """
     codec = store.codec
-    if PROFILES[codec.profile].sampled:
+    if codec.rules.sampled:
         # At most 1 / threshold tokens can have a probability above the threshold.
         most = min(int(1 / codec.threshold) + 1 + len(codec.always_keep), codec.vocabulary_size)
     else:
         most = codec.k or codec.vocabulary_size
-    if k is None and codec.profile in ("dense", "hidden"):
+    if k is None and codec.rules.any_divergence:
         raise DataError(
             f"Profile {codec.profile} stores all {most} tokens of a position.",
             "Set k to the number of entries to take.",

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from cache.codec import Codec, RecordPositions
+from cache.codec import Codec
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
@@ -30,7 +30,9 @@ from cache.manifest import (
     TeacherIdentity,
     TokenizerIdentity,
 )
+from cache.profiles.topk import TopReading
 from cache.records import Records, Sequences
+from cache.rounding import RecordPositions
 from cache.store import open_cache
 from cache.writing.writer import CacheWriter, open_writer
 from kd.capture.teacher import find_sealed_cache, summarise_cache
@@ -355,9 +357,14 @@ def _encode_row(row: Row, number: int, codec: Codec) -> Records:
     assert row.residual is not None
     places = RecordPositions(np.full(len(row.positions), number), row.positions)
     entropy = np.full(len(row.positions), np.nan) if row.entropy is None else row.entropy
-    return codec.encode_top(
-        row.gold[:, None], entropy, (row.ids, row.logprobs), row.residual, places
+    reading = TopReading(
+        known_logprobs=row.gold[:, None],
+        entropy=entropy,
+        ids=row.ids,
+        logprobs=row.logprobs,
+        residual=row.residual,
     )
+    return codec.encode(reading, places)
 
 
 def _pad_row(row: Row, length: int, tokenizer: PreTrainedTokenizerBase) -> Sequences:

@@ -121,7 +121,7 @@ def _list_optimisers(config: JobConfig) -> Axis:
 
 def _list_temperatures(config: JobConfig) -> Axis:
     # Other profiles hold T = 1 alone.
-    serves = config.cache.profile in ("tempered", "hidden", "dense")
+    serves = config.cache.rules.any_temperature
     change = {} if serves else {"cache.profile": "tempered"}
     settings = (
         AxisSetting(f"T = {value:g}", {"loss.temperature": value, **change})

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cache.codec import Codec
-from cache.profiles import PROFILES
 
 if TYPE_CHECKING:
     import torch
@@ -70,4 +69,4 @@ def suits_kernels(codec: Codec | None, divergence: str) -> bool:
 
     They know forward KL from sampled records, and hard labels alone.
     """
-    return divergence == "forward_kl" and (codec is None or PROFILES[codec.profile].sampled)
+    return divergence == "forward_kl" and (codec is None or codec.rules.sampled)

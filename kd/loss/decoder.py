@@ -36,7 +36,7 @@ class TargetDecoder:
         codec = source.codec
         lm_head = None
         # Only hidden states need the teacher's LM head to become log-probabilities.
-        if codec is not None and codec.profile == "hidden":
+        if codec is not None and codec.rules.needs_lm_head:
             lm_head = decode_lm_head(source.teacher_head(), codec.vocabulary_size, device)
         return cls(codec, lm_head)
 

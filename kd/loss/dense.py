@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cache.codec import make_cosine_basis
+from cache.rounding import make_cosine_basis
 from kd.loss.fused import LossTerms
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget

@@ -26,7 +26,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cache.codec import KNOWN_STEP, PARTITION_STEP, Codec
+from cache.codec import Codec
+from cache.rounding import KNOWN_STEP, PARTITION_STEP
 from kd.loss.targets import Columns, decode_entropies, detach_number, list_betas, list_kept_ids
 
 

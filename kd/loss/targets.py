@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY
+from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
 
-#: The columns of a batch's records, by name, as ``cache.codec`` stores them.
+#: The columns of a batch's records, by name, as ``cache.profiles`` stores them.
 Columns = dict[str, Tensor]
 
 #: Log-probability of a token that the teacher forbids: 0 in every sum, finite in every divergence.

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache.codec import TOP_STEP, UNKNOWN
+from cache.rounding import TOP_STEP, UNKNOWN
 from kd.loss.targets import LEAST_LOGPROB, Columns
 from kd.models.cosines import from_cosines
 from kd.models.lm_head import LMHead, SplitLMHead

@@ -1,4 +1,4 @@
-"""The cosine transform of hidden states: h = z C, with C the DCT-II matrix of ``cache.codec``.
+"""The cosine transform of hidden states: h = z C, with C the DCT-II matrix of ``cache.rounding``.
 
 Records in int8 store z, the cosines, in place of h.
 
@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from cache.codec import make_cosine_basis
+from cache.rounding import make_cosine_basis
 from kd.models.precision import float32_products
 
 

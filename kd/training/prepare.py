@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cache.codec import UNKNOWN_ENTROPY, Codec
+from cache.codec import Codec
+from cache.rounding import UNKNOWN_ENTROPY
 from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig

@@ -22,8 +22,8 @@ from bench.support.quality.runs import locate_run, make_student, read_finished
 from bench.support.quality.study import SHARD_SEQUENCES, Study
 from bench.support.waiting import PATIENCE_SECONDS
 from bench.support.warm import MODELS, get_warm_python
-from cache.codec import TOP_STEP, UNKNOWN
 from cache.records import Records, Sequences
+from cache.rounding import TOP_STEP, UNKNOWN
 from cache.shards.names import TAIL_SUMS
 from cache.store import open_cache
 from kd.capture.teacher import capture_cache

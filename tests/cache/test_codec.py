@@ -8,26 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.codec import (
+from cache.codec import Codec
+from cache.profiles import PROFILES
+from cache.profiles.sampled import SMALLEST_THRESHOLD, Sample
+from cache.profiles.topk import TopReading
+from cache.profiles.whole import DenseReading, HiddenReading
+from cache.random import PURPOSE_ROUNDING, draw_uniforms
+from cache.records import Records
+from cache.rounding import (
     ENTROPY_STEP,
     KNOWN_STEP,
     PARTITION_STEP,
-    SMALLEST_THRESHOLD,
     TAIL_STEP,
     TOP_STEP,
     UNKNOWN,
     UNKNOWN_ENTROPY,
-    Codec,
     RecordPositions,
-    Sample,
     choose_id_dtype,
     round_stochastically,
     round_to_bfloat16,
     round_to_fixed_point,
 )
-from cache.profiles import PROFILES
-from cache.random import PURPOSE_ROUNDING, draw_uniforms
-from cache.records import Records
 from cache.testing import make_codec, make_identity, make_records
 
 STEPS = [KNOWN_STEP, TAIL_STEP, 2.0**-6, -math.log(0.04) / 127, -math.log(SMALLEST_THRESHOLD) / 127]
@@ -107,17 +108,20 @@ def test_known_probabilities_and_entropies_are_unbiased_over_redraws(profile):
     entropies = [0.0, 0.001, 2.03, 0.99 * ENTROPY_STEP, 10.61]
     for logprob, entropy in zip([-1e-4, -0.3, -2.001, -8.77, -20.0], entropies, strict=True):
         known = np.full((REDRAWS, 1), logprob)
-        common = np.full(REDRAWS, entropy)
+        common = {"known_logprobs": known, "entropy": np.full(REDRAWS, entropy)}
         if profile == "topk":
-            own = (np.zeros((REDRAWS, 1), int), known), known[:, 0]
-            records = codec.encode_top(known, common, *own, places(REDRAWS))
-        elif profile in ("dense", "hidden"):
-            encode = codec.encode_dense if profile == "dense" else codec.encode_hidden
-            records = encode(known, common, np.zeros((REDRAWS, 3)), places(REDRAWS))
+            own = {"ids": np.zeros((REDRAWS, 1), int), "logprobs": known, "residual": known[:, 0]}
+            records = codec.encode(TopReading(**common, **own), places(REDRAWS))
+        elif profile == "dense":
+            whole = DenseReading(**common, logprobs=np.zeros((REDRAWS, 3)))
+            records = codec.encode(whole, places(REDRAWS))
+        elif profile == "hidden":
+            states = HiddenReading(**common, states=np.zeros((REDRAWS, 3)))
+            records = codec.encode(states, places(REDRAWS))
         else:
             found = sample(REDRAWS, [0.5], tempered=profile == "tempered")
-            found = replace(found, known_logprobs=known, entropy=common)
-            records = codec.encode_sample(found, places(REDRAWS))
+            found = replace(found, **common)
+            records = codec.encode(found, places(REDRAWS))
         decoded = np.exp(records["known"][:, 0] * -KNOWN_STEP)
         assert abs(z_of(decoded, math.exp(logprob))) < 5
         assert abs(z_of(records["entropy"] * ENTROPY_STEP, entropy)) < 5
@@ -128,9 +132,7 @@ def test_known_probabilities_and_entropies_are_unbiased_over_redraws(profile):
 def test_head_probabilities_are_unbiased_over_redraws_and_rounded_independently(profile):
     head = [0.0401, 0.05, 0.123, 0.3]
     codec = codec_of(profile)
-    records = codec.encode_sample(
-        sample(REDRAWS, head, tempered=profile == "tempered"), places(REDRAWS)
-    )
+    records = codec.encode(sample(REDRAWS, head, tempered=profile == "tempered"), places(REDRAWS))
     decoded = np.exp(records["head_logprobs"].reshape(REDRAWS, 4) * -codec.head_step)
     for column, p in zip(decoded.T, head, strict=True):
         assert abs(z_of(column, p)) < 5
@@ -144,9 +146,7 @@ def test_head_probabilities_are_unbiased_over_redraws_and_rounded_independently(
 
 def test_tail_values_are_unbiased_over_redraws_in_every_draw():
     codec = codec_of("tempered", draws=3)
-    records = codec.encode_sample(
-        sample(REDRAWS, [0.5], tails=1, draws=3, tempered=True), places(REDRAWS)
-    )
+    records = codec.encode(sample(REDRAWS, [0.5], tails=1, draws=3, tempered=True), places(REDRAWS))
     decoded = np.exp(records["tail_logprobs"] * -TAIL_STEP)
     assert all(abs(z_of(column, math.exp(-7.3))) < 5 for column in decoded.T)
     assert np.abs(np.corrcoef(decoded.T) - np.eye(3)).max() < 5 / math.sqrt(REDRAWS)
@@ -162,7 +162,7 @@ def test_rounding_of_different_columns_is_independent():
         head_logprobs=np.full(REDRAWS, half),
         entropy=np.full(REDRAWS, 0.5 * ENTROPY_STEP),
     )
-    records = codec.encode_sample(found, places(REDRAWS))
+    records = codec.encode(found, places(REDRAWS))
     ups = np.stack(
         [records["known"][:, 0] == 0, records["head_logprobs"] == 0, records["entropy"] == 1]
     )
@@ -172,7 +172,7 @@ def test_rounding_of_different_columns_is_independent():
 def test_the_draws_of_a_rounding_are_those_on_record():
     """Another purpose or counter would change the bytes of a capture that is resumed."""
     codec = codec_of("threshold", seed=5)
-    records = codec.encode_sample(sample(30, [0.123, 0.3]), places(30))
+    records = codec.encode(sample(30, [0.123, 0.3]), places(30))
     at = np.repeat(np.arange(30), 2)
     draws = draw_uniforms(5, PURPOSE_ROUNDING, at // 10, at % 10, np.tile([0, 1], 30))
     expected = round_stochastically(np.tile(np.log([0.123, 0.3]), 30), codec.head_step, draws)
@@ -205,7 +205,7 @@ def test_sampled_records_round_trip(seed, positions, vocabulary_size, threshold,
         tail_logprobs=records["tail_logprobs"] * -TAIL_STEP if profile == "tempered" else None,
         partition=records["partition"] * PARTITION_STEP if profile == "tempered" else None,
     )
-    again = codec.encode_sample(found, places(positions))
+    again = codec.encode(found, places(positions))
     # A head entry just above the threshold may have been rounded below it, by one step at most.
     for name, column in records.columns.items():
         apart = np.abs(again[name].astype(int) - column.astype(int)).max(initial=0)
@@ -223,7 +223,7 @@ def test_rounding_stays_within_a_step():
         tail_logprobs=rng.uniform(-31, 0, (1000, 1)),
         partition=rng.uniform(-31, 31, (500, 4, 2)),
     )
-    records = codec.encode_sample(found, places(500))
+    records = codec.encode(found, places(500))
     assert np.abs(records["known"] * -KNOWN_STEP - known).max() <= KNOWN_STEP
     assert (
         np.abs(records["head_logprobs"] * -codec.head_step - found.head_logprobs).max()
@@ -240,7 +240,9 @@ def test_topk_records_are_rounded_to_the_nearest_step_and_absent_entries_stay_ab
     top = np.array([[-0.1234, -2.5, -np.inf], [-1.0, -9.0, -31.99]])
     ids = np.array([[7, 299, 299], [1, 2, 3]])
     residual = np.array([-np.inf, -3.3333])
-    records = codec.encode_top(top[:, :1], np.array([0.4, 1.1]), (ids, top), residual, places(2))
+    common = {"known_logprobs": top[:, :1], "entropy": np.array([0.4, 1.1])}
+    reading = TopReading(**common, ids=ids, logprobs=top, residual=residual)
+    records = codec.encode(reading, places(2))
     assert records["top_ids"].tolist() == [[7, 299, 0], [1, 2, 3]]
     assert records["top_logprobs"][0, 2] == records["residual"][0] == UNKNOWN
     there = np.isfinite(top)
@@ -253,7 +255,8 @@ def test_dense_records_keep_their_precision_and_nothing_becomes_infinite(bits, r
     codec = codec_of("dense", 50, bits=bits)
     logprobs = -np.random.default_rng(0).uniform(0.01, 100, (4, 50))
     logprobs[0, 3] = -np.inf
-    records = codec.encode_dense(logprobs[:, :1], np.ones(4), logprobs, places(4))
+    common = {"known_logprobs": logprobs[:, :1], "entropy": np.ones(4)}
+    records = codec.encode(DenseReading(**common, logprobs=logprobs), places(4))
     there = np.isfinite(logprobs)
     np.testing.assert_allclose(records["logprobs"][there], logprobs[there], rtol=relative)
     assert np.isfinite(records["logprobs"]).all()
@@ -265,9 +268,9 @@ def test_dense_records_keep_their_precision_and_nothing_becomes_infinite(bits, r
 def test_hidden_states_are_kept_to_half_a_step_of_their_largest_number(bits, largest, size):
     hidden = (np.random.default_rng(0).normal(size=(6, 40)) * size).astype(np.float32)
     hidden[3] = 0.0
-    records = codec_of("hidden", bits=bits).encode_hidden(
-        np.full((6, 1), -1.0), np.ones(6), hidden, places(6)
-    )
+    common = {"known_logprobs": np.full((6, 1), -1.0), "entropy": np.ones(6)}
+    reading = HiddenReading(**common, states=hidden)
+    records = codec_of("hidden", bits=bits).encode(reading, places(6))
     scale = records["hidden_scale"].astype(np.float64)[:, None]
     assert (np.abs(records["hidden"] * scale - hidden) <= scale * 0.51).all()
     assert (
@@ -290,11 +293,11 @@ def test_numbers_beyond_the_grids_saturate_and_unknown_ones_say_so():
     found = replace(
         sample(4, [0.5]), known_logprobs=known, entropy=np.array([17.0, -1e-6, 12.5, np.nan])
     )
-    records = codec_of("threshold").encode_sample(found, places(4))
+    records = codec_of("threshold").encode(found, places(4))
     assert records["known"][:, 0].tolist() == [UNKNOWN - 1, UNKNOWN - 1, 0, UNKNOWN]
     assert records["entropy"].tolist() == [UNKNOWN_ENTROPY - 1, 0, 200, UNKNOWN_ENTROPY]
     tempered = replace(sample(1, [0.5], tempered=True), tail_logprobs=np.array([[-100.0], [-0.5]]))
-    assert codec_of("tempered").encode_sample(tempered, places(1))["tail_logprobs"].tolist() == [
+    assert codec_of("tempered").encode(tempered, places(1))["tail_logprobs"].tolist() == [
         [255],
         [4],
     ]
@@ -310,14 +313,12 @@ def test_numbers_beyond_the_grids_saturate_and_unknown_ones_say_so():
 def test_codes_depend_on_seed_sequence_and_position_and_not_on_what_is_encoded_together(profile):
     codec = codec_of(profile, draws=2, seed=7)
     found = sample(30, [0.123, 0.3], draws=2, tempered=profile == "tempered")
-    whole = codec.encode_sample(found, places(30))
+    whole = codec.encode(found, places(30))
     part = sample(3, [0.123, 0.3], draws=2, tempered=profile == "tempered")
-    parts = Records.concatenate(
-        codec.encode_sample(part, places(3, start)) for start in range(0, 30, 3)
-    )
+    parts = Records.concatenate(codec.encode(part, places(3, start)) for start in range(0, 30, 3))
     assert all(np.array_equal(parts[name], column) for name, column in whole.columns.items())
-    other = replace(codec, seed=8).encode_sample(found, places(30))
-    elsewhere = codec.encode_sample(found, places(30, 100))
+    other = replace(codec, seed=8).encode(found, places(30))
+    elsewhere = codec.encode(found, places(30, 100))
     for name in (
         "known",
         "entropy",
@@ -358,16 +359,20 @@ def test_an_id_outside_the_vocabulary_is_refused_instead_of_wrapped(name, value,
     ids = getattr(found, name).copy()
     ids[-1] = value
     with pytest.raises(ValueError, match=f"{name} must .*{message}"):
-        codec_of("threshold").encode_sample(replace(found, **{name: ids}), places(3))
+        codec_of("threshold").encode(replace(found, **{name: ids}), places(3))
 
 
 @pytest.mark.parametrize("value", [-7, 300, 65536])
 def test_an_id_of_topk_outside_the_vocabulary_is_refused_instead_of_wrapped(value):
-    top = np.array([[5, value]]), np.array([[-0.1, -3.0]])
+    reading = TopReading(
+        known_logprobs=np.array([[-1.0]]),
+        entropy=np.ones(1),
+        ids=np.array([[5, value]]),
+        logprobs=np.array([[-0.1, -3.0]]),
+        residual=np.array([-4.0]),
+    )
     with pytest.raises(ValueError, match="top_ids must"):
-        codec_of("topk", k=2).encode_top(
-            np.array([[-1.0]]), np.ones(1), top, np.array([-4.0]), places(1)
-        )
+        codec_of("topk", k=2).encode(reading, places(1))
 
 
 @pytest.mark.parametrize(
@@ -385,7 +390,7 @@ def test_a_head_outside_the_grid_is_refused(profile, logprob):
         head_logprobs=np.array([-1.0, logprob]),
     )
     with pytest.raises(ValueError, match="head_logprobs must lie in"):
-        codec_of(profile).encode_sample(found, places(1))
+        codec_of(profile).encode(found, places(1))
 
 
 @pytest.mark.parametrize("profile", PROFILES)

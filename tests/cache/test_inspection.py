@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.codec import (
+from cache.disk import list_file_sizes
+from cache.errors import CacheCorrupt
+from cache.inspection import compare_caches, compute_cache_stats, find_same_records
+from cache.manifest import CacheIdentity
+from cache.profiles.sampled import Sample
+from cache.reading.arrays import ArrayFolder
+from cache.records import AXES, Records
+from cache.rounding import (
     ENTROPY_STEP,
     KNOWN_STEP,
     TOP_STEP,
     UNKNOWN,
     UNKNOWN_ENTROPY,
     RecordPositions,
-    Sample,
 )
-from cache.disk import list_file_sizes
-from cache.errors import CacheCorrupt
-from cache.inspection import compare_caches, compute_cache_stats, find_same_records
-from cache.manifest import CacheIdentity
-from cache.reading.arrays import ArrayFolder
-from cache.records import AXES, Records
 from cache.store import Cache, open_cache
 from cache.testing import (
     PROVENANCE,
@@ -174,7 +174,7 @@ def test_small_thresholds_keep_more_entries_than_a_byte_counts(tmp_path):
                     tail_count=np.full(count, 10),
                     tail_ids=np.tile(np.arange(880, 890), count)[:, None],
                 )
-                records = codec.encode_sample(
+                records = codec.encode(
                     sample, RecordPositions(np.zeros(count, np.int64), np.arange(count))
                 )
             writer.write_shard(index, sequences, records)

@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 
 from bench.support.paths import AUSTEN, DATA
-from cache.codec import Codec, Sample
+from cache.codec import Codec
+from cache.profiles.sampled import Sample
 from kd.capture.host_copy import HostCopy
 from kd.capture.sampling import Randomness, Sampler, make_sample
 from kd.models.layers import compute_hidden_states

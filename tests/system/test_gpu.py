@@ -25,8 +25,11 @@ from transformers import AutoModelForCausalLM
 
 from bench.support.paths import AUSTEN, DATA
 from cache.checking.verify import verify_cache
-from cache.codec import Codec, RecordPositions, Sample, make_cosine_basis
+from cache.codec import Codec
+from cache.profiles.sampled import Sample
+from cache.profiles.whole import HiddenReading
 from cache.records import Records
+from cache.rounding import RecordPositions, make_cosine_basis
 from cache.testing import make_codec, make_identity, make_records, make_sequences
 from kd.capture.recording import Recorder
 from kd.capture.sampling import Randomness, Sampler
@@ -351,9 +354,8 @@ def test_the_teacher_s_head_loses_nothing_to_tf32(bits: int, precision: str) -> 
     codec = Codec("hidden", len(weight_VD), bits=bits)
     places = RecordPositions(np.zeros_like(positions), positions)
     basis = make_cosine_basis(hidden.shape[1]) if codec.cosines else np.eye(hidden.shape[1])
-    records = codec.encode_hidden(
-        np.zeros((len(hidden), 1)), np.zeros(len(hidden)), hidden @ basis.T, places
-    )
+    common = {"known_logprobs": np.zeros((len(hidden), 1)), "entropy": np.zeros(len(hidden))}
+    records = codec.encode(HiddenReading(**common, states=hidden @ basis.T), places)
     columns = {name: torch.from_numpy(column).to(GPU) for name, column in records.columns.items()}
     coded_ND = columns["hidden"].double() * columns["hidden_scale"].double()[:, None]
     stored_ND = (coded_ND @ torch.from_numpy(basis).to(GPU)).float()

@@ -34,9 +34,11 @@ import torch
 from torch import Tensor
 
 from bench.support.paths import DATA
-from cache.codec import PARTITION_STEP, Codec, RecordPositions, Sample
+from cache.codec import Codec
 from cache.manifest import CodecIdentity, Provenance
+from cache.profiles.sampled import Sample
 from cache.records import Records, Sequences
+from cache.rounding import PARTITION_STEP, RecordPositions
 from cache.store import open_cache
 from cache.testing import make_identity
 from cache.writing.writer import open_writer
@@ -156,9 +158,7 @@ def test_bytes_of_a_token_at_temperature_one(
         chance = Randomness.of(codec, number, np.arange(LENGTH - 1), CPU)
         found = replace(sampler.sample(*logits(number), chance), entropy=entropy[number])
         parts.append(
-            codec.encode_sample(
-                found, RecordPositions(np.full(LENGTH - 1, number), np.arange(LENGTH - 1))
-            )
+            codec.encode(found, RecordPositions(np.full(LENGTH - 1, number), np.arange(LENGTH - 1)))
         )
     records = Records.concatenate(parts)
     found_entries = (records.length("head") + records.length("tail")) / len(records)
@@ -190,7 +190,7 @@ def test_bytes_of_a_token_at_any_temperature(real: Numbers, tmp_path: Path) -> N
         * 2.0**-10,
     )
     identity = CodecIdentity("tempered", threshold=TEMPERED, temperatures=SPAN, shard_sequences=256)
-    records = make_tempered_codec().encode_sample(found, places())
+    records = make_tempered_codec().encode(found, places())
     entries = (records.length("head") + records.length("tail")) / len(records)
     assert entries == pytest.approx(32, abs=1)
     size = measure_bytes_per_token(tmp_path, real, identity, records)
@@ -219,9 +219,7 @@ class Positions:
         at = np.arange(len(gold_N))
         for number in range(redraws):
             found = sampler.sample(logits_NV, gold_N, Randomness.of(codec, number, at, CPU))
-            redrawn.append(
-                codec.encode_sample(found, RecordPositions(np.full(len(at), number), at))
-            )
+            redrawn.append(codec.encode(found, RecordPositions(np.full(len(at), number), at)))
         return cls(codec, logits_NV, gold_N, redrawn)
 
     def exact(self, temperature: float) -> Tensor:
@@ -502,7 +500,7 @@ def test_bytes_of_a_token_of_a_large_vocabulary(tmp_path: Path) -> None:
         np.uint32
     )
     with open_writer(tmp_path, identity) as writer:
-        records = writer.codec.encode_sample(found, places())
+        records = writer.codec.encode(found, places())
         writer.write_shard(0, Sequences(tokens, starts, target), records)
         writer.finish(Provenance())
     size = open_cache(tmp_path / identity.fingerprint).bytes_per_token

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.codec import TOP_STEP, UNKNOWN, Codec, choose_id_dtype
+from cache.codec import Codec
 from cache.records import Records, Sequences
+from cache.rounding import TOP_STEP, UNKNOWN, choose_id_dtype
 from kd.exchange import distillkit
 from kd.loss.whole_targets import HiddenTarget, decode_lm_head
 from kd.models.lm_head import LMHead

@@ -24,7 +24,7 @@ from bench.support.quality.shares import (
     split_difference,
 )
 from bench.support.quality.study import Study
-from cache.codec import KNOWN_STEP, UNKNOWN
+from cache.rounding import KNOWN_STEP, UNKNOWN
 
 #: The finished students of each row by seed.
 Found = dict[str, dict[int, Finished]]

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from cache.codec import Codec, choose_id_dtype
+from cache.codec import Codec
 from cache.disk import list_file_sizes
 from cache.errors import StorageError
 from cache.manifest import CacheIdentity
 from cache.profiles import PROFILES
 from cache.records import AXES
+from cache.rounding import choose_id_dtype
 from kd.files import Disk, format_bytes
 
 #: For each threshold: bytes per position without its tails, bytes of the tails of one draw,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, Codec
+from cache.codec import Codec
 from cache.manifest import FidelityRow
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP
 
 #: The largest |z| of a faithful cache; sums.py derives it.
 LARGEST_Z = 8.5
-#: The largest root mean square of |delta log p|, weighted by p, for profiles dense and hidden.
-EXACT_STEP = 2e-2
-#: The same bound for int8, where SmolLM2-135M has 0.03.
-INT8_STEP = 1e-1
 #: The largest error of a tempered log-partition between its knots, as a share of the mass;
 #: kd.capture.knots bounds its mean.
 PARTITION_ERROR = 5e-3
@@ -52,10 +49,7 @@ class FidelityBounds:
 
     def _kept_error(self, row: FidelityRow) -> float:
         """Bound the error by the rounding step; for tempered add the log-partition's error."""
-        return (
-            math.expm1((find_step(self.codec) + self.noise) / row.temperature)
-            + self._partition_error
-        )
+        return math.expm1((self._step + self.noise) / row.temperature) + self._partition_error
 
     def _gold_error(self, row: FidelityRow) -> float:
         """Bound the relative error of the next token's probability.
@@ -63,17 +57,12 @@ class FidelityBounds:
         It is larger for dense and hidden where p is small. For tempered, the normaliser A adds the
         rounding of its head tokens.
         """
-        rare = {
-            "tempered": find_step(self.codec),
-            "dense": EXACT_STEP,
-            "hidden": 2 * find_step(self.codec),
-        }
-        step = KNOWN_STEP + rare.get(self.codec.profile, 0.0)
+        step = KNOWN_STEP + self.codec.rules.gold_steps * self._step
         return math.expm1((step + self.noise) / row.temperature) + self._partition_error
 
     def _kl(self, row: FidelityRow) -> float:
         """Bound KL by E_p[delta^2] / 2 for errors delta in log p."""
-        step = find_step(self.codec) / row.temperature
+        step = self._step / row.temperature
         noise = self.noise / row.temperature
         return (step**2 + noise**2) / 2 + 1e-6
 
@@ -83,26 +72,20 @@ class FidelityBounds:
         A stored entropy is rounded stochastically: the bound is Hoeffding's for a probability of
         1e-9. Other profiles compute it, so it changes with the log-probabilities.
         """
-        if self.codec.profile in ("threshold", "topk"):
+        if not self.codec.rules.any_temperature:
             return ENTROPY_STEP * math.sqrt(math.log(2e9) / (2 * row.positions)) + 5 * self.noise
-        return (
-            5 * (find_step(self.codec) + self.noise) / row.temperature + 5 * self._partition_error
-        )
+        return 5 * (self._step + self.noise) / row.temperature + 5 * self._partition_error
+
+    @property
+    def _step(self) -> float:
+        """The largest error of a stored log-probability, in nats."""
+        return self.codec.rules.find_step(self.codec)
 
     @property
     def _partition_error(self) -> float:
-        return PARTITION_ERROR if self.codec.profile == "tempered" else 0.0
-
-
-def find_step(codec: Codec) -> float:
-    """Return the largest error of a stored log-probability, in nats."""
-    if codec.profile in ("threshold", "tempered"):
-        return max(KNOWN_STEP, codec.head_step)
-    if codec.profile == "topk":
-        return TOP_STEP
-    return INT8_STEP if codec.bits == 8 else EXACT_STEP
+        return PARTITION_ERROR if self.codec.rules.keeps_partition else 0.0
 
 
 def find_tie_width(codec: Codec) -> float:
     """Return the difference in nats within which rounding may swap two tokens."""
-    return 2 * find_step(codec) * (4 if codec.profile == "hidden" else 1)
+    return 2 * codec.rules.find_step(codec) * (4 if codec.rules.needs_lm_head else 1)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, Codec
+from cache.codec import Codec
 from cache.records import Records
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP
 from kd.capture.fidelity.bounds import find_tie_width
 from kd.capture.fidelity.decoding import LEAST, KnownTokens, RecordDecoder
 from kd.capture.fidelity.samples import PositionSample
@@ -76,7 +77,7 @@ def _measure_gold_error(
     """
     gold_N1 = part.gold_N[:, None]
     log_N = kept.p_NV.gather(1, gold_N1)[:, 0].clamp(min=LEAST).log()
-    if codec.profile == "topk":
+    if codec.k:
         log_N = (
             torch.from_numpy(part.stored["known"][:, 0].astype(np.float64)).to(log_N.device)
             * -KNOWN_STEP

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from cache.codec import Codec
 from cache.manifest import FidelityRow
-from cache.profiles import PROFILES
 from cache.store import Cache
 from kd.capture.fidelity.comparison import Measurements, compare_records
 from kd.capture.fidelity.decoding import RecordDecoder
@@ -37,10 +36,10 @@ REDRAWS = 40
 
 def choose_temperatures(codec: Codec) -> tuple[float, ...]:
     """Return the temperatures at which a cache is measured: those that its profile can serve."""
-    if codec.profile == "tempered":
+    if codec.temperatures:
         low, high = codec.temperatures
         return tuple(round(t, 6) for t in np.geomspace(low, high, 5).tolist())
-    return (0.5, 1.0, 2.0) if PROFILES[codec.profile].any_temperature else (1.0,)
+    return (0.5, 1.0, 2.0) if codec.rules.any_temperature else (1.0,)
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def measure_fidelity(
     device = find_device(live.model)
     lm_head = (
         decode_lm_head(store.teacher_head(), codec.vocabulary_size, device)
-        if codec.profile == "hidden"
+        if codec.rules.needs_lm_head
         else None
     )
     decoders = [
@@ -87,7 +86,7 @@ def measure_fidelity(
         squared += again
         fresh = (
             part.redraw(codec, live.lm_head, number, redraws, waiting)
-            if PROFILES[codec.profile].sampled
+            if codec.rules.sampled
             else None
         )
         for decoder, list_ in zip(decoders, found, strict=True):
@@ -116,7 +115,7 @@ def _make_row(found: list[Measurements], decoder: RecordDecoder, noise: float) -
     agreement = mean("agrees_N")
     bias_z = stored_z = None
     if sums:
-        systematic = positions * LARGEST_LOG_MASS_ERROR if codec.profile == "tempered" else 0.0
+        systematic = positions * LARGEST_LOG_MASS_ERROR if codec.rules.keeps_partition else 0.0
         noise_of_sums = math.sqrt(positions) * noise / decoder.temperature
         bias_z, stored_z = map(
             round_number, sum(sums[1:], sums[0]).compute_scores(systematic, noise_of_sums)

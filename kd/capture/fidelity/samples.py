@@ -63,7 +63,7 @@ class PositionSample:
 
         The (R * N) records of one seed stand together.
         """
-        knots = self.stored["partition"].shape[1] if codec.profile == "tempered" else 0
+        knots = self.stored["partition"].shape[1] if codec.rules.keeps_partition else 0
         places = np.arange(len(self.gold_N))
         # Seeds that differ from the codec's own: the stored sample is compared apart.
         seeds = [(codec.seed + 1 + redraw) % 2**64 for redraw in range(redraws)]

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.codec import KNOWN_STEP, Codec
+from cache.codec import Codec
 from cache.records import Records
+from cache.rounding import KNOWN_STEP
 from kd.capture.fidelity.decoding import LEAST, KnownTokens, RecordDecoder, find_rows
 from kd.capture.fidelity.samples import PositionSample
 from kd.loss.sparse_targets import SparseTarget
@@ -151,7 +152,7 @@ def _compute_sizes(logp_NV: Tensor, codec: Codec) -> Tensor:
 
     They are p, or for profile tempered the mean of p_T over the proposal's temperatures.
     """
-    if codec.profile == "threshold":
+    if not codec.rules.keeps_partition:
         return logp_NV.exp()
     return torch.stack([(logp_NV * beta).softmax(1) for beta in codec.proposal_betas]).mean(0)
 

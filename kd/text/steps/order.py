@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.codec import ENTROPY_STEP, UNKNOWN_ENTROPY
 from cache.reading.arrays import MEMORY_BYTES
 from cache.records import Records, Sequences
+from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.text.batches import Source, read_in_parts

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from cache.checking.verify import verify_cache
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.inspection import compute_cache_stats
 from cache.layout import Arrays
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP
 from cache.shards.names import locate_seal, name_shard
 from cache.store import Cache, open_cache, open_unchecked
 from cache.testing import fill_cache, make_cache, make_codec, make_identity, make_shard

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.codec import KNOWN_STEP, make_cosine_basis
+from cache.rounding import KNOWN_STEP, make_cosine_basis
 from cache.testing import make_lm_head
 from kd.cached.decoding import IGNORED
 from kd.cached.opening import open_cache

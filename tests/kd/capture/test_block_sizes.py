@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kd.capture.recording
 import kd.capture.sampling
-from cache.codec import Codec, Sample
+from cache.codec import Codec
+from cache.profiles.sampled import Sample
 from kd.capture.block_sizes import BLOCK, BlockSizes
 from kd.capture.host_copy import pack_tensors
 from kd.capture.recording import Recorder

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache.codec import PARTITION_STEP, Codec
+from cache.codec import Codec
+from cache.rounding import PARTITION_STEP
 from kd.capture.knots import (
     KNOT_COUNTS,
     LARGEST_HEAD_MASS_ERROR,

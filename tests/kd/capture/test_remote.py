@@ -24,9 +24,10 @@ from pydantic import ValidationError
 
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
-from cache.codec import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY, Codec
+from cache.codec import Codec
 from cache.manifest import TokenizerProbe
 from cache.records import Sequences
+from cache.rounding import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from kd.capture import probe as trial
 from kd.capture import remote
 from kd.capture.probe import open_trial

@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from cache.codec import Codec, Sample
+from cache.codec import Codec
+from cache.profiles.sampled import Sample
 from kd.capture import sampling
 from kd.capture.block_sizes import BLOCK, LOWEST
 from kd.capture.host_copy import HostCopy

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cache.checking.verify import verify_cache
-from cache.codec import ENTROPY_STEP, KNOWN_STEP
 from cache.disk import hash_file, list_file_sizes
 from cache.profiles import PROFILES
 from cache.records import Records
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP
 from cache.store import open_cache
 from cache.testing import make_codec, make_identity
 from kd.capture import teacher as reading

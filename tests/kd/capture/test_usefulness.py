@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bench.support.paths import AUSTEN
-from cache.codec import KNOWN_STEP, UNKNOWN
 from cache.records import Records, Sequences
+from cache.rounding import KNOWN_STEP, UNKNOWN
 from cache.store import open_cache
 from kd.capture.usefulness import HeldOutLosses
 from kd.config.jobfile import parse_config

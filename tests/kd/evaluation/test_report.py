@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP
 from kd.config.evaluation import EvaluationConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, TokenizerMismatch

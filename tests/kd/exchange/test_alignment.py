@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.support.paths import AUSTEN
-from cache.codec import KNOWN_STEP
+from cache.rounding import KNOWN_STEP
 from cache.store import Cache, open_cache
 from kd.errors import DataError
 from kd.exchange.importing import ImportRequest, import_records

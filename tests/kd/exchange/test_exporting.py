@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, make_cosine_basis
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, make_cosine_basis
 from cache.store import Cache, open_cache
 from cache.testing import (
     PROVENANCE,

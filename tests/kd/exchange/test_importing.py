@@ -21,7 +21,7 @@ import torch
 
 from bench.support.paths import AUSTEN
 from cache.checking.verify import verify_cache
-from cache.codec import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.store import Cache, open_cache
 from kd.capture.log_mass import log_sum_exp
 from kd.config.jobfile import parse_config

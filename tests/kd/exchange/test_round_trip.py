@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 
 from bench.support.paths import AUSTEN
-from cache.codec import TOP_STEP, UNKNOWN
 from cache.manifest import FidelityRow, Provenance, TokenizerIdentity
 from cache.profiles import PROFILES
 from cache.records import Records, Sequences, TailSums
+from cache.rounding import TOP_STEP, UNKNOWN
 from cache.store import Cache, open_cache
 from cache.testing import make_codec, make_identity, make_lm_head, make_shard
 from cache.writing.writer import open_writer

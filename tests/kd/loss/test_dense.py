@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cache.codec import make_cosine_basis
+from cache.rounding import make_cosine_basis
 from kd.loss.dense import compute_dense_loss
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cache.codec import (
+from cache.codec import Codec
+from cache.rounding import (
     ENTROPY_STEP,
     KNOWN_STEP,
     PARTITION_STEP,
     TOP_STEP,
     UNKNOWN,
-    Codec,
     make_cosine_basis,
     round_to_bfloat16,
 )

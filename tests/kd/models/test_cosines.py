@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from cache.codec import Codec, make_cosine_basis
+from cache.codec import Codec
+from cache.rounding import make_cosine_basis
 from kd.capture.recording import Recorder
 from kd.loss.decoder import TargetDecoder
 from kd.loss.whole_targets import HiddenTarget

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cache.codec import KNOWN_STEP
+from cache.rounding import KNOWN_STEP
 from cache.store import open_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config

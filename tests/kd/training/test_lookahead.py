@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from cache.codec import Codec, RecordPositions
+from cache.codec import Codec
+from cache.profiles.whole import DenseReading
 from cache.records import Records, Sequences
+from cache.rounding import RecordPositions
 from kd.config.data import DataConfig
 from kd.config.loss import LearnedTemperature, LossConfig
 from kd.errors import TrainingError
@@ -192,7 +194,8 @@ class DenseText(PlainText):
         known = logp.gather(1, gold[:, None]).numpy()
         entropy = -(logp.exp() * logp).sum(1).numpy()
         places = RecordPositions(np.zeros_like(rows), np.arange(len(rows)))
-        return self.codec.encode_dense(known, entropy, logp.numpy(), places)
+        common = {"known_logprobs": known, "entropy": entropy}
+        return self.codec.encode(DenseReading(**common, logprobs=logp.numpy()), places)
 
 
 def teacher_logits(sharpness: float = 1.0) -> Tensor:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cache.codec import Codec, RecordPositions, Sample
+from cache.codec import Codec
+from cache.profiles.sampled import Sample
 from cache.records import Sequences
+from cache.rounding import RecordPositions
 from kd.loss.dense import compute_dense_loss_from_logits
 from kd.loss.fused import LossTerms
 from kd.loss.objective import Objective
@@ -151,16 +153,20 @@ def make_columns(codec: Codec, logits_NV: Tensor, gold_N: Tensor) -> dict[str, T
     if codec.profile == "topk":
         top = logp_NV.topk(codec.k, 1)
         outside = logp_NV.scatter(1, top.indices, -torch.inf).logsumexp(1)
-        records = codec.encode_top(
-            known, entropy, (top.indices.numpy(), top.values.numpy()), outside.numpy(), places
-        )
+        own = {"ids": top.indices, "logprobs": top.values, "residual": outside}
     elif codec.profile == "dense":
-        records = codec.encode_dense(known, entropy, logp_NV.numpy(), places)
+        own = {"logprobs": logp_NV}
     elif codec.profile == "hidden":
         hidden_ND = torch.randn(len(gold_N), WIDTH, generator=torch.Generator().manual_seed(2))
-        records = codec.encode_hidden(known, entropy, hidden_ND.numpy(), places)
+        own = {"states": hidden_ND}
     else:
-        records = codec.encode_sample(make_sample(codec, logp_NV.numpy(), gold_N.numpy()), places)
+        own = {}
+    if own:
+        floats = {name: column.numpy() for name, column in own.items()}
+        reading = codec.rules.reading(known_logprobs=known, entropy=entropy, **floats)
+    else:
+        reading = make_sample(codec, logp_NV.numpy(), gold_N.numpy())
+    records = codec.encode(reading, places)
     columns = {name: torch.from_numpy(column) for name, column in records.columns.items()}
     for name in {"tail_ids", "tail_logprobs"} & columns.keys():
         columns[name] = columns[name][:, 0]  # a batch holds one draw

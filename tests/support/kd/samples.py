@@ -10,8 +10,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cache.codec import Codec, RecordPositions, Sample
+from cache.codec import Codec
+from cache.profiles.sampled import Sample
 from cache.records import Records
+from cache.rounding import RecordPositions
 from kd.capture.sampling import Randomness, Sampler
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
@@ -41,7 +43,7 @@ def sample(
 
 def encode(codec: Codec, found: Sample, sequence: int = 0) -> Records:
     count = len(found.entropy)
-    return codec.encode_sample(found, RecordPositions(np.full(count, sequence), np.arange(count)))
+    return codec.encode(found, RecordPositions(np.full(count, sequence), np.arange(count)))
 
 
 def columns_of(records: Records, draw: int = 0) -> Columns:

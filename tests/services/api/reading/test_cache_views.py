@@ -15,9 +15,9 @@ import pytest
 
 from bench.support.harness import Parts, make_config
 from bench.support.waiting import PATIENCE_SECONDS
-from cache.codec import ENTROPY_STEP
 from cache.inspection import compute_cache_stats
 from cache.reading.usage import held
+from cache.rounding import ENTROPY_STEP
 from cache.shards.names import locate_seal, name_shard
 from cache.store import open_cache
 from cache.testing import make_cache, make_codec, make_identity, make_shard

@@ -10,35 +10,17 @@ hidden      the last hidden state, and the teacher's LM head once  any divergenc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from cache.profiles.profile import Profile
+from cache.profiles.sampled import Tempered, Threshold
+from cache.profiles.topk import TopK
+from cache.profiles.whole import Dense, Hidden
 
 FORWARD_KL = "forward_kl"
 
-
-@dataclass(frozen=True)
-class Profile:
-    """The abilities of one profile; ``tempered`` serves only a range of temperatures.
-
-    Divergences other than forward KL need the whole distribution: they would miss a token that the
-    student finds probable and that the record leaves out. ``sampled`` records have a head and a
-    sampled tail.
-    """
-
-    name: str
-    any_temperature: bool
-    any_divergence: bool
-    sampled: bool
-
-
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        Profile("threshold", any_temperature=False, any_divergence=False, sampled=True),
-        Profile("tempered", any_temperature=True, any_divergence=False, sampled=True),
-        Profile("topk", any_temperature=False, any_divergence=False, sampled=False),
-        Profile("dense", any_temperature=True, any_divergence=True, sampled=False),
-        Profile("hidden", any_temperature=True, any_divergence=True, sampled=False),
-    )
+#: Every profile by its name. A new one is a module of this folder and a line here.
+PROFILES: dict[str, Profile] = {
+    profile.name: profile for profile in (Threshold(), Tempered(), TopK(), Dense(), Hidden())
 }
 
 
@@ -71,7 +53,7 @@ def explain_unsupported(
                 "is right at temperature 1 only: use profile tempered with cache.temperatures "
                 "around it (or hidden, or dense)"
             )
-        if name == "tempered" and covered and not covered[0] <= temperature <= covered[1]:
+        if profile.keeps_partition and covered and not covered[0] <= temperature <= covered[1]:
             return (
                 f"loss.temperature {temperature:g} cannot be served, because this cache of "
                 f"cache.profile tempered covers temperatures {covered[0]:g} to {covered[1]:g}: "
@@ -82,7 +64,7 @@ def explain_unsupported(
             f"a learned loss.temperature cannot be served, because cache.profile {name} is right "
             "at temperature 1 only: use profile tempered, hidden or dense"
         )
-    if features and name != "hidden":
+    if features and not profile.needs_lm_head:
         return (
             "loss.features compares hidden states, which cache.profile "
             f"{name} does not keep: use cache.profile hidden"

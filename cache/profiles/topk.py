@@ -1,0 +1,111 @@
+"""Profile topk: the k most probable tokens, and the rest as one bucket.
+
+column          type      meaning
+top_ids         id        (N, K), most probable first
+top_logprobs    uint16    steps of 2^-11 nats
+residual        uint16    log of the mass outside the K: steps of 2^-11 nats
+
+N   positions      K   entries
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.profiles.profile import WORD, Profile, ReadColumn, Reading, Schema, copy_known
+from cache.records import Records
+from cache.rounding import (
+    TOP_STEP,
+    UNKNOWN,
+    RecordPositions,
+    choose_id_dtype,
+    decode_masses,
+    round_to_nearest_step,
+)
+
+if TYPE_CHECKING:
+    from cache.codec import Codec
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TopReading(Reading):
+    """Ids and log-probabilities (N, K), most probable first; -inf: there is no entry.
+
+    ``residual`` (N,): log of the mass outside the K.
+    """
+
+    ids: NDArray[Any]
+    logprobs: NDArray[Any]
+    residual: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TopK(Profile):
+    """The rules of profile topk."""
+
+    name = "topk"
+    reading = TopReading
+    options = frozenset({"k"})
+    shown = ("top_ids", "top_logprobs", "residual")
+    measured = ("entropy", "top_logprobs")
+
+    def find_fault(self, codec: Codec) -> str | None:
+        """Refuse records without an entry."""
+        return None if codec.k >= 1 else f"codec.k must be at least 1, but got {codec.k}."
+
+    def schema(self, codec: Codec) -> Schema:
+        """Return the columns of entries and bucket."""
+        ids = choose_id_dtype(codec.vocabulary_size)
+        return {"top_ids": (ids, 2), "top_logprobs": (WORD, 2), "residual": (WORD, 1)}
+
+    def encode(
+        self, codec: Codec, reading: TopReading, places: RecordPositions
+    ) -> dict[str, NDArray[Any]]:
+        """Encode entries and bucket."""
+        ids = np.where(np.isfinite(reading.logprobs), reading.ids, 0)
+        return {
+            "top_ids": codec.narrow_ids("top_ids", ids),
+            "top_logprobs": round_to_nearest_step(reading.logprobs),
+            "residual": round_to_nearest_step(reading.residual),
+        }
+
+    def find_step(self, codec: Codec) -> float:
+        """Return the step of the entries."""
+        return TOP_STEP
+
+    def make_example(
+        self, rng: np.random.Generator, codec: Codec, known: NDArray[Any], logp_NV: NDArray[Any]
+    ) -> TopReading:
+        """Take the K most probable tokens."""
+        ids = np.argsort(-logp_NV, axis=1)[:, : codec.k]
+        logprobs = np.take_along_axis(logp_NV, ids, 1)
+        residual = np.log(np.maximum(1 - np.exp(logprobs).sum(1), 1e-12))
+        common = copy_known(known[:, :1], logp_NV)
+        return TopReading(**common, ids=ids, logprobs=logprobs, residual=residual)
+
+    def measure(self, codec: Codec, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Add up the entries."""
+        codes = read("top_logprobs")
+        return decode_masses(TOP_STEP, codes).sum(axis=1), (codes != UNKNOWN).sum(axis=1)
+
+    def bound_entries(self, codec: Codec) -> int:
+        """Return K."""
+        return codec.k
+
+    def list_entries(
+        self, codec: Codec, records: Records, number: int, said: int
+    ) -> tuple[NDArray[Any], NDArray[np.float64]]:
+        """List the entries that there are."""
+        codes = records["top_logprobs"][number]
+        kept = codes != UNKNOWN
+        ids = records["top_ids"][number][kept].astype(np.int64)
+        return ids, decode_masses(TOP_STEP, codes[kept])
+
+    def measure_rest(self, records: Records, number: int, p_E: NDArray[np.float64]) -> float:
+        """Return the mass of the bucket."""
+        code = int(records["residual"][number])
+        return 0.0 if code == UNKNOWN else float(np.exp(-TOP_STEP * code))
