@@ -126,10 +126,10 @@ def read_job_file(path: Path) -> Any:
             [Problem("", f"{path} cannot be read: {error}.", "Give the path of a UTF-8 YAML file.")]
         ) from None
     except yaml.YAMLError as error:
-        raise ConfigError([make_yaml_problem("", str(path), error)]) from None
+        raise ConfigError([_make_yaml_problem("", str(path), error)]) from None
 
 
-def make_yaml_problem(pointer: str, what: str, error: yaml.YAMLError) -> Problem:
+def _make_yaml_problem(pointer: str, what: str, error: yaml.YAMLError) -> Problem:
     """Return the problem of ``what``, a file or a value, which is not YAML."""
     detail = f"{what} is not valid YAML: {' '.join(str(error).split())}."
     return Problem(pointer, detail, "Mend it there; a text with : or # needs quotation marks.")
@@ -187,7 +187,7 @@ def apply_overrides(data: Any, overrides: Iterable[str]) -> Any:
             data = set_value(data, keys, parse_yaml(text))
         except yaml.YAMLError as error:
             raise ConfigError(
-                [make_yaml_problem("/" + "/".join(keys), f"override {override!r}", error)]
+                [_make_yaml_problem("/" + "/".join(keys), f"override {override!r}", error)]
             ) from None
     return data
 

@@ -45,7 +45,6 @@ CATALOGUE = {
     "estimate": Help(BEFORE, "kd estimate job.yaml --device h100"),
     "plan": Help(BEFORE, "kd plan job.yaml --devices 8xh100"),
     "lr": Help(BEFORE, "kd lr job.yaml"),
-    "convert": Help(BEFORE, "kd convert distillkit.yaml --from distillkit --out job.yaml"),
     "submit": Help(JOBS, "kd submit job.yaml --detach"),
     "watch": Help(JOBS, "kd watch last"),
     "open": Help(JOBS, "kd open last"),

@@ -33,7 +33,7 @@ from services.terminal.commands import (
     recovery,
     retention,
 )
-from services.terminal.commands.before import convert, estimate, init, plan, rates, validate
+from services.terminal.commands.before import estimate, init, plan, rates, validate
 from services.terminal.commands.data import backup, buckets, upgrade
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.commands.hub import exchange as hub_exchange
@@ -92,7 +92,6 @@ app.add_typer(estimate.app)
 app.add_typer(plan.app)
 app.add_typer(rates.app)
 app.add_typer(validate.app)
-app.add_typer(convert.app)
 app.add_typer(init.app)
 app.add_typer(check.app)
 app.add_typer(evaluate.app)
