@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kd.cached.opening import OpenCache, open_cache
     from kd.cached.sft import CachedDistillationSFTTrainer
     from kd.cached.trainer import CachedDistillationTrainer
-    from kd.client.asynchronous import AsyncClient
     from kd.client.errors import Refused, TimedOut, Unreachable
     from kd.client.sync import Client
     from kd.face.calls import build_cache, distill, evaluate, run_job, train_student
@@ -54,7 +53,6 @@ _MODULES = {
     "DistillationResult": "kd.face.results",
     "EvaluationResult": "kd.face.results",
     "Client": "kd.client.sync",
-    "AsyncClient": "kd.client.asynchronous",
     "Refused": "kd.client.errors",
     "TimedOut": "kd.client.errors",
     "Unreachable": "kd.client.errors",
@@ -66,7 +64,6 @@ _MODULES = {
 }
 
 __all__ = [
-    "AsyncClient",
     "CacheResult",
     "CachedDistillationSFTTrainer",
     "CachedDistillationTrainer",

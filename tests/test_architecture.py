@@ -60,9 +60,7 @@ EXCEPTIONS = {
     "kd/experiments/run_page.py": {"markdown_it"},
     # This teacher is a server that answers over HTTP.
     "kd/capture/remote.py": {"httpx"},
-    # Clients of the service. The requests themselves are data that knows nothing of httpx.
-    "kd/client/sync.py": {"httpx"},
-    "kd/client/asynchronous.py": {"httpx"},
+    # The client of the service. Its requests are data that knows nothing of httpx.
     "kd/client/transport.py": {"httpx"},
     # The objects of a bucket.
     "cache/remote/bucket.py": {"obstore"},
@@ -556,7 +554,7 @@ def test_an_import_of_a_test_module_is_found(words: tuple[str, str]) -> None:
 
 
 #: Names reserved for the public functions of ``import kd``; no module or function may use them.
-PUBLIC = {*kd.__all__, "open_cache", "Client", "AsyncClient"}
+PUBLIC = {*kd.__all__, "open_cache", "Client"}
 
 
 @for_each(sorted((ROOT / "kd").glob("*.py")), name_of)

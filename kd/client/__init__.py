@@ -1,1 +1,1 @@
-"""Clients of a running service: requests, retries, events, downloads, and the models of answers."""
+"""The client of a running service: requests, retries, events, downloads, and models of answers."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
 from cache.disk import TEMPORARY_PREFIX, hash_file, make_folder, storage_errors, sync_path
+from kd.client.answers import Answer
 from kd.client.errors import Refused, Unreachable
-from kd.client.operations import JobRef, locate_job, make_refused
-from kd.client.retrying import Backoff
-from kd.client.steps import Answer, Invoke, Open, Pause, Read, Request, Steps
+from kd.client.requests import JobRef, Request, locate_job
+from kd.client.retrying import Backoff, Caller
 
 #: An answer that holds the part of the file that was asked for.
 PARTIAL_CONTENT = 206
@@ -29,7 +30,7 @@ class Content:
     size: int | None = None
 
 
-def download(job: JobRef, name: str, path: Path, patience: float) -> Steps[Path]:
+def download(caller: Caller, job: JobRef, name: str, path: Path) -> Path:
     """Download the artifact ``name`` of a job to the file ``path``; return the path.
 
     The file appears at once and whole; until then its bytes lie beside it. Raises ``Refused`` if
@@ -41,10 +42,10 @@ def download(job: JobRef, name: str, path: Path, patience: float) -> Steps[Path]
         make_folder(path.parent)
         try:
             with temporary.open("wb") as file:
-                content = yield from _fill(file, url, patience)
+                content = _fill(caller, file, url)
                 file.flush()
-                yield Invoke(lambda: os.fsync(file.fileno()))
-            yield from _verify(temporary, content, name)
+                os.fsync(file.fileno())
+            _verify(temporary, content, name)
             temporary.replace(path)
             sync_path(path.parent)
         finally:
@@ -52,33 +53,35 @@ def download(job: JobRef, name: str, path: Path, patience: float) -> Steps[Path]
     return path
 
 
-def _fill(file: BinaryIO, url: str, patience: float) -> Steps[Content]:
+def _fill(caller: Caller, file: BinaryIO, url: str) -> Content:
     """Write the whole content at ``url`` into ``file``, in as many requests as it needs."""
     content = Content()
-    backoff = Backoff(patience)
+    backoff = Backoff(caller.patience)
     while content.size is None or file.tell() < content.size:
         try:
-            content = yield from _open(file, url, content)
-            while (piece := (yield Read())) is not None:
-                file.write(piece)
-                backoff.reset()
+            with caller.transport.stream(_ask_for_rest(file, url, content)) as (answer, pieces):
+                content = _begin(file, answer, content)
+                for piece in pieces:
+                    file.write(piece)
+                    backoff.reset()
             if content.size is None:
                 return content
             continue
         except (Refused, Unreachable) as error:
             pause = backoff.next_pause(error)
-        yield Pause(pause)
+        time.sleep(pause)
     return content
 
 
-def _open(file: BinaryIO, url: str, content: Content) -> Steps[Content]:
-    """Ask for what is missing. If the file is another one by now, it comes from its start."""
+def _ask_for_rest(file: BinaryIO, url: str, content: Content) -> Request:
     headers = {"Accept-Encoding": "identity"}
     if content.tag and file.tell():
         headers |= {"Range": f"bytes={file.tell()}-", "If-Range": content.tag}
-    answer: Answer = yield Open(Request("GET", url, headers=headers))
-    if not answer.ok:
-        raise make_refused(answer)
+    return Request("GET", url, headers=headers)
+
+
+def _begin(file: BinaryIO, answer: Answer, content: Content) -> Content:
+    """Return what the answer holds. If the file is another one by now, it comes from its start."""
     if answer.status == PARTIAL_CONTENT:
         return content
     file.seek(0)
@@ -87,11 +90,11 @@ def _open(file: BinaryIO, url: str, content: Content) -> Steps[Content]:
     return Content(answer.headers.get("etag", ""), None if size is None else int(size))
 
 
-def _verify(file: Path, content: Content, name: str) -> Steps[None]:
+def _verify(file: Path, content: Content, name: str) -> None:
     expected = DIGEST.fullmatch(content.tag)
     if expected is None:
         return
-    found = yield Invoke(lambda: hash_file(file))
+    found = hash_file(file)
     if found != expected[1]:
         raise Refused(
             200,

@@ -1,12 +1,16 @@
-"""How long a client waits before it sends a request again, and when it gives up."""
+"""How often and how long a client repeats a request, and when it gives up."""
 
 from __future__ import annotations
 
 import random
 import time
+from dataclasses import dataclass
 
 from cache.errors import PotstillError
-from kd.client.errors import is_transient
+from kd.client.answers import Answer, Model, make_refused, parse_answer
+from kd.client.errors import Refused, Unreachable, is_transient
+from kd.client.requests import Request
+from kd.client.transport import Transport
 
 #: The first pause. Each further one is twice as long, up to ``MOST_PAUSE_SECONDS``.
 FIRST_PAUSE_SECONDS = 0.25
@@ -45,3 +49,36 @@ class Backoff:
             raise error
         self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)
         return pause
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Sends each request until it succeeds, or ``patience`` seconds have passed."""
+
+    transport: Transport
+    patience: float
+
+    def call(self, request: Request, *accepted: int, after_loss: int | None = None) -> Answer:
+        """Send a request until it succeeds, or has a status of ``accepted``.
+
+        ``after_loss`` is a status that is accepted once the answer to an earlier attempt was lost:
+        that attempt may have done what is asked for. Raises ``Refused`` or ``Unreachable`` if
+        another attempt is of no use, or came too late.
+        """
+        backoff = Backoff(self.patience)
+        lost = False
+        while True:
+            try:
+                answer = self.transport.send(request)
+                done_before = lost and answer.status == after_loss
+                if answer.ok or answer.status in accepted or done_before:
+                    return answer
+                raise make_refused(answer)
+            except (Refused, Unreachable) as error:
+                lost = lost or isinstance(error, Unreachable)
+                pause = backoff.next_pause(error)
+            time.sleep(pause)
+
+    def fetch(self, model: type[Model], request: Request) -> Model:
+        """Send a request; return the answer as a ``model``."""
+        return parse_answer(model, self.call(request))

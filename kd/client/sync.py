@@ -1,48 +1,58 @@
-"""The client for programs without an event loop; the command line uses it too."""
+"""The client of a service; the command line uses it too. It waits for each answer."""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-import httpx
-
+from kd.client.answers import Model, make_refused, parse_answer
 from kd.client.downloading import download
-from kd.client.operations import JobLike, JobRef, Operations, choose_types, locate_cache, locate_job
-from kd.client.steps import (
-    Answer,
-    Emit,
-    Invoke,
-    Open,
-    Pause,
-    Read,
+from kd.client.errors import TimedOut
+from kd.client.following import follow_events, is_wanted, list_events
+from kd.client.requests import (
+    JobLike,
+    JobRef,
     Request,
-    Returned,
-    Send,
-    Step,
-    Steps,
+    describe_job,
+    encode_json,
+    locate_cache,
+    locate_job,
+    make_key,
 )
-from kd.client.transport import Connection, warn_of_expiry
-from kd.client.wire.accounts import TeamAccount
+from kd.client.retrying import Caller
+from kd.client.transport import Transport, warn_of_expiry
+from kd.client.wire.accounts import TeamAccount, TeamList
 from kd.client.wire.caches import (
     CacheDetail,
     CacheEntry,
+    CacheList,
     CacheRecords,
     CacheStatistics,
     CacheUsage,
     ShardStates,
 )
-from kd.client.wire.files import Artifact, Checkpoint
-from kd.client.wire.history import JobEvent, MetricsHistory, RunEntry
-from kd.client.wire.jobs import Job, Kind, Status
-from kd.client.wire.plans import JobPlan, Template
-from kd.client.wire.service import Health, Version, Worker
+from kd.client.wire.files import Artifact, ArtifactList, Checkpoint, CheckpointList
+from kd.client.wire.history import JobEvent, MetricsHistory, RunEntry, RunList
+from kd.client.wire.jobs import Action, Job, JobList, Kind, Status
+from kd.client.wire.plans import JobPlan, Template, TemplateList
+from kd.client.wire.service import Health, Version, Worker, WorkerList
 
-T = TypeVar("T")
+#: How long the server may hold a request until a job changes, in seconds: the most that it allows.
+HOLD_SECONDS = 30
+#: The pause before a job that has not changed is asked for again, in seconds.
+AGAIN_SECONDS = 0.2
+NOT_MODIFIED = 304
+NOT_FOUND = 404
+CONFLICT = 409
+RANGE_NOT_SATISFIABLE = 416
+#: Jobs of one page: the most that the server allows.
+PAGE_JOBS = 100
 
 
 class Client:
@@ -64,9 +74,7 @@ class Client:
         patience: float = 60.0,
         on_expiry: Callable[[str], None] = warn_of_expiry,
     ) -> None:
-        self._connection = Connection(server, key, on_expiry)
-        self._http = httpx.Client(**self._connection.describe())
-        self._operations = Operations(patience)
+        self._caller = Caller(Transport(server, key, on_expiry), patience)
 
     def __enter__(self) -> Self:
         return self
@@ -76,17 +84,17 @@ class Client:
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        self._caller.transport.close()
 
     @property
     def server(self) -> str:
         """The address of the server."""
-        return self._connection.server
+        return self._caller.transport.server
 
     def with_patience(self, seconds: float) -> Self:
         """Return a client that shares the connections, and has another patience."""
         other = copy.copy(self)
-        other._operations = Operations(seconds)
+        other._caller = replace(self._caller, patience=seconds)
         return other
 
     def submit(self, job: JobLike, *, idempotency_key: str | None = None) -> Job:
@@ -97,21 +105,26 @@ class Client:
         for a day, the same ``idempotency_key`` and job return the same job. The default is a new
         key for each call.
         """
-        return self._run(self._operations.submit(job, idempotency_key))
+        body = encode_json(describe_job(job))
+        return self._create_job("/jobs", idempotency_key, body)
 
     def validate(self, job: JobLike, *, devices: str | None = None) -> JobPlan:
         """Return what a job would do and need; none is created. ``devices`` is like ``8xh100``."""
-        return self._run(self._operations.validate(job, devices))
+        query = {"devices": devices}
+        body = encode_json(describe_job(job))
+        request = Request("POST", "/jobs/validate", query, body, read_seconds=600.0)
+        return self._caller.fetch(JobPlan, request)
 
     def clone(
         self, job: JobRef, changes: Mapping[str, Any], *, idempotency_key: str | None = None
     ) -> Job:
         """Create the same job again, changed by a JSON merge patch (RFC 7386)."""
-        return self._run(self._operations.clone(job, changes, idempotency_key))
+        body = encode_json(dict(changes))
+        return self._create_job(locate_job(job, "/clone"), idempotency_key, body)
 
     def job(self, job: JobRef) -> Job:
         """Return a job as it is now."""
-        return self._run(self._operations.job(job))
+        return self._get(Job, locate_job(job))
 
     def jobs(
         self,
@@ -125,11 +138,14 @@ class Client:
 
         ``label`` is ``name:value``; ``parent`` is the search whose trials are wanted.
         """
-        return self._iterate(
-            self._operations.jobs(
-                {"status": status, "kind": kind, "label": label, "parent": parent}
-            )
-        )
+        filters = {"status": status, "kind": kind, "label": label, "parent": parent}
+        cursor: str | None = None
+        while True:
+            page = self._get(JobList, "/jobs", {"limit": PAGE_JOBS, "cursor": cursor, **filters})
+            yield from page.data
+            cursor = page.next_cursor
+            if cursor is None:
+                return
 
     def wait(self, job: JobRef, timeout: float | None = None) -> Job:
         """Return the job once it has succeeded, failed or been cancelled.
@@ -137,7 +153,27 @@ class Client:
         Raises ``TimedOut`` after ``timeout`` seconds; the job goes on. A job that is paused has not
         ended.
         """
-        return self._run(self._operations.wait(job, timeout))
+        path = locate_job(job)
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        headers: dict[str, str] = {}
+        while True:
+            left = max(deadline - time.monotonic(), 0.0)
+            # The first answer comes at once; the next ones when the job changes.
+            hold = int(min(HOLD_SECONDS, left)) if headers else 0
+            request = Request("GET", path, {"wait": hold}, None, headers, hold + 15.0)
+            patient = replace(self._caller, patience=min(self._caller.patience, left))
+            answer = patient.call(request, NOT_MODIFIED)
+            if answer.status != NOT_MODIFIED:
+                seen = parse_answer(Job, answer)
+                if seen.ended:
+                    return seen
+                headers = {"If-None-Match": answer.headers.get("etag", "")}
+            if time.monotonic() >= deadline:
+                raise TimedOut(
+                    f"{seen.id} has not ended after {timeout:g} s: it is {seen.status}.",
+                    "Wait again, or cancel it.",
+                )
+            time.sleep(min(AGAIN_SECONDS, max(deadline - time.monotonic(), 0.0)))
 
     def events(
         self, job: JobRef, *, after: str | None = None, types: Iterable[str] | None = None
@@ -147,51 +183,58 @@ class Client:
         Each event comes once and in order, also if the connection is cut or the server restarts.
         ``types`` are the types that are wanted, such as ``status`` and ``metrics``.
         """
-        return self._iterate(self._operations.events(job, after, choose_types(types)))
+        return follow_events(self._caller, job, after, _freeze(types))
 
     def past_events(
         self, job: JobRef, *, after: str | None = None, types: Iterable[str] | None = None
     ) -> Iterator[JobEvent]:
         """Iterate over the events that a job has so far."""
-        return self._iterate(self._operations.past_events(job, after, choose_types(types)))
+        wanted = _freeze(types)
+        for event in list_events(self._caller, job, after or "0"):
+            if is_wanted(event, wanted):
+                yield event
 
     def cancel(self, job: JobRef) -> Job:
         """Stop a job for good. A job that runs saves its state first."""
-        return self._run(self._operations.act("cancel", job))
+        return self._act("cancel", job)
 
     def pause(self, job: JobRef) -> Job:
         """Stop a job for now. A job that runs saves its state first."""
-        return self._run(self._operations.act("pause", job))
+        return self._act("pause", job)
 
     def resume(self, job: JobRef) -> Job:
         """Queue a paused job again; it continues from its saved state."""
-        return self._run(self._operations.act("resume", job))
+        return self._act("resume", job)
 
     def retry(self, job: JobRef) -> Job:
         """Queue a failed or cancelled job again; it continues from its saved state."""
-        return self._run(self._operations.act("retry", job))
+        return self._act("retry", job)
 
     def delete(self, job: JobRef, *, artifacts: bool = False) -> None:
         """Delete a job that has ended; with ``artifacts`` also its files. Its cache stays."""
-        return self._run(self._operations.delete(locate_job(job), {"artifacts": artifacts}))
+        self._delete(locate_job(job), {"artifacts": artifacts})
 
     def metrics(
         self, job: JobRef, *, names: str | None = None, max_points: int = 1000
     ) -> MetricsHistory:
         """Return the metrics of a job over its steps; ``names`` are separated by commas."""
-        return self._run(self._operations.metrics(job, names, max_points))
+        query = {"names": names, "max_points": max_points}
+        return self._get(MetricsHistory, locate_job(job, "/metrics"), query)
 
     def log(self, job: JobRef, *, start: int = 0, tail: int | None = None) -> bytes:
         """Return what a job printed, from byte ``start`` on, or its last ``tail`` lines."""
-        return self._run(self._operations.log(job, start, tail))
+        headers = {"Range": f"bytes={start}-"} if tail is None else {}
+        request = Request("GET", locate_job(job, "/logs"), {"tail": tail}, None, headers)
+        answer = self._caller.call(request, RANGE_NOT_SATISFIABLE)
+        return answer.content if answer.ok else b""
 
     def checkpoints(self, job: JobRef) -> list[Checkpoint]:
         """Return the checkpoints of a job, oldest first."""
-        return self._run(self._operations.checkpoints(job))
+        return self._get(CheckpointList, locate_job(job, "/checkpoints")).data
 
     def artifacts(self, job: JobRef) -> list[Artifact]:
         """Return the files that a job produced; a file in a folder is ``folder/file``."""
-        return self._run(self._operations.artifacts(job))
+        return self._get(ArtifactList, locate_job(job, "/artifacts")).data
 
     def download(self, job: JobRef, name: str, path: str | os.PathLike[str]) -> Path:
         """Download an artifact to the file ``path``, whose folder is made if it is missing.
@@ -199,157 +242,111 @@ class Client:
         A cut download goes on where it was cut. The file is compared with its sha256, and appears
         whole or not at all.
         """
-        return self._run(download(job, name, Path(path), self._operations.patience))
+        return download(self._caller, job, name, Path(path))
 
     def caches(self) -> list[CacheEntry]:
         """Return the caches, newest first."""
-        return self._run(self._operations.caches())
+        return self._get(CacheList, "/caches").data
 
     def cache(self, fingerprint: str) -> CacheDetail:
         """Return one cache, with its identity and its fidelity."""
-        return self._run(self._operations.cache(fingerprint))
+        return self._get(CacheDetail, locate_cache(fingerprint))
 
     def verify_cache(self, fingerprint: str, *, idempotency_key: str | None = None) -> Job:
         """Create a job that reads every byte of a cache, and fails if one differs."""
-        return self._run(self._operations.verify_cache(fingerprint, idempotency_key))
+        return self._create_job(locate_cache(fingerprint, "/verify"), idempotency_key)
 
     def measure_fidelity(self, fingerprint: str, *, idempotency_key: str | None = None) -> Job:
         """Create a job that compares some records with the teacher, and fails if they differ."""
-        return self._run(self._operations.measure_fidelity(fingerprint, idempotency_key))
+        return self._create_job(locate_cache(fingerprint, "/fidelity"), idempotency_key)
 
     def cache_statistics(self, fingerprint: str, *, seed: int = 0) -> CacheStatistics:
         """Return histograms of entropy, entries and kept mass, of a sample that ``seed`` draws."""
-        return self._run(
-            self._operations.view_cache(CacheStatistics, fingerprint, "statistics", seed=seed)
-        )
+        path = locate_cache(fingerprint, "/statistics")
+        return self._get(CacheStatistics, path, {"seed": seed})
 
     def cache_shards(self, fingerprint: str) -> ShardStates:
         """Return the state of each shard of a cache: sealed, in work, missing or corrupt."""
-        return self._run(self._operations.view_cache(ShardStates, fingerprint, "shards"))
+        return self._get(ShardStates, locate_cache(fingerprint, "/shards"))
 
     def cache_records(
         self, fingerprint: str, *, sequence: int = 0, start: int = 0, limit: int = 50
     ) -> CacheRecords:
         """Return up to ``limit`` records of one sequence from number ``start`` on, with text."""
-        return self._run(
-            self._operations.view_cache(
-                CacheRecords, fingerprint, "records", sequence=sequence, start=start, limit=limit
-            )
-        )
+        query = {"sequence": sequence, "start": start, "limit": limit}
+        return self._get(CacheRecords, locate_cache(fingerprint, "/records"), query)
 
     def cache_usage(self, fingerprint: str) -> CacheUsage:
         """Return the jobs and students of a cache, its last checks, and why it is kept."""
-        return self._run(self._operations.view_cache(CacheUsage, fingerprint, "usage"))
+        return self._get(CacheUsage, locate_cache(fingerprint, "/usage"))
 
     def delete_cache(self, fingerprint: str) -> None:
         """Remove a cache that no unfinished job writes or reads."""
-        return self._run(self._operations.delete(locate_cache(fingerprint)))
+        self._delete(locate_cache(fingerprint))
 
     def runs(self) -> list[RunEntry]:
         """Return the runs on the server's disk, the newest first, and what they have measured."""
-        return self._run(self._operations.runs())
+        return self._get(RunList, "/runs").data
 
     def templates(self) -> list[Template]:
         """Return the templates of job files: YAML, in which models and texts are empty."""
-        return self._run(self._operations.templates())
+        return self._get(TemplateList, "/templates").data
 
     def workers(self) -> list[Worker]:
         """Return the workers with a recent heartbeat."""
-        return self._run(self._operations.workers())
+        return self._get(WorkerList, "/workers").data
 
     def quotas(self) -> list[TeamAccount]:
         """Return what the caller's team uses, and its quotas; for an admin those of all teams."""
-        return self._run(self._operations.quotas())
+        return self._get(TeamList, "/quota").data
 
     def health(self) -> Health:
         """Return the health of the server; needs no key."""
-        return self._run(self._operations.health())
+        return self._get(Health, "/healthz")
 
     def version(self) -> Version:
         """Return the version of the server."""
-        return self._run(self._operations.version())
+        return self._get(Version, "/version")
 
     def request(
         self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Any = None
     ) -> Any:
         """Send a request of docs/api.md with a body of JSON; return the JSON of the answer."""
-        return self._run(self._operations.request(method, path, query, body))
+        headers = make_key(None) if method == "POST" else {}
+        content = None if body is None else encode_json(body)
+        answer = self._caller.call(Request(method, path, query or {}, content, headers))
+        return json.loads(answer.content) if answer.content else None
 
-    def _run(self, steps: Steps[T]) -> T:
-        with _Run(self._http, self._connection, steps) as run:
-            end = run.advance()
-        assert isinstance(end, Returned)
-        result: T = end.value
-        return result
+    def _get(self, model: type[Model], path: str, query: Mapping[str, Any] | None = None) -> Model:
+        return self._caller.fetch(model, Request("GET", path, query or {}))
 
-    def _iterate(self, steps: Steps[None]) -> Iterator[Any]:
-        with _Run(self._http, self._connection, steps) as run:
-            while isinstance(step := run.advance(), Emit):
-                yield step.item
+    def _create_job(self, path: str, key: str | None, body: bytes | None = None) -> Job:
+        """Create a job. The key keeps a request that is sent again from making a second one."""
+        return self._caller.fetch(Job, Request("POST", path, {}, body, make_key(key)))
+
+    def _act(self, action: Action, job: JobRef) -> Job:
+        """Cancel, pause, resume or retry a job. An action that is done already changes nothing.
+
+        A retry is refused for a job that is open. If the answer to an earlier attempt was lost,
+        that attempt has opened it.
+        """
+        request = Request("POST", locate_job(job, f"/{action}"))
+        after_loss = CONFLICT if action == "retry" else None
+        answer = self._caller.call(request, after_loss=after_loss)
+        if answer.ok:
+            return parse_answer(Job, answer)
+        found = self.job(job)
+        if found.ended:
+            raise make_refused(answer)
+        return found
+
+    def _delete(self, path: str, query: Mapping[str, Any] | None = None) -> None:
+        """Delete what is at ``path``.
+
+        If it is gone after the answer to an earlier attempt was lost, that attempt has deleted it.
+        """
+        self._caller.call(Request("DELETE", path, query or {}), after_loss=NOT_FOUND)
 
 
-class _Run:
-    """An operation under way, and the answer that it reads."""
-
-    def __init__(self, http: httpx.Client, connection: Connection, steps: Steps[Any]) -> None:
-        self._http = http
-        self._connection = connection
-        self._steps = steps
-        self._response: httpx.Response | None = None
-        self._pieces: Iterator[bytes] = iter(())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._steps.close()
-        self._close_response()
-
-    def advance(self) -> Emit | Returned:
-        """Carry steps out until the operation hands an item over, or ends."""
-        try:
-            step = next(self._steps)
-            while not isinstance(step, Emit):
-                try:
-                    result = self._carry_out(step)
-                except Exception as error:
-                    step = self._steps.throw(self._connection.translate(error))
-                else:
-                    step = self._steps.send(result)
-        except StopIteration as end:
-            return Returned(end.value)
-        return step
-
-    def _carry_out(self, step: Step) -> Any:
-        match step:
-            case Send(request):
-                return self._send(request)
-            case Open(request):
-                return self._open(request)
-            case Read():
-                return next(self._pieces, None)
-            case Pause(seconds):
-                return time.sleep(seconds)
-            case Invoke(call):
-                return call()
-
-    def _send(self, request: Request) -> Answer:
-        response = self._http.send(
-            self._http.build_request(**self._connection.describe_request(request))
-        )
-        return self._connection.make_answer(response, response.content)
-
-    def _open(self, request: Request) -> Answer:
-        self._close_response()
-        described = self._connection.describe_request(request)
-        response = self._http.send(self._http.build_request(**described), stream=True)
-        self._response = response
-        if not response.is_success:
-            return self._connection.make_answer(response, response.read())
-        self._pieces = response.iter_bytes()
-        return self._connection.make_answer(response)
-
-    def _close_response(self) -> None:
-        if self._response is not None:
-            self._response.close()
-            self._response = None
+def _freeze(types: Iterable[str] | None) -> frozenset[str] | None:
+    return None if types is None else frozenset(types)

@@ -1,16 +1,17 @@
-"""What both clients tell httpx, and what its answers and errors mean."""
+"""Send one request over HTTP; httpx is known here only."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 import httpx
 
+from kd.client.answers import Answer, make_refused
 from kd.client.errors import Unreachable
-from kd.client.steps import Answer, Request
+from kd.client.requests import Request
 
 #: The server of ``kd up`` with its default settings.
 DEFAULT_SERVER = "http://127.0.0.1:8000"
@@ -25,8 +26,8 @@ def warn_of_expiry(end: str) -> None:
     )
 
 
-class Connection:
-    """The address of a server, and the key that requests carry.
+class Transport:
+    """The connections to one server, and the key that requests carry.
 
     ``server`` defaults to ``KD_SERVER``, and then to ``DEFAULT_SERVER``; ``key`` to ``KD_API_KEY``.
     """
@@ -38,7 +39,6 @@ class Connection:
         on_expiry: Callable[[str], None] = warn_of_expiry,
     ) -> None:
         self.server = server or os.environ.get("KD_SERVER") or DEFAULT_SERVER
-        self._key = key or os.environ.get("KD_API_KEY")
         self._on_expiry = on_expiry
         self._warned = False
         if not _is_address(self.server):
@@ -46,30 +46,68 @@ class Connection:
                 f"The address of the server is {self.server!r}, which is not a URL.",
                 f"Write it like {DEFAULT_SERVER}: the argument server, or KD_SERVER.",
             )
-
-    def describe(self) -> dict[str, Any]:
-        """Return the arguments of ``httpx.Client`` and ``httpx.AsyncClient``."""
+        key = key or os.environ.get("KD_API_KEY")
         # A proxy could not reach a server on this machine, so its variables are ignored then.
         local = any(host in self.server for host in ("127.0.0.1", "localhost", "[::1]"))
-        return {
-            "base_url": self.server,
-            "trust_env": not local,
-            "headers": {"Authorization": f"Bearer {self._key}"} if self._key else {},
-        }
+        self._http = httpx.Client(
+            base_url=self.server,
+            trust_env=not local,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )
 
-    def describe_request(self, request: Request) -> dict[str, Any]:
-        """Return the arguments of httpx's ``build_request``."""
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def send(self, request: Request) -> Answer:
+        """Send a request; return its whole answer. Raises ``Unreachable``."""
+        with self._losses_translated():
+            response = self._http.send(self._build(request))
+        return self._make_answer(response, response.content)
+
+    @contextmanager
+    def stream(self, request: Request) -> Iterator[tuple[Answer, Iterator[bytes]]]:
+        """Send a request; yield its answer, and its content in pieces as they arrive.
+
+        Raises ``Refused`` if it has not succeeded, and ``Unreachable``, also while it is read.
+        """
+        with self._losses_translated():
+            response = self._http.send(self._build(request), stream=True)
+        with closing(response):
+            if not response.is_success:
+                with self._losses_translated():
+                    content = response.read()
+                raise make_refused(self._make_answer(response, content))
+            yield self._make_answer(response), self._read(response)
+
+    def _read(self, response: httpx.Response) -> Iterator[bytes]:
+        with self._losses_translated():
+            yield from response.iter_bytes()
+
+    @contextmanager
+    def _losses_translated(self) -> Iterator[None]:
+        """Raise ``Unreachable`` for a connection that was not made or was cut."""
+        try:
+            yield
+        except httpx.TransportError as error:
+            detail = str(error) or type(error).__name__
+            raise Unreachable(
+                f"No server answers at {self.server}: {detail}.",
+                "Start one with `kd up`, or name another with --server or KD_SERVER.",
+            ) from error
+
+    def _build(self, request: Request) -> httpx.Request:
         typed = {"Content-Type": "application/json"} if request.body is not None else {}
-        return {
-            "method": request.method,
-            "url": request.path,
-            "params": request.parameters,
-            "content": request.body,
-            "headers": {**typed, **request.headers},
-            "timeout": httpx.Timeout(CONNECT_SECONDS, read=request.read_seconds),
-        }
+        return self._http.build_request(
+            request.method,
+            request.path,
+            params=request.parameters,
+            content=request.body,
+            headers={**typed, **request.headers},
+            timeout=httpx.Timeout(CONNECT_SECONDS, read=request.read_seconds),
+        )
 
-    def make_answer(self, response: httpx.Response, content: bytes = b"") -> Answer:
+    def _make_answer(self, response: httpx.Response, content: bytes = b"") -> Answer:
         """Return the answer; warn once if the key expires soon."""
         headers = {name.lower(): value for name, value in response.headers.items()}
         end = headers.get("potstill-key-expires")
@@ -77,16 +115,6 @@ class Connection:
             self._warned = True
             self._on_expiry(end)
         return Answer(response.status_code, response.reason_phrase, headers, content)
-
-    def translate(self, error: Exception) -> Exception:
-        """Return ``Unreachable`` for a connection that was not made or was cut; others as is."""
-        if not isinstance(error, httpx.TransportError):
-            return error
-        detail = str(error) or type(error).__name__
-        return Unreachable(
-            f"No server answers at {self.server}: {detail}.",
-            "Start one with `kd up`, or name another with --server or KD_SERVER.",
-        )
 
 
 def _is_address(text: str) -> bool:

@@ -1,0 +1,82 @@
+"""Follow a job: the events of its stream, over lost connections, until it has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from kd.client.errors import Refused, Unreachable
+from kd.client.event_decoder import EventDecoder
+from kd.client.requests import JobRef, Request, locate_job
+from kd.client.retrying import Backoff, Caller
+from kd.client.wire.history import JobEvent, JobEvents
+from kd.client.wire.jobs import TERMINAL_STATUSES, Job
+
+#: The pause before a stream that has ended is asked for again, in seconds.
+AGAIN_SECONDS = 0.2
+#: Events of one page: the most that the server allows.
+PAGE_EVENTS = 1000
+
+
+def follow_events(
+    caller: Caller, job: JobRef, after: str | None, types: frozenset[str] | None
+) -> Iterator[JobEvent]:
+    """Yield the events of a job until it has ended, each once and in order.
+
+    After a lost connection the stream goes on after the last event. ``types`` are the types that
+    are wanted; None = all.
+    """
+    place = after or "0"
+    status: str | None = None
+    backoff = Backoff(caller.patience)
+    while True:
+        try:
+            with caller.transport.stream(_ask_for_stream(job, place)) as (_, pieces):
+                decoder = EventDecoder()
+                for piece in pieces:
+                    backoff.reset()
+                    for event in decoder.feed(piece):
+                        place, status = event.id, find_status(event, status)
+                        if is_wanted(event, types):
+                            yield event
+            # The server may have stopped while the job ended, so the rest is read in pages. The
+            # record is read before them: no event follows the end.
+            if caller.fetch(Job, Request("GET", locate_job(job))).ended:
+                for event in list_events(caller, job, place):
+                    place, status = event.id, find_status(event, status)
+                    if is_wanted(event, types):
+                        yield event
+                # A retry may have queued the job again.
+                if status is None or status in TERMINAL_STATUSES:
+                    return
+            pause = AGAIN_SECONDS
+        except (Refused, Unreachable) as error:
+            pause = backoff.next_pause(error)
+        time.sleep(pause)
+
+
+def _ask_for_stream(job: JobRef, place: str) -> Request:
+    headers = {"Accept": "text/event-stream", "Last-Event-ID": place}
+    return Request("GET", locate_job(job, "/events/stream"), headers=headers)
+
+
+def list_events(caller: Caller, job: JobRef, after: str) -> list[JobEvent]:
+    """Return the events that a job has so far after the event ``after``."""
+    found: list[JobEvent] = []
+    more = True
+    while more:
+        query = {"after": after, "limit": PAGE_EVENTS}
+        page = caller.fetch(JobEvents, Request("GET", locate_job(job, "/events"), query))
+        found += page.data
+        after, more = page.next_after, page.has_more
+    return found
+
+
+def is_wanted(event: JobEvent, types: frozenset[str] | None) -> bool:
+    """Whether the type of the event is one of ``types``; None = all."""
+    return types is None or event.type in types
+
+
+def find_status(event: JobEvent, before: str | None) -> str | None:
+    """Return the status that the job has after ``event``."""
+    return str(event.data["status"]) if event.type == "status" else before
