@@ -1,14 +1,12 @@
-"""Forecasts a job's training before it runs: time, memory and the noise of its gradient.
+"""Forecasts a job's training before it runs: time and memory.
 
-It is a part of ``kd estimate``. A trial capture leaves two small caches, whose records are two
-independent samples of the same teacher. The student takes a few real steps on the first one:
+It is a part of ``kd estimate``. A trial capture leaves a small cache, on which the student takes a
+few real steps:
 
     time      the fastest of these steps, times the steps of the job
     memory    what ``kd.memory.step_memory`` estimates before a training starts
     phases    memory, time and cost of capture, training and evaluation (``kd.memory.phases``), on
               this device by the timed steps, and on a named kind of GPU by its rates
-    noise     what the sampled tails add to the gradient's variance, beside its own size, and the
-              noise scale of the batch (``kd.experiments.noise``)
 """
 
 from __future__ import annotations
@@ -27,17 +25,9 @@ from transformers import PreTrainedModel
 from cache.disk import make_folder, storage_errors
 from kd.capture.estimate.job import Estimate
 from kd.capture.plan import resolve_teacher_folder, settle_packing
-from kd.capture.probe import TrialCaches, open_trial
+from kd.capture.probe import Trial, open_trial
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
-from kd.experiments.noise import (
-    BatchNoise,
-    GradientNoise,
-    advise,
-    advise_on_batch,
-    measure_batch_noise,
-    measure_noise,
-)
 from kd.loss.chunk_size import suits_kernels
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
 from kd.memory.host import choose_chunk_memory
@@ -70,7 +60,7 @@ from kd.training.steps import begin_step, forward_backward, measure_gradients, t
 
 #: Steps that are timed after the first one, which warms up.
 STEPS = 3
-#: No step, and no measurement of a sequence's gradient, begins after so many seconds.
+#: No step begins after so many seconds.
 SECONDS = 10.0
 #: Training sequences whose targets are counted where the capture did not count all.
 _COUNTED_SEQUENCES = 64
@@ -85,7 +75,7 @@ _SHARD_COPIES = 3
 
 @dataclass(frozen=True)
 class TrainingForecast:
-    """The length, time and memory of a training, and what to change about its noise."""
+    """The length, time and memory of a training."""
 
     steps: int
     tokens: int
@@ -96,14 +86,10 @@ class TrainingForecast:
     hours: float
     memory_bytes: int
     memory: dict[str, int]
-    noise: GradientNoise | None
-    batch_noise: BatchNoise | None
-    advice: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the forecast as JSON values."""
-        batch = None if self.batch_noise is None else self.batch_noise.to_json()
-        return asdict(self) | {"batch_noise": batch}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -149,17 +135,16 @@ def estimate_job(
             monitor.emit("stage", stage="train", phase="taking a few steps")
             config = adopt_cache_layout(source, config)
             text = _Text.of(source)
-            training, phase = forecast_training(config, source, None, text, Path(name), here)
+            training, phase = forecast_training(config, source, text, Path(name), here)
             return _put_together(config, None, (training, phase), None, here, question)
     with open_trial(config, home, monitor) as trial:
         capture = make_capture_phase(config, trial)
         if config.train is None:
             return _put_together(config, trial.estimate, None, capture, here, question)
         monitor.emit("stage", stage="train", phase="taking a few steps")
-        first = CachedRecords(trial.first)
-        second = None if trial.second is None else CachedRecords(trial.second)
+        first = CachedRecords(trial.cache)
         text = _Text.planned(trial.estimate)
-        found = forecast_training(config, first, second, text, trial.folder, here)
+        found = forecast_training(config, first, text, trial.folder, here)
         return _put_together(config, trial.estimate, found, capture, here, question)
 
 
@@ -192,7 +177,7 @@ def describe_device(device: torch.device) -> Place:
     return Place(rates, is_gpu, process, find_hardware(device).precision, is_timed=True)
 
 
-def make_capture_phase(config: JobConfig, trial: TrialCaches) -> CapturePhase | None:
+def make_capture_phase(config: JobConfig, trial: Trial) -> CapturePhase | None:
     """Describe the capture of a job by its teacher's shape and a trial; None for a remote one."""
     teacher = config.teacher
     if teacher is None or teacher.backend != "local":
@@ -204,14 +189,14 @@ def make_capture_phase(config: JobConfig, trial: TrialCaches) -> CapturePhase | 
     shard = min(config.cache.shard_sequences, sequences) * found.positions / max(sequences, 1)
     return CapturePhase(
         teacher=outline_teacher(teacher, folder, dtype),
-        vocabulary=trial.first.identity.tokenizer.vocabulary_size,
+        vocabulary=trial.cache.identity.tokenizer.vocabulary_size,
         batch_size=teacher.batch_size,
         length=config.data.sequence_length,
         sequences=sequences,
         targets=found.positions / max(sequences, 1),
         item_bytes=dtype.itemsize,
         quantization=teacher.quantization,
-        records=round(_SHARD_COPIES * shard * measure_record_bytes(CachedRecords(trial.first))),
+        records=round(_SHARD_COPIES * shard * measure_record_bytes(CachedRecords(trial.cache))),
         seconds=found.seconds,
         parallel=teacher.parallel,
         ranks=config.resources.gpus or 1,
@@ -250,26 +235,15 @@ class _Text:
 
 
 def forecast_training(
-    config: JobConfig,
-    source: Source,
-    second: CachedRecords | None,
-    text: _Text,
-    folder: Path,
-    here: Place,
+    config: JobConfig, source: Source, text: _Text, folder: Path, here: Place
 ) -> tuple[TrainingForecast, TrainingPhase]:
-    """Take a few steps of the job's training on ``source``, and measure its noise with ``second``.
+    """Take a few steps of the job's training on ``source``.
 
-    ``second`` has some of the sequences of ``source`` with another sample; None if the profile has
-    no sample, or if it is not known. Returns the forecast, and the training as a phase of a job on
-    any device.
+    Returns the forecast, and the training as a phase of a job on any device.
     """
     tokenizer = load_student_tokenizer(config)
     student = build_starting_student(config, tokenizer)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
-    noise = None
-    if second is not None and isinstance(source, CachedRecords):
-        noise = measure_noise(config, source, second, student, vocabulary)
-    batch_noise = measure_batch_noise(config, source, second, student, vocabulary, SECONDS)
     options = config.require_train()
     steps = count_total_steps(options, text.train)
     phase = _make_training_phase(config, source, text, student, vocabulary)
@@ -290,12 +264,6 @@ def forecast_training(
         hours=round(whole / 3600, 3),
         memory_bytes=memory.total,
         memory=asdict(memory),
-        noise=noise,
-        batch_noise=batch_noise,
-        advice=(
-            *(() if noise is None else advise(config, noise, tokens)),
-            *(() if batch_noise is None else advise_on_batch(config, batch_noise)),
-        ),
     ), phase
 
 

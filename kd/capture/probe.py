@@ -15,7 +15,6 @@ import numpy as np
 
 from cache.codec import Codec
 from cache.disk import list_file_sizes, make_folder, storage_errors
-from cache.profiles import PROFILES
 from cache.records import Records, Sequences
 from cache.shard import Seal, make_shard_arrays, write_arrays
 from cache.shards.names import LM_HEAD
@@ -39,26 +38,22 @@ SECONDS = 10.0
 SEQUENCES = 128
 #: A trial ends when its records, which stay in memory, reach this many bytes.
 RECORD_BYTES = 1 << 28
-#: The most sequences that are sampled a second time.
-_SECOND_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
-class TrialCaches:
-    """The estimate of a capture, and two small sealed caches of its teacher, in ``folder``.
+class Trial:
+    """The estimate of a capture, and a small sealed cache of its teacher, in ``folder``.
 
-    ``first`` holds the sequences of the trial as training sequences. ``second`` holds some of the
-    same sequences with an independent sample of the tails; None for a profile without a sample.
+    ``cache`` holds the sequences of the trial as training sequences.
     """
 
     estimate: Estimate
     folder: Path
-    first: Cache
-    second: Cache | None
+    cache: Cache
 
 
 @contextmanager
-def open_trial(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Iterator[TrialCaches]:
+def open_trial(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Iterator[Trial]:
     """Run the job's teacher on sequences from all parts of the text, and keep their records.
 
     The files below ``home`` are deleted at the end. Raises ``ConfigError`` where the job captures
@@ -73,18 +68,14 @@ def open_trial(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Iter
         yield _run_trial(config, planned, Path(name), monitor)
 
 
-def _run_trial(
-    config: JobConfig, planned: CapturePlan, folder: Path, monitor: Monitor
-) -> TrialCaches:
+def _run_trial(config: JobConfig, planned: CapturePlan, folder: Path, monitor: Monitor) -> Trial:
     with (
         open_for_capture(folder, planned.identity) as writer,
         open_reader(planned, writer, monitor) as reader,
     ):
         monitor.emit("stage", stage="precompute", phase="reading a few sequences")
         trial = _TrialCapture.read(reader, planned)
-        first = _seal(folder / "first", planned, trial.sequences, trial.records, reader)
-        again = _read_again(reader, planned, trial.sequences)
-        second = None if again is None else _seal(folder / "second", planned, *again, reader)
+        sealed = _seal(folder / "cache", planned, trial.sequences, trial.records, reader)
     storage = trial.measure_storage(folder, planned.identity.record_codec())
     lm_head = sum(list_file_sizes(writer.folder / LM_HEAD).values())
     storage = CacheSize(storage.position, storage.shard, lm_head)
@@ -99,20 +90,7 @@ def _run_trial(
     pace = (trial.seconds / len(trial.sequences), name_device(pick_device()))
     caches = find_caches(folder.parent, config.cache.store)
     estimate = Estimate.of(work, storage, config.cache.shard_sequences, caches, pace)
-    return TrialCaches(estimate, folder, first, second)
-
-
-def _read_again(
-    reader: RecordReader, planned: CapturePlan, sequences: Sequences
-) -> tuple[Sequences, Records] | None:
-    """Read the first micro-batch again, with other random numbers; None without a sample."""
-    if not PROFILES[planned.identity.codec.profile].sampled:
-        return None
-    # Random numbers depend on the number of a sequence: this one is beyond all of the text.
-    beyond = planned.identity.data.sequences
-    few = sequences.select(slice(0, min(_SECOND_SEQUENCES, len(sequences))))
-    parts = [records for _, records in reader.read(few, beyond)]
-    return few, Records.concatenate(parts)
+    return Trial(estimate, folder, sealed)
 
 
 def _seal(

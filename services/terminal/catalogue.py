@@ -79,7 +79,6 @@ CATALOGUE = {
     "export": Help(SHARE, "kd export last --to merged"),
     "ablate": Help(STUDY, "kd ablate job.yaml --axis alpha --axis schedules"),
     "landscape": Help(STUDY, "kd landscape my-run"),
-    "noise": Help(STUDY, "kd noise last"),
     "up": Help(SERVICE, "kd up --workers 2"),
     "serve": Help(SERVICE, "kd serve --port 8000"),
     "worker": Help(SERVICE, "kd worker --queues train"),

@@ -61,7 +61,6 @@ def test_kd_estimate_runs_the_teacher_and_the_student(job_file: Path, tmp_path: 
     assert training["steps"] == 100 and training["tokens_per_step"] > 400
     assert training["seconds"] > 90 * training["step_seconds"] > 0
     assert training["memory_bytes"] == sum(training["memory"].values())
-    assert training["noise"].keys() == {"now", "near"}
     devices = json.loads(done.stdout)["devices"]
     assert [each["device"] for each in devices] == ["cpu, 1 threads", "l4"]
     assert [each["phase"] for each in devices[1]["phases"]] == ["capture", "training", "evaluation"]

@@ -1,4 +1,4 @@
-"""``kd ablate``, ``kd landscape`` and ``kd noise``: one ablation, and a look at one of its runs."""
+"""``kd ablate`` and ``kd landscape``: one ablation, and a look at one of its runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_kd_ablate_names_an_axis_that_cannot_run(job_file: Path, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_an_ablation_and_the_landscape_and_noise_of_a_run(job_file: Path, tmp_path: Path) -> None:
+def test_an_ablation_and_the_landscape_of_a_run(job_file: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     done = kd(
         "ablate", job_file, "--axis", "alpha=0.5,1.5", "--steps", "3", "--home", home, "--json",
@@ -65,9 +65,3 @@ def test_an_ablation_and_the_landscape_and_noise_of_a_run(job_file: Path, tmp_pa
     assert done.returncode == 0, done.stderr
     assert f"page: {run / 'landscape' / 'index.html'}" in done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines()[1:3]] == ["train", "held-out"]
-
-    done = kd("noise", run, "--home", home, "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["batch_noise"]["paired"] == found["batch_noise"]["measured"] == 8
-    assert found["advice"] and found["sequences_per_step"] == 4

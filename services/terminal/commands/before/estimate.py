@@ -173,7 +173,7 @@ def _format_need(found: dict[str, Any]) -> list[str]:
 
 
 def _print_training(training: dict[str, Any] | None) -> None:
-    """Print the facts of the training, and the settings that would make it less noisy."""
+    """Print the facts of the training."""
     if training is None:
         return
     parts = training.get("memory") or {}
@@ -185,11 +185,8 @@ def _print_training(training: dict[str, Any] | None) -> None:
         "time_of_a_step_seconds": training.get("step_seconds"),
         "training_memory_bytes": training["memory_bytes"],
         "of_that": {f"{name}_bytes": size for name, size in parts.items()} or None,
-        "gradient_noise": training.get("noise"),
     }
     print_facts({name: value for name, value in facts.items() if value is not None})
-    for line in training.get("advice") or ():
-        out.print(line, markup=False, soft_wrap=True)
 
 
 def _estimate_by_table(

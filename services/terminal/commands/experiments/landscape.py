@@ -1,11 +1,11 @@
-"""``kd landscape`` and ``kd noise``: the loss and the gradient around a finished student."""
+"""``kd landscape``: the loss around a finished student."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,6 @@ from services.terminal.console import (
     make_settings,
     notes,
     out,
-    print_facts,
     print_json,
     print_table,
 )
@@ -107,47 +106,6 @@ def landscape(
         ],
     )
     out.print(f"\npage: {folder / 'index.html'}", markup=False, soft_wrap=True)
-
-
-@app.command()
-def noise(run: RunName, home: Home = None, as_json: AsJson = False) -> None:
-    """Measure the gradient's noise of a finished student, with advice on batch and threshold.
-
-    A few sequences are captured twice, to separate the noise of the records from the noise of the
-    data. (`kd estimate` does the same for a student before training.)
-    """
-    settings = make_settings(home=home)
-    run_dir = _find_run(run, settings)
-    from kd.experiments.finished_noise import measure_finished_noise
-    from kd.progress import Event, Monitor
-
-    def show(event: Event) -> None:
-        if event.data.get("phase"):
-            notes.print(event.data["phase"], markup=False)
-
-    found = measure_finished_noise(run_dir, settings.home, Monitor(show))
-    if as_json:
-        print_json(found)
-        return
-    print_facts(_list_facts(found))
-    for line in found["advice"]:
-        out.print(line, markup=False, soft_wrap=True)
-
-
-def _list_facts(found: dict[str, Any]) -> dict[str, Any]:
-    batch = found["batch_noise"] or {}
-    return {
-        "sequences of a step": found["sequences_per_step"],
-        "noise scale in sequences": batch.get("scale_sequences"),
-        "noise scale in tokens": batch.get("scale_tokens"),
-        "records' share of the variance": batch.get("records_share"),
-        "squared gradient": batch.get("gradient"),
-        "variance of a sequence, data": batch.get("data"),
-        "variance of a sequence, records": batch.get("records"),
-        "measured sequences": batch.get("measured"),
-        "of them with a second sample": batch.get("paired"),
-        "noise of the logits": found.get("noise_of_logits"),
-    }
 
 
 def _find_run(name: str, settings: Settings) -> Path:
