@@ -42,6 +42,6 @@ seal a digest in the manifest, and the manifest a digest of itself.
     profiles.py   which loss each profile serves      disk.py        durable writes, and locks
     codec.py      records as small integers           store.py       capture, open, verify, list
     idcode.py     token ids in few bits               inspection.py  compare, count
-    layout.py     records <-> arrays of a shard       operations.py  find, merge, remove
+    layout.py     records <-> arrays of a shard       operations.py  find, remove
     testing.py    small valid data for tests
 """

@@ -1,21 +1,19 @@
-"""Operations on existing caches: find, merge, remove."""
+"""Operations on existing caches: find, read whole, remove."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cache.checking.listing import list_folders
-from cache.checking.verify import verify_cache
 from cache.disk import (
     TEMPORARY_PREFIX,
     find_last_change,
@@ -34,18 +32,12 @@ from cache.errors import (
     CacheNotFound,
     StorageError,
 )
-from cache.inspection import open_stored_shards
 from cache.manifest import (
     FORMAT_VERSION,
     OLDEST_FORMAT_VERSION,
-    CacheIdentity,
-    FidelityOverride,
     choose_codec_version,
-    encode_canonical_json,
-    list_differences,
 )
-from cache.reading.arrays import make_chunk_memory
-from cache.reading.usage import exclude_readers, hold_for, locate_use
+from cache.reading.usage import exclude_readers, locate_use
 from cache.records import Records, Sequences
 from cache.remote.address import is_mirror
 from cache.remote.upkeep import (
@@ -54,9 +46,8 @@ from cache.remote.upkeep import (
     remove_stored,
     remove_stored_garbage,
 )
-from cache.shards.names import FINGERPRINT, LM_HEAD, MANIFEST
+from cache.shards.names import FINGERPRINT, MANIFEST
 from cache.store import Cache, locate_lock, locate_writers, open_cache
-from cache.writing.writer import open_writer
 
 #: The name, in the path of garbage, of what lies in a bucket.
 STORED = "bucket"
@@ -85,154 +76,13 @@ def find_cache_or_path(root: Path, name: str) -> Path:
     return find_cache(root, name) if _BEGINNING.fullmatch(name) else Path(name)
 
 
-# ---------------------------------------------------------------------- merge
+# ---------------------------------------------------------------------- read
 
 
-def merge_caches(
-    root: Path, folders: Sequence[Path], written: Callable[[int, int], None] | None = None
-) -> Cache:
-    """Merge several caches into one below ``root``; open the result.
-
-    All training sequences come first, then all validation sequences. Records are copied and stay
-    valid, because no reader uses the random numbers that they were drawn with. One shard of the
-    merged cache is in memory at a time, and chunks of the parts as far as one memory holds them;
-    ``written(done, of)`` is called after each shard. A merge that was interrupted continues, and a
-    finished one is opened.
-
-    Raises ``CacheMismatch`` that names each field in which the parts must agree and do not.
-    """
-    # One part is read after the other, so that the one in use has the memory of all.
-    memory = make_chunk_memory()
-    parts = [open_cache(folder, shared=memory) for folder in folders]
-    for part in parts:
-        hold_for(part, part.folder)
-    identity = merge_identities(parts)
-    folder = root / identity.fingerprint
-    with open_writer(root, identity) as writer:
-        if _is_sealed(folder, identity):
-            return open_cache(folder, identity)
-        if identity.codec.profile == "hidden":
-            writer.write_lm_head(parts[0].teacher_head())
-        # All parts have one tokenizer, but some may be older than token maps.
-        if (
-            token_map := next(filter(None, (part.token_map() for part in parts)), None)
-        ) is not None:
-            writer.write_token_map(token_map)
-        for index in writer.find_missing_shards():
-            writer.write_shard(index, *_read_merged(parts, identity.shard_range(index)))
-            if written is not None:
-                written(index + 1, identity.shard_count)
-        writer.finish(parts[0].manifest.provenance, overruled=_join_overruled(parts))
-    return open_cache(folder, identity)
-
-
-def _join_overruled(parts: Sequence[Cache]) -> FidelityOverride | None:
-    """Join the overruled verdicts of ``parts``; None where no part has one."""
-    found = [part.manifest.overruled for part in parts if part.manifest.overruled]
-    if not found:
-        return None
-    return FidelityOverride(
-        noise=max(each.noise for each in found),
-        problems=tuple(line for each in found for line in each.problems),
-        field=found[0].field,
-    )
-
-
-def merge_identities(parts: Sequence[Cache]) -> CacheIdentity:
-    """Return the identity of the merged cache: of the first part, with the data of all parts.
-
-    ``data.sha256`` is the sha256 of the canonical JSON list of the parts' fingerprints, in order: a
-    fingerprint covers all that its part depends on, its seed too. ``codec.seed`` is that of the
-    parts, or 0 where they differ.
-    """
-    if len(parts) < 2 or len({part.identity.fingerprint for part in parts}) < len(parts):
-        names = ", ".join(part.identity.fingerprint[:12] for part in parts)
-        raise CacheMismatch(
-            f"A merge needs at least two different caches, but got {names}.",
-            "Name each cache once.",
-        )
-    first = parts[0].identity
-    for part in parts[1:]:
-        if found := _find_obstacles(parts[0], part):
-            detail = f"{part.folder} cannot be merged with {parts[0].folder}: {'; '.join(found)}."
-            raise CacheMismatch(
-                detail, "Merge caches of one teacher, tokenizer, codec and sequence length."
-            )
-    seeds = {part.identity.codec.seed for part in parts}
-    fingerprints = [part.identity.fingerprint for part in parts]
-    data = replace(
-        first.data,
-        sha256=hashlib.sha256(encode_canonical_json(fingerprints)).hexdigest(),
-        train_sequences=sum(len(part.train) for part in parts),
-        validation_sequences=sum(len(part.validation) for part in parts),
-    )
-    return replace(
-        first, data=data, codec=replace(first.codec, seed=seeds.pop() if len(seeds) == 1 else 0)
-    )
-
-
-def _find_obstacles(first: Cache, part: Cache) -> list[str]:
-    """Return one line for each field that must be the same and is not."""
-    ours = first.identity
-    theirs = part.identity
-    data = replace(
-        ours.data, sequence_length=theirs.data.sequence_length, packing=theirs.data.packing
-    )
-    codec = replace(theirs.codec, seed=ours.codec.seed, shard_sequences=ours.codec.shard_sequences)
-    lines = list_differences(ours, replace(theirs, data=data, codec=codec))
-    if not lines and ours.codec.profile in ("tempered", "hidden"):
-        name = "partition" if ours.codec.profile == "tempered" else "hidden"
-        wanted, got = (_read_row_shape(one, name) for one in (first, part))
-        lines += [f"{name}: expected rows of shape {wanted}, got {got}"] if wanted != got else []
-    if not lines and first.manifest.head.digest != part.manifest.head.digest:
-        lines.append(
-            f"{LM_HEAD}: expected seal {first.manifest.head.digest}, "
-            f"got {part.manifest.head.digest}"
-        )
-    return lines
-
-
-def _read_row_shape(opened: Cache, name: str) -> tuple[int, ...]:
-    shape: tuple[int, ...] = next(open_stored_shards(opened)).shape(name)
-    return shape[1:]
-
-
-def _is_sealed(folder: Path, identity: CacheIdentity) -> bool:
-    try:
-        open_cache(folder, identity)
-    except CacheError:
-        return False
-    return not verify_cache(folder)
-
-
-def _read_merged(parts: Sequence[Cache], wanted: range) -> tuple[Sequences, Records]:
-    """Read the sequences numbered ``wanted`` of the merged cache, and their records."""
-    found = [read_all_draws(*run) for run in _find_runs(parts, wanted)]
-    sequences, records = zip(*found, strict=True)
-    return Sequences.concatenate(sequences), Records.concatenate(records)
-
-
-def _find_runs(parts: Sequence[Cache], wanted: range) -> Iterator[tuple[Cache, range]]:
-    """Yield where the sequences ``wanted`` of the merged cache are: a part and numbers in it.
-
-    They are cut at the ends of the part's shards, so that each shard is decoded once for each split
-    that it holds.
-    """
-    splits = [(part, part.train) for part in parts] + [(part, part.validation) for part in parts]
-    start = 0
-    for part, split in splits:
-        numbers = split[max(wanted.start - start, 0) : max(wanted.stop - start, 0)]
-        start += len(split)
-        while numbers:
-            shard = part.identity.shard_range(numbers[0] // part.identity.codec.shard_sequences)
-            yield part, range(numbers.start, min(numbers.stop, shard.stop))
-            numbers = range(min(numbers.stop, shard.stop), numbers.stop)
-
-
-def read_all_draws(part: Cache, numbers: Sequence[int]) -> tuple[Sequences, Records]:
+def read_all_draws(opened: Cache, numbers: Sequence[int]) -> tuple[Sequences, Records]:
     """Read sequences and their records in the form for writing: each draw of the tails a column."""
-    sequences, records = part.read(numbers)
-    draws = [records, *(part.read(numbers, draw)[1] for draw in range(1, part.codec.draws))]
+    sequences, records = opened.read(numbers)
+    draws = [records, *(opened.read(numbers, draw)[1] for draw in range(1, opened.codec.draws))]
     tails = {
         name: np.stack([draw[name] for draw in draws], axis=1)
         for name in ("tail_ids", "tail_logprobs")

@@ -305,11 +305,8 @@ def open_cache(
     folder: Path,
     expected: CacheIdentity | None = None,
     memory_bytes: int = MEMORY_BYTES,
-    shared: ChunkMemory | None = None,
 ) -> Cache:
     """Open a complete cache for reading; it keeps decoded chunks of ``memory_bytes`` at most.
-
-    Several caches can keep theirs in one ``shared`` memory, which has a limit of its own.
 
     Presence and size of every file are checked now, content when it is read. Where the manifest is
     in pieces, there are too many files for that: then the files of a shard are checked when it is
@@ -325,7 +322,7 @@ def open_cache(
             "Capture a cache for this job, or give the job the inputs of this cache.",
         )
     with reading(folder):
-        memory = shared or make_chunk_memory(memory_bytes)
+        memory = make_chunk_memory(memory_bytes)
         if (mirror := open_mirror(folder)) is not None:
             return _open_mirrored(mirror, manifest, memory)
         for problem in check_group(folder):

@@ -64,7 +64,6 @@ CATALOGUE = {
     "cache info": Help(CACHES, "kd cache info 89b9"),
     "cache verify": Help(CACHES, "kd cache verify 89b9"),
     "cache fidelity": Help(CACHES, "kd cache fidelity 89b9"),
-    "cache merge": Help(CACHES, "kd cache merge 89b9 4c3e"),
     "cache diff": Help(CACHES, "kd cache diff 89b9 4c3e"),
     "cache stats": Help(CACHES, "kd cache stats 89b9"),
     "cache gc": Help(CACHES, "kd cache gc"),

@@ -1,12 +1,11 @@
-"""The map of ids in a cache: sealed, verified, merged, and absent in the format before."""
+"""The map of ids in a cache: sealed, verified, and absent in the format before."""
 
 import numpy as np
 
 from cache.checking.verify import find_extras, verify_cache
 from cache.manifest import Manifest, sign_json, verify_json
-from cache.operations import merge_caches
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity, make_token_map
+from cache.testing import make_cache, make_token_map
 
 
 def same(ours, theirs) -> bool:
@@ -48,12 +47,3 @@ def test_a_cache_of_the_format_before_is_read_and_has_no_map(tmp_path):
     # Written again, for instance with new figures of fidelity, it has the present format.
     again = Manifest.from_bytes(opened.manifest.to_bytes(), "")
     assert again == opened.manifest
-
-
-def test_a_merged_cache_has_the_map_of_the_first_part_that_has_one(tmp_path):
-    parts = [
-        make_cache(tmp_path / str(seed), make_identity(codec=make_codec(seed=seed)))
-        for seed in range(2)
-    ]
-    make_older(parts[0])
-    assert same(merge_caches(tmp_path / "merged", parts).token_map(), make_token_map(300))

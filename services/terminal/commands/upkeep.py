@@ -1,4 +1,4 @@
-"""``kd cache merge|diff|stats|gc|rm``: merge, compare, describe and remove caches."""
+"""``kd cache diff|stats|gc|rm``: compare, describe and remove caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from services.terminal.console import (
     audit_command,
     format_value,
     make_settings,
-    notes,
     out,
     print_json,
     print_table,
@@ -41,35 +40,12 @@ STORE_TIMEOUT = 1.0
 CacheName = Annotated[
     str, typer.Argument(help="Fingerprint of a cache, the beginning of one, or a path.")
 ]
-CacheNames = Annotated[
-    list[str],
-    typer.Argument(help="Fingerprints of caches, beginnings of them, or paths; at least two."),
-]
 Fingerprints = Annotated[
     list[str], typer.Argument(help="Fingerprints of caches, or beginnings of them.")
 ]
 Yes = Annotated[bool, typer.Option("--yes/--no-yes", "-y", help="Do not ask for confirmation.")]
 
 app = typer.Typer()
-
-
-@app.command("merge")
-def cache_merge(names: CacheNames, home: Home = None, as_json: AsJson = False) -> None:
-    """Write the sequences of several caches into a new one.
-
-    The caches must share teacher, tokenizer and codec.
-    """
-    from cache.checking.listing import summarise_cache
-    from cache.operations import find_cache_or_path, merge_caches
-
-    root = make_settings(home=home).caches
-    folders = [find_cache_or_path(root, name) for name in names]
-    merged = merge_caches(root, folders, lambda done, of: notes.print(f"shard {done} of {of}"))
-    summary = summarise_cache(merged.folder).to_json()
-    print_json(summary) if as_json else out.print(
-        f"{merged.folder.name}: {summary['sequences']} sequences, {summary['tokens']} tokens, "
-        f"{format_value(summary['bytes_per_token'])} bytes per token"
-    )
 
 
 @app.command("diff")

@@ -16,11 +16,11 @@ from cache.checking.verify import find_extras, find_missing, verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.inspection import compare_caches, compute_cache_stats
-from cache.operations import find_cache, merge_caches
+from cache.operations import find_cache
 from cache.remote.address import StoreAddress, bind_caches
 from cache.remote.bucket import Bucket
 from cache.remote.mirror import name_data
-from cache.store import Cache, has_manifest, open_cache, replace_fidelity
+from cache.store import has_manifest, open_cache, replace_fidelity
 from cache.testing import (
     PROVENANCE,
     fill_cache,
@@ -284,16 +284,13 @@ def test_a_warm_disk_reads_nothing_from_the_bucket(root, reach) -> None:
     assert equal(again.read(range(10)), opened.read(range(10)))
 
 
-def test_the_list_the_search_and_the_merge_see_what_is_in_the_bucket(root, elsewhere) -> None:
+def test_the_list_and_the_search_see_what_is_in_the_bucket(root, elsewhere) -> None:
     first = make_cache(root)
     second = make_cache(root, make_identity(train_sequences=11))
     found = list_caches(elsewhere)
     assert {each.fingerprint for each in found} == {first.name, second.name}
     assert all(each.complete and each.bytes > 0 and each.created for each in found)
     assert find_cache(elsewhere, first.name[:8]).name == first.name
-    merged = merge_caches(elsewhere, [elsewhere / first.name, elsewhere / second.name])
-    assert isinstance(merged, Cache)
-    assert verify_cache(root / merged.folder.name) == []
 
 
 def test_fidelity_is_measured_again_in_the_bucket(root, elsewhere) -> None:

@@ -21,7 +21,7 @@ from cache.manifest import (
     Manifest,
     sign_json,
 )
-from cache.operations import find_garbage, merge_caches
+from cache.operations import find_garbage
 from cache.shards.entries import ShardEntry, ShardTotals, decode_row, encode_piece, sum_piece
 from cache.shards.names import MANIFEST
 from cache.shards.pieces import EntryPieces, write_pieces
@@ -225,17 +225,6 @@ def test_each_format_has_only_its_own_form_of_entries(pieced: Path, listed: Path
     assert document["version"] > 5, "a program that reads up to 5 refuses it by name"
     with pytest.raises(CacheMismatch, match="newer"):
         Manifest.from_bytes(sign_json({**document, "version": FORMAT_VERSION + 1}), MANIFEST)
-
-
-def test_caches_in_pieces_are_merged(pieced: Path, tmp_path: Path) -> None:
-    other = make_cache(tmp_path / "other", make_identity(train_sequences=6, validation_sequences=1))
-    merged = merge_caches(tmp_path, [pieced, other])
-    assert verify_cache(merged.folder) == []
-    parts = [open_cache(folder) for folder in (pieced, other)]
-    for start, part, split in ((0, 0, "train"), (17, 1, "train"), (23, 0, "validation")):
-        numbers = getattr(parts[part], split)
-        found = merged.read(range(start, start + len(numbers)))
-        assert equal(found, parts[part].read(numbers))
 
 
 #: A capture that kills itself before the n-th change to the pieces or the manifest.

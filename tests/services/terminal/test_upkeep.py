@@ -1,4 +1,4 @@
-"""The commands ``kd cache merge|diff|stats|gc|rm``: output, exit codes and files."""
+"""The commands ``kd cache diff|stats|gc|rm``: output, exit codes and files."""
 
 from __future__ import annotations
 
@@ -57,21 +57,6 @@ def kd_cache(
 
 def names(home: Path) -> set[str]:
     return {path.name for path in (home / "caches").iterdir() if path.is_dir()}
-
-
-def test_merge_writes_one_cache_that_the_other_commands_know(home: Path) -> None:
-    done = kd_cache(home, "merge", ONE[:6], home / "caches" / TWO, "--json")
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    assert (summary["sequences"], summary["complete"]) == (14, True)
-    assert "shard 4 of 4" in done.stderr
-    assert verify_cache(home / "caches" / summary["fingerprint"]) == []
-    again = kd_cache(home, "merge", ONE, TWO)
-    assert again.stdout.startswith(f"{summary['fingerprint']}: 14 sequences, ")
-    assert again.stderr == ""
-    refused = kd_cache(home, "merge", ONE, TOPK)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert "codec.profile: expected threshold, got topk" in refused.stderr
 
 
 def test_diff_ends_with_one_where_there_is_a_difference(home: Path) -> None:
