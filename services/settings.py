@@ -373,7 +373,7 @@ class Settings(BaseSettings):
         512 << 20,
         ge=1,
         le=1 << 40,
-        description="Bytes of one file that POST /files accepts.",
+        description="Bytes of one file that PUT /files/{name} accepts.",
     )
     plan_seconds: float = Field(
         30.0,

@@ -52,8 +52,6 @@ DOORS = {
 MAY_IMPORT = {"cache": FORMAT, "kd": SCIENCE, "services": DOORS}
 #: Files that may import one package more than the rest of their package.
 EXCEPTIONS = {
-    # It reads the parts of a form while they arrive.
-    "services/api/openai/uploads.py": {"werkzeug"},
     # The report shows which build of torch is installed and which device it sees.
     "services/terminal/commands/doctor.py": {"torch"},
     # A run's report is Markdown; its page is made from it.

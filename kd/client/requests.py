@@ -26,12 +26,15 @@ JobRef = str | Job
 
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request. A value of None in ``query`` is left out; ``body`` is JSON."""
+    """One HTTP request. A value of None in ``query`` is left out.
+
+    ``body`` is JSON, or the path of a file to send, whose length and type ``headers`` must name.
+    """
 
     method: str
     path: str
     query: Mapping[str, Any] = field(default_factory=dict)
-    body: bytes | None = None
+    body: bytes | Path | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     read_seconds: float = READ_SECONDS
 
@@ -68,3 +71,8 @@ def locate_job(job: JobRef, below: str = "") -> str:
 def locate_cache(fingerprint: str, below: str = "") -> str:
     """Return the path of a cache, or one below it."""
     return f"/caches/{quote(fingerprint, safe='')}{below}"
+
+
+def locate_file(name: str) -> str:
+    """Return the path of an uploaded file."""
+    return f"/files/{quote(name, safe='')}"

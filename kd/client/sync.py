@@ -22,6 +22,7 @@ from kd.client.requests import (
     describe_job,
     encode_json,
     locate_cache,
+    locate_file,
     locate_job,
     make_key,
 )
@@ -37,7 +38,14 @@ from kd.client.wire.caches import (
     CacheUsage,
     ShardStates,
 )
-from kd.client.wire.files import Artifact, ArtifactList, Checkpoint, CheckpointList
+from kd.client.wire.files import (
+    Artifact,
+    ArtifactList,
+    Checkpoint,
+    CheckpointList,
+    UploadedFile,
+    UploadedFileList,
+)
 from kd.client.wire.history import JobEvent, MetricsHistory, RunEntry, RunList
 from kd.client.wire.jobs import Action, Job, JobList, Kind, Status
 from kd.client.wire.plans import JobPlan, Template, TemplateList
@@ -45,6 +53,8 @@ from kd.client.wire.service import Health, Version, Worker, WorkerList
 
 #: How long the server may hold a request until a job changes, in seconds: the most that it allows.
 HOLD_SECONDS = 30
+#: How long the server may check an uploaded file, in seconds.
+UPLOAD_SECONDS = 600.0
 #: The pause before a job that has not changed is asked for again, in seconds.
 AGAIN_SECONDS = 0.2
 NOT_MODIFIED = 304
@@ -243,6 +253,27 @@ class Client:
         whole or not at all.
         """
         return download(self._caller, job, name, Path(path))
+
+    def upload_file(self, path: str | os.PathLike[str], name: str | None = None) -> UploadedFile:
+        """Upload a file of JSON lines to train on, for the caller's team.
+
+        ``name`` defaults to the file's own. A job names the ``path`` of the result in
+        ``data.train``. A file never changes: another one of this name is refused, and the same one
+        is returned.
+        """
+        path = Path(path)
+        headers = {"Content-Type": "application/jsonl", "Content-Length": str(path.stat().st_size)}
+        where = locate_file(name or path.name)
+        request = Request("PUT", where, {}, path, headers, read_seconds=UPLOAD_SECONDS)
+        return self._caller.fetch(UploadedFile, request)
+
+    def files(self) -> list[UploadedFile]:
+        """Return the files that the caller's team has uploaded, newest first."""
+        return self._get(UploadedFileList, "/files").data
+
+    def delete_file(self, name: str) -> None:
+        """Delete an uploaded file that no unfinished job needs."""
+        self._delete(locate_file(name))
 
     def caches(self) -> list[CacheEntry]:
         """Return the caches, newest first."""

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import httpx
 
@@ -16,6 +17,8 @@ from kd.client.requests import Request
 #: The server of ``kd up`` with its default settings.
 DEFAULT_SERVER = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
+#: Bytes of a file that are read and sent at one time.
+PIECE_BYTES = 1 << 18
 
 
 def warn_of_expiry(end: str) -> None:
@@ -97,12 +100,13 @@ class Transport:
             ) from error
 
     def _build(self, request: Request) -> httpx.Request:
-        typed = {"Content-Type": "application/json"} if request.body is not None else {}
+        body = request.body
+        typed = {"Content-Type": "application/json"} if body is not None else {}
         return self._http.build_request(
             request.method,
             request.path,
             params=request.parameters,
-            content=request.body,
+            content=_read_pieces(body) if isinstance(body, Path) else body,
             headers={**typed, **request.headers},
             timeout=httpx.Timeout(CONNECT_SECONDS, read=request.read_seconds),
         )
@@ -115,6 +119,12 @@ class Transport:
             self._warned = True
             self._on_expiry(end)
         return Answer(response.status_code, response.reason_phrase, headers, content)
+
+
+def _read_pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 def _is_address(text: str) -> bool:

@@ -7,8 +7,7 @@ The routes, in ``services/api/routes``:
     files.py        the checkpoints and artifacts of a job
     caches.py       the caches of teachers
     cache_views.py  what a cache holds: histograms, shards, records, and who uses it
-    uploads.py      files to train on, as OpenAI's client sends them
-    fine_tuning.py  jobs of distillation, as OpenAI's client sees them
+    training_files.py  files to train on, which users upload
     accounts.py     what teams use of their quotas, and the audit log
     templates.py    job files to begin with
     operations.py   models, workers, health, Prometheus metrics, version
@@ -58,13 +57,12 @@ from services.api.routes import (
     caches,
     dashboard,
     files,
-    fine_tuning,
     history,
     jobs,
     operations,
     operator,
     templates,
-    uploads,
+    training_files,
 )
 from services.api.service import Service
 from services.loops.reconciler import Reconciler
@@ -86,8 +84,7 @@ ROUTERS = (
     files.router,
     caches.router,
     cache_views.router,
-    uploads.router,
-    fine_tuning.router,
+    training_files.router,
     accounts.router,
     templates.router,
     operations.router,
@@ -117,7 +114,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(router, prefix="/v1", include_in_schema=False)
     dashboard.mount_dashboard(app)
     # The middleware that is added last runs first.
-    app.add_middleware(BodyLimit, limit=BODY_BYTES, file_limit=settings.file_bytes)
+    app.add_middleware(BodyLimit, limit=BODY_BYTES)
     app.add_middleware(history.EventStreamRouter)
     app.add_middleware(dashboard.ViewRouter)
     add_guards(app, settings, service.audit, service.key_use)

@@ -8,7 +8,6 @@ from fastapi import FastAPI
 
 from kd.client.wire.problems import ProblemDetails
 from services.api.answers.problems import describe_problems
-from services.api.openai.errors import is_openai_path
 
 #: Statuses that every path may answer with: 400 for an unknown Host.
 ANYWHERE = (400,)
@@ -42,9 +41,6 @@ def _complete_document(document: dict[str, Any], with_keys: bool) -> dict[str, A
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             _complete(operation, path, method, with_keys)
-    # OpenAI's paths answer a 400 in place of FastAPI's 422, which nothing else describes.
-    for name in ("HTTPValidationError", "ValidationError"):
-        document["components"]["schemas"].pop(name, None)
     if not with_keys:
         document["components"].pop("securitySchemes", None)
     return document
@@ -70,8 +66,6 @@ def _complete(operation: dict[str, Any], path: str, method: str, with_keys: bool
         statuses = [
             status for status in statuses if status != 401 and (status != 403 or method != "get")
         ]
-    if is_openai_path(path):
-        operation["responses"].pop("422", None)
     for described in operation["responses"].values():
         if described["description"] == _DEFAULT_DESCRIPTION:
             described["description"] = "The request succeeded."

@@ -36,9 +36,7 @@ programs. Bodies are JSON; the body of a job is described in [configuration.md](
   much is used and what frees it up), and 503 with `Retry-After` while the job store is away.
   `POST /jobs/validate` and a dry run also answer 503 (`check-limit`) if the check takes more time
   or memory than the operator allows.
-- **OpenAI's clients.** The paths below `/files` and `/fine_tuning` have the form of OpenAI's API;
-  [how-to/openai.md](how-to/openai.md) shows them. Their errors also hold `error` with `message`,
-  `type`, `param` and `code`, and are 400 where others are 422.
+- **Files to train on** are sent as they are, not as JSON: [how-to/files.md](how-to/files.md).
 - **Headers.** `Idempotency-Key` makes a POST safe to send again for a day. `X-Request-ID` is kept
   or made; it is in the answer, in the log and in the job. `RateLimit` and `RateLimit-Policy` show
   how many requests are left.

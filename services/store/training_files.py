@@ -9,9 +9,9 @@ knows of it: the folder is the record, so that a backup or a restart needs nothi
 
 from __future__ import annotations
 
+import filecmp
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +35,6 @@ from services.store.jobs.records import make_id
 
 log = logging.getLogger(__name__)
 
-FILE_ID = re.compile(r"file-[0-9a-z]{26}")
 CONTENT = "data.jsonl"
 RECORD = "record.json"
 #: Age of an unfinished upload that no process can still be writing.
@@ -47,7 +46,7 @@ RowForm = Literal["messages", "prompt_completion", "jsonl"]
 
 @dataclass(frozen=True)
 class TrainingFile:
-    """What is known of one file. ``filename`` is a name for people and no path."""
+    """What is known of one file. ``filename`` is the name that the team gave it, and no path."""
 
     id: str
     filename: str
@@ -60,19 +59,24 @@ class TrainingFile:
 _RECORD = TypeAdapter(TrainingFile)
 
 
+class NameTaken(Exception):
+    """The team has a file of this name with other content."""
+
+
 class PendingFile:
     """A file that is being received; ``publish`` makes it one of the team's files."""
 
-    def __init__(self, team_folder: Path, publishing: threading.Lock) -> None:
+    def __init__(self, files: TrainingFiles, team: str) -> None:
         self.id = make_id("file-")
-        self._publishing = publishing
-        self._place = team_folder / self.id
-        self._temporary = team_folder / (TEMPORARY_PREFIX + self.id)
+        self._files = files
+        self._team = team
+        self._place = files.locate(team, self.id).parent
+        self._temporary = self._place.with_name(TEMPORARY_PREFIX + self.id)
         self._temporary.mkdir()
         self._file = (self._temporary / CONTENT).open("wb")
         self.bytes = 0
 
-    def write(self, piece: bytes) -> None:
+    def write(self, piece: bytes | bytearray) -> None:
         """Append to the content."""
         self._file.write(piece)
         self.bytes += len(piece)
@@ -86,12 +90,22 @@ class PendingFile:
     ) -> TrainingFile:
         """Put the file in its place, durably. What ``require_room`` raises refuses it.
 
-        One file at a time: a walk over the files of the team would miss one that moves.
+        If the team has a file of this name, nothing is published: the record of that file is
+        returned if it has the same content, and ``NameTaken`` is raised if not.
+
+        One file at a time: two may have one name, and a walk over the files of the team would miss
+        one that moves.
         """
         self._file.close()
         record = TrainingFile(self.id, filename, self.bytes, rows, form, int(time.time()))
         (self._temporary / RECORD).write_text(json.dumps(asdict(record)), encoding="utf-8")
-        with self._publishing:
+        with self._files.publishing:
+            known = self._files.find(self._team, filename)
+            if known is not None:
+                content = self._files.locate(self._team, known.id)
+                if filecmp.cmp(content, self._temporary / CONTENT, shallow=False):
+                    return known
+                raise NameTaken(filename)
             require_room()
             publish_folder(self._temporary, self._place)
         return record
@@ -108,7 +122,7 @@ class TrainingFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._publishing = threading.Lock()
+        self.publishing = threading.Lock()
 
     @contextmanager
     def receiving(self, team: str) -> Iterator[PendingFile]:
@@ -120,7 +134,7 @@ class TrainingFiles:
         with storage_errors(team_folder):
             make_folder(team_folder)
             _sweep(team_folder)
-            pending = PendingFile(team_folder, self._publishing)
+            pending = PendingFile(self, team)
             try:
                 yield pending
             finally:
@@ -129,33 +143,20 @@ class TrainingFiles:
     def list_files(self, team: str) -> list[TrainingFile]:
         """The files of ``team``, oldest first."""
         folders = sorted((self._folder / team).glob("file-*"))
-        found = (self.find(team, folder.name) for folder in folders)
-        return [each for each in found if each is not None]
+        return [file for file in map(_read_record, folders) if file is not None]
 
-    def find(self, team: str, file_id: str) -> TrainingFile | None:
-        """The file with this id, or None if ``team`` has none."""
-        # A client may have sent the id: only a well-formed one becomes a part of a path.
-        if not FILE_ID.fullmatch(file_id):
-            return None
-        try:
-            text = (self._folder / team / file_id / RECORD).read_text(encoding="utf-8")
-            return _RECORD.validate_json(text)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValueError) as error:
-            log.warning("%s cannot be read, and its file is left out: %s", file_id, error)
-            return None
+    def find(self, team: str, name: str) -> TrainingFile | None:
+        """The file of this name or id, or None if ``team`` has none.
+
+        Earlier versions took several files of one name: the name means the newest of them. A client
+        may have sent the name, so it becomes no part of a path.
+        """
+        found = [file for file in self.list_files(team) if name in (file.filename, file.id)]
+        return found[-1] if found else None
 
     def locate(self, team: str, file_id: str) -> Path:
         """The path of the content of a file."""
         return self._folder / team / file_id / CONTENT
-
-    def identify(self, path: str) -> str | None:
-        """The id of the file whose content has this path; None for any other path."""
-        place = Path(path)
-        if place.name != CONTENT or place.parent.parent.parent != self._folder:
-            return None
-        return place.parent.name
 
     def remove(self, team: str, file_id: str) -> None:
         """Delete a file. It is gone at once, even if the process ends before the disk is free."""
@@ -175,6 +176,17 @@ class TrainingFiles:
         """Bytes of the files of one team, with those that are being received."""
         folder = self._folder / team
         return sum_file_sizes(folder) if folder.is_dir() else 0
+
+
+def _read_record(folder: Path) -> TrainingFile | None:
+    """The record in the folder of a file; None if it is gone or damaged."""
+    try:
+        return _RECORD.validate_json((folder / RECORD).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read, and its file is left out: %s", folder.name, error)
+        return None
 
 
 def _sweep(team_folder: Path) -> None:

@@ -11,7 +11,6 @@ import schemathesis
 #: Parameters of paths -> the environment variables that list existing values.
 KNOWN = {
     "job_id": "KD_TEST_JOBS",
-    "file_id": "KD_TEST_FILES",
     "fingerprint": "KD_TEST_CACHES",
     "name": "KD_TEST_ARTIFACTS",
 }

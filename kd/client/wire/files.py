@@ -1,4 +1,4 @@
-"""The files of a job: its checkpoints and its artifacts."""
+"""Files: the checkpoints and artifacts of a job, and what a team has uploaded to train on."""
 
 from __future__ import annotations
 
@@ -62,3 +62,25 @@ class ArtifactList(View):
     """The files that a job produced."""
 
     data: list[Artifact]
+
+
+class UploadedFile(View):
+    """A file to train on, which the caller's team has uploaded. It never changes."""
+
+    name: str
+    id: str = Field(description="It names the file, too, as long as the file exists.")
+    bytes: int
+    rows: int = Field(description="Lines that hold an example.")
+    format: str = Field(
+        description="What its lines hold, as a value of the field data.format of a job."
+    )
+    path: str = Field(
+        description="Its path on the server: a job of the team may name it in data.train."
+    )
+    created_at: datetime
+
+
+class UploadedFileList(View):
+    """The files of the caller's team, newest first."""
+
+    data: list[UploadedFile]

@@ -43,18 +43,6 @@ class QuotaProblem(View):
     frees_up: str = Field(description="What frees the quota.")
 
 
-class OpenAIError(View):
-    """An error in the form of OpenAI's API."""
-
-    message: str = Field(description="What is wrong, and what to do about it.")
-    type: str = Field(
-        description="invalid_request_error, authentication_error, permission_error, "
-        "rate_limit_error, insufficient_quota or server_error."
-    )
-    param: str | None = Field(description="The first wrong field; null if no field is wrong.")
-    code: str = Field(description="The end of the problem's type, with underscores.")
-
-
 class ProblemDetails(ProblemDocument):
     """An error, by RFC 9457."""
 
@@ -70,7 +58,4 @@ class ProblemDetails(ProblemDocument):
         None,
         description="For a job above a quota: which quota, how much of it is used, and what "
         "frees it.",
-    )
-    error: OpenAIError | None = Field(
-        None, description="Below /files and /fine_tuning: the same for OpenAI's clients."
     )

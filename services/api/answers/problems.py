@@ -10,18 +10,14 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from cache.disk import is_full
 from cache.errors import PotstillError, StorageError, locate_help
 from kd.client.wire.problems import FieldProblem, ProblemDetails
-from kd.config.job import JobConfig
 from kd.config.jobfile import translate_errors
 from kd.errors import ConfigError, Problem
-from services.api.openai.errors import describe_error, is_openai_path
-from services.api.openai.views import FineTuningRequest
 from services.process.descriptors import REMEDY, lacks_descriptors, tell_shortage
 from services.process.logs import request_id, shorten_path
 from services.store.connection import describe_failure, name_failure
@@ -149,14 +145,11 @@ def respond_with_problem(request: Request, problem: ApiProblem) -> JSONResponse:
     """Return ``problem`` as the answer to ``request``."""
     usual, title = TITLES.get(problem.status, ("error", "Error"))
     slug = problem.slug or usual
-    openai = is_openai_path(request.url.path)
-    # OpenAI's clients know 400 for every request that is not valid.
-    status = 400 if openai and problem.status == 422 else problem.status
     document = ProblemDetails(
         type=f"urn:potstill:problem:{slug}",
         help=locate_help(slug),
         title=TITLES_OF_SLUGS.get(problem.slug or "", title),
-        status=status,
+        status=problem.status,
         detail=problem.detail,
         remedy=problem.remedy,
         instance=request.url.path,
@@ -165,9 +158,7 @@ def respond_with_problem(request: Request, problem: ApiProblem) -> JSONResponse:
         **problem.members,
     )
     content = document.model_dump(mode="json", exclude_none=True)
-    if openai:
-        content["error"] = describe_error(document, slug).model_dump(mode="json")
-    return JSONResponse(content, status, problem.headers, MEDIA_TYPE)
+    return JSONResponse(content, problem.status, problem.headers, MEDIA_TYPE)
 
 
 async def _on_problem(request: Request, error: Any) -> Response:
@@ -181,11 +172,10 @@ async def _on_config_error(request: Request, error: Any) -> Response:
 
 
 async def _on_validation_error(request: Request, error: Any) -> Response:
-    root = FineTuningRequest if is_openai_path(request.url.path) else JobConfig
-    return respond_with_problem(request, _translate_validation_error(error, root))
+    return respond_with_problem(request, _translate_validation_error(error))
 
 
-def _translate_validation_error(error: RequestValidationError, root: type[BaseModel]) -> ApiProblem:
+def _translate_validation_error(error: RequestValidationError) -> ApiProblem:
     """Turn FastAPI's error into a problem of the body, of the parameters, or of the job."""
     items = error.errors()
     if items[0]["type"] == "json_invalid":
@@ -208,7 +198,7 @@ def _translate_validation_error(error: RequestValidationError, root: type[BaseMo
     inside = [
         {**item, "loc": item["loc"][1:]} for item in items if _find_request_problem(item) is None
     ]
-    problems = [*outside, *translate_errors(inside, root)]
+    problems = [*outside, *translate_errors(inside)]
     parameters = [problem.detail for item in items if (problem := _find_parameter_problem(item))]
     if len(parameters) == len(items):
         return ApiProblem(

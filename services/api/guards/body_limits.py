@@ -13,33 +13,30 @@ BODY_BYTES = 1 << 20
 #: The deepest nesting of a request's JSON. No valid job comes near it, and any parser can read it.
 JSON_DEPTH = 32
 
-
-#: The path that takes files, which have a limit of their own and need not be JSON.
-UPLOAD_PATHS = ("/files", "/v1/files")
-#: Bytes of an upload besides the file: the other fields, and what separates them.
-FORM_BYTES = 64 << 10
+#: The paths that take files, which are no JSON: their route limits and checks them as they arrive.
+UPLOAD_PATHS = ("/files/", "/v1/files/")
 
 
-def is_upload(scope: Scope) -> bool:
-    """Whether the request uploads a file."""
-    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in UPLOAD_PATHS
+def _is_upload(scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] != "PUT":
+        return False
+    return bool(scope["path"].startswith(UPLOAD_PATHS))
 
 
 class BodyLimit:
     """Refuses a request body of more than ``limit`` bytes with status 413.
 
     The refusal comes as soon as the size is known: from Content-Length, or while the body is read.
-    A file that is uploaded may have ``file_limit`` bytes.
+    A file that is uploaded has the limit of its route.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, file_limit: int = 0) -> None:
+    def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
         self._limit = limit
-        self._upload_limit = file_limit + FORM_BYTES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and count the bytes of its body as they are read."""
-        limit = self._upload_limit if is_upload(scope) else self._limit
+        limit = self._limit
         declared = _read_declared_length(scope)
         received = 0
 
@@ -52,7 +49,7 @@ class BodyLimit:
                 raise HTTPException(413, f"The body is larger than {limit} bytes.")
             return message
 
-        await self._app(scope, receive_limited, send)
+        await self._app(scope, receive if _is_upload(scope) else receive_limited, send)
 
 
 def _read_declared_length(scope: Scope) -> int:
@@ -79,7 +76,7 @@ class DepthLimit:
                 raise HTTPException(400, f"The body is nested deeper than {JSON_DEPTH} levels.")
             return message
 
-        is_json = scope["type"] == "http" and not is_upload(scope)
+        is_json = scope["type"] == "http" and not _is_upload(scope)
         await self._app(scope, receive_limited if is_json else receive, send)
 
 

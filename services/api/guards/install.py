@@ -51,7 +51,7 @@ def add_guards(app: FastAPI, settings: Settings, audit: Audit, key_use: KeyUse) 
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=_REQUEST_HEADERS,
             expose_headers=_EXPOSED_HEADERS,
         )

@@ -466,6 +466,7 @@ def test_unknown_things_are_404(http: httpx.Client) -> None:
     problem(http.get("/jobs/job_1:events"), 404)
     problem(http.get("/nothing"), 404)
     problem(http.get("/v1/nothing"), 404)
+    problem(http.post("/v1/fine_tuning/jobs", json={}), 404)
     problem(http.get("/jobs/"), 404)
 
 
@@ -474,6 +475,8 @@ def test_405_names_every_method_that_is_allowed(http: httpx.Client) -> None:
         ("DELETE", "/jobs", "GET, POST"),
         ("PUT", "/jobs/x/cancel", "POST"),
         ("PATCH", "/v1/jobs/x", "DELETE, GET"),
+        ("POST", "/v1/files", "GET"),
+        ("POST", "/files/x", "DELETE, GET, PUT"),
         ("OPTIONS", "/jobs/validate", "POST"),
         ("POST", "/caches/x", "DELETE, GET"),
         ("POST", "/jobs/x/artifacts/y", "GET, HEAD"),

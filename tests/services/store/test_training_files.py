@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.store.training_files import CONTENT, TrainingFiles
+from services.store.training_files import CONTENT, NameTaken, TrainingFiles
 
 
 @pytest.fixture
@@ -15,10 +15,12 @@ def files(tmp_path: Path) -> TrainingFiles:
     return TrainingFiles(tmp_path / "files")
 
 
-def receive(files: TrainingFiles, team: str, content: bytes = b"{}\n") -> str:
+def receive(
+    files: TrainingFiles, team: str, content: bytes = b"{}\n", name: str = "a.jsonl"
+) -> str:
     with files.receiving(team) as pending:
         pending.write(content)
-        return pending.publish("a.jsonl", 1, "jsonl", lambda: None).id
+        return pending.publish(name, 1, "jsonl", lambda: None).id
 
 
 def test_a_file_appears_with_its_record_or_not_at_all(files: TrainingFiles, tmp_path: Path) -> None:
@@ -31,16 +33,29 @@ def test_a_file_appears_with_its_record_or_not_at_all(files: TrainingFiles, tmp_
     assert files.locate("novels", made).read_bytes() == b"{}\n"
 
 
-def test_a_path_tells_its_file(files: TrainingFiles) -> None:
+def test_a_file_has_a_name_and_never_changes(files: TrainingFiles) -> None:
     made = receive(files, "novels")
-    path = files.locate("novels", made)
-    assert files.identify(str(path)) == made
-    assert files.identify(str(path.parent / "other")) is None
-    assert files.identify(f"/elsewhere/novels/{made}/{CONTENT}") is None
+    assert receive(files, "novels") == made
+    with pytest.raises(NameTaken):
+        receive(files, "novels", b"[]\n")
+    assert receive(files, "poems", b"[]\n") != made
+    (file,) = files.list_files("novels")
+    assert files.find("novels", "a.jsonl") == files.find("novels", made) == file
+    assert files.locate("novels", made).read_bytes() == b"{}\n"
+
+
+def test_files_of_earlier_versions_that_share_a_name_are_told_by_their_ids(
+    files: TrainingFiles, tmp_path: Path
+) -> None:
+    ids = [receive(files, "novels", name=name) for name in ("a.jsonl", "b.jsonl")]
+    record = tmp_path / "files" / "novels" / ids[1] / "record.json"
+    record.write_text(record.read_text().replace("b.jsonl", "a.jsonl"))
+    assert [file.filename for file in files.list_files("novels")] == ["a.jsonl"] * 2
+    assert [files.find("novels", each).id for each in (*ids, "a.jsonl")] == [*ids, ids[1]]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["../poems/{}", "{}/", "{}/../{}", "", ".", "file-", "FILE-{}"])
-def test_no_path_is_taken_for_an_id(files: TrainingFiles, name: str) -> None:
+def test_no_path_is_taken_for_a_name(files: TrainingFiles, name: str) -> None:
     made = receive(files, "poems")
     assert files.find("novels", name.format(made, made)) is None
     assert files.find("poems", made) is not None

@@ -368,10 +368,10 @@ def test_a_token_store_that_was_used_since_it_was_listed_stays(
 def test_an_uploaded_file_that_no_job_names_goes(home: Home) -> None:
     files = TrainingFiles(home.settings.files)
     ids = []
-    for _ in range(3):
+    for name in ("x.jsonl", "y.jsonl", "z.jsonl"):
         with files.receiving("nlp") as pending:
             pending.write(b'{"messages": []}\n')
-            ids.append(pending.publish("x.jsonl", 1, "messages", lambda: None).id)
+            ids.append(pending.publish(name, 1, "messages", lambda: None).id)
     free, used, ended = ids
     open_job = queued(home.store, data={"train": str(files.locate("nlp", used))})
     ended_job = finished(home.store, data={"train": str(files.locate("nlp", ended))})

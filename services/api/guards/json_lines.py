@@ -15,7 +15,7 @@ from typing import Any, NoReturn, get_args
 
 from kd.config.data import DataConfig
 from kd.config.jobfile import find_unusable_text
-from kd.errors import DataError, Problem
+from kd.errors import DataError
 from kd.text.chat.chat import Chat, Completion
 from kd.text.rows import read_cell
 from services.api.answers.problems import ApiProblem
@@ -54,7 +54,7 @@ class RowChecker:
         self._check(self._rest)
         self._rest = b""
         if self.form is None:
-            raise make_file_problem("The file holds no example.", _REMEDY)
+            raise _make_file_problem("The file holds no example.", _REMEDY)
         return self.form
 
     def _check(self, line: bytes) -> None:
@@ -101,14 +101,11 @@ class RowChecker:
         return row
 
     def _refuse(self, why: str, remedy: str) -> NoReturn:
-        raise make_file_problem(f"Line {self._line} of the file is not valid: {why}", remedy)
+        raise _make_file_problem(f"Line {self._line} of the file is not valid: {why}", remedy)
 
 
-def make_file_problem(detail: str, remedy: str) -> ApiProblem:
-    """Return the 400 for a file that cannot be used."""
-    return ApiProblem(
-        400, detail, remedy, "invalid-file", errors=[Problem("/file", detail, remedy)]
-    )
+def _make_file_problem(detail: str, remedy: str) -> ApiProblem:
+    return ApiProblem(400, detail, remedy, "invalid-file")
 
 
 def _refuse_constant(name: str) -> NoReturn:
