@@ -201,39 +201,34 @@ def set_value(data: Any, keys: list[str], value: Any) -> Any:
     return inner
 
 
-def translate_errors(
-    errors: Iterable[Mapping[str, Any]], root: type[BaseModel] = JobConfig
-) -> list[Problem]:
+def translate_errors(errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
     """Turn pydantic's errors into problems: a pointer into the job, a sentence, and a remedy.
 
-    ``root`` is the model that refused the data; its fields are the known ones.
     The remedy for an unknown key or choice is the known one that looks most like it. A value that
     fits no form of its field gives one problem, not one for each form.
     """
     # pydantic reports an error for each form that it tried: those of one place become one problem.
     forms_of: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for number, error in enumerate(errors):
-        path, _, of_many = _walk_location(error["loc"], root)
+        path, _, of_many = _walk_location(error["loc"])
         forms_of.setdefault((*path,) if of_many else (number, *error["loc"]), []).append(error)
-    return [_translate_error(same, root) for same in forms_of.values()]
+    return [_translate_error(same) for same in forms_of.values()]
 
 
-def _suggest_reading(path: list[Any], root: type[BaseModel]) -> str:
-    """Name what describes the field at ``path``; ``root`` is the model that refused the data."""
-    if root is not JobConfig:
-        return "GET /openapi.json describes the fields."
+def _suggest_reading(path: list[Any]) -> str:
+    """Name what describes the field at ``path``."""
     names = [part for part in path if isinstance(part, str)]
     if not names:
         return "docs/configuration.md describes the fields."
     return f"`kd explain {'.'.join(names[:2])}` describes the field."
 
 
-def _translate_error(errors: list[Mapping[str, Any]], root: type[BaseModel]) -> Problem:
+def _translate_error(errors: list[Mapping[str, Any]]) -> Problem:
     """Describe the problem at one place; ``errors`` has one error for each form that was tried."""
     error = errors[0]
-    path, section, _ = _walk_location(error["loc"], root)
+    path, section, _ = _walk_location(error["loc"])
     pointer = "".join("/" + escape_pointer(part) for part in path)
-    reading = _suggest_reading(path, root)
+    reading = _suggest_reading(path)
     if error["type"] == "extra_forbidden" and section is not None:
         return Problem(
             pointer,
@@ -310,7 +305,7 @@ def _suggest_known(given: Any, known: list[str], what: str | None = None) -> str
 
 
 def _walk_location(
-    location: Iterable[Any], root: type[BaseModel]
+    location: Iterable[Any],
 ) -> tuple[list[Any], type[BaseModel] | None, bool]:
     """Split a pydantic location into the path of the value and what stands there.
 
@@ -319,7 +314,7 @@ def _walk_location(
     """
     path: list[Any] = []
     section: type[BaseModel] | None = None
-    here: Any = root
+    here: Any = JobConfig
     of_many = False
     for part in location:
         forms = _list_forms(here)

@@ -128,12 +128,6 @@ class JobListing(Workers):
             return None
         return set(cast(list[str], self.redis.zrange(f"kd:index:{caller.name}:*", 0, -1)))
 
-    def find_place(self, job_id: str, caller: Caller) -> int | None:
-        """The cursor after this job; None if there is no such job that the caller may see."""
-        who = "*" if caller.sees_all else caller.name
-        score: Any = self.redis.zscore(f"kd:index:{who}:*", job_id)
-        return None if score is None else int(score)
-
     def _read(self, ids: Sequence[str]) -> Iterator[JobRecord]:
         """The jobs of these ids, in this order, without those that have no record."""
         if not ids:

@@ -83,14 +83,6 @@ class Streams(ScriptedStore):
         steps = (_read_step(fields, None) for _, fields in entries)
         return next((step for step in steps if step is not None), None)
 
-    def read_newest_events(
-        self, job_id: str, before: str | None, limit: int
-    ) -> list[tuple[str, str, dict[str, Any]]]:
-        """Stream id, type and data of events before stream id ``before``, newest first."""
-        end = "+" if before is None else f"({before}"
-        entries: Any = self.redis.xrevrange(f"kd:job:{job_id}:events", end, count=limit)
-        return [(place, each["type"], json.loads(each["data"])) for place, each in entries]
-
     def read_metrics(
         self, job_id: str, after_step: int = -1, series: Sequence[str] = SERIES
     ) -> list[dict[str, Any]]:
