@@ -13,6 +13,13 @@ export class Refused extends Error {
   }
 }
 
+/** Say why a request failed. */
+export function reasonOf(error) {
+  if (!(error instanceof Refused)) return "The server does not answer.";
+  const { errors = [], remedy } = error.problem;
+  return [error.message, ...errors.map(({ detail }) => detail), remedy].filter(Boolean).join(" ");
+}
+
 /** Return the headers that carry the key of this tab, if it has one. */
 export function keyHeaders() {
   const key = sessionStorage.getItem(KEY);

@@ -2,11 +2,11 @@
 //
 // /caches/FINGERPRINT; ?sequence=N&record=M shows the records there.
 
-import { Refused, get, post } from "./api.js";
+import { get, post, reasonOf } from "./api.js";
 import { recordBrowser } from "./cache_records.js";
 import { sampleSection } from "./cache_sample.js";
 import { shardSection } from "./cache_shards.js";
-import { bytes, chip, facts, fill, h, number, percent, table, time } from "./elements.js";
+import { bytes, chip, copyButton, facts, fill, h, number, percent, table, time } from "./elements.js";
 import { nameOf } from "./operator.js";
 import { to } from "./paths.js";
 import { wordsOf } from "./words.js";
@@ -57,8 +57,7 @@ export function cachePage(redraw, fingerprint) {
       await post(`${path}/${kind}`);
     } catch (error) {
       refused.hidden = false;
-      refused.textContent = error instanceof Refused ? reasonOf(error)
-        : "The server does not answer.";
+      refused.textContent = reasonOf(error);
     }
     redraw();
   }
@@ -85,9 +84,6 @@ export function cachePage(redraw, fingerprint) {
 }
 
 const isOpen = (check) => Boolean(check) && !ENDED.includes(check.status);
-const reasonOf = ({ message, problem }) => [
-  message, ...(problem.errors ?? []).map(({ detail }) => detail), problem.remedy,
-].filter(Boolean).join(" ");
 
 function headOf(cache, usage) {
   const { overruled } = cache;
@@ -207,18 +203,10 @@ function exportSection() {
     h("h2", { id: "export" }, "Export"),
     h("p", { class: "quiet" }, "Run these where the cache is, in an environment with Potstill."),
     rows, said);
-  const rowOf = ([title, command]) => {
-    const copy = async () => {
-      await navigator.clipboard.writeText(command);
-      said.textContent = `Copied: ${command}`;
-    };
-    return h("div", { class: "command" },
-      h("p", {}, title),
-      h("pre", { tabindex: 0, "aria-label": title }, command),
-      // A page that came over plain HTTP from another host has no clipboard.
-      navigator.clipboard
-        && h("button", { type: "button", onclick: copy, "aria-label": `Copy: ${title}` }, "Copy"));
-  };
+  const rowOf = ([title, command]) => h("div", { class: "command" },
+    h("p", {}, title),
+    h("pre", { tabindex: 0, "aria-label": title }, command),
+    copyButton(() => command, said, `Copy: ${title}`));
   return { root, show: (cache) => fill(rows, commandsOf(cache).map(rowOf)) };
 }
 

@@ -69,6 +69,15 @@ export function facts(pairs) {
   return h("dl", { class: "facts" }, known.map(pairOf));
 }
 
+/** Make a button that copies a text, and says so; without TLS a page has no clipboard. */
+export const copyButton = (text, said, label) => navigator.clipboard && h("button", {
+  type: "button", "aria-label": label,
+  onclick: async () => {
+    await navigator.clipboard.writeText(text());
+    said.textContent = "Copied.";
+  },
+}, "Copy");
+
 export const chip = (status) => h("span", { class: `chip ${status}` }, status);
 
 /** Make a progress bar with its share beside it; nothing if the share is unknown. */

@@ -1,7 +1,7 @@
 // The page of one job: its progress, curves, events, report, files, log and configuration.
 
 import { ablation } from "./ablation.js";
-import { Refused, address, download, get, getText, post } from "./api.js";
+import { address, download, get, getText, post, reasonOf } from "./api.js";
 import { Charts, NAMES } from "./charts.js";
 import {
   bar, bytes, chip, duration, facts, fill, h, heldOut, number, secondsOf, table, time,
@@ -75,9 +75,7 @@ export function jobPage(redraw, id) {
       await work();
     } catch (error) {
       refused.hidden = false;
-      refused.textContent = error instanceof Refused
-        ? `${error.message} ${error.problem.remedy ?? ""}`
-        : "The server does not answer.";
+      refused.textContent = reasonOf(error);
     }
   }
   const act = (action) => attempt(() => post(`/jobs/${id}/${action}`)).then(redraw);

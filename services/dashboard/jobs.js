@@ -1,6 +1,6 @@
 // The page of all jobs, newest first, and the table of jobs.
 
-import { Refused, get, post } from "./api.js";
+import { get, post, reasonOf } from "./api.js";
 import { bar, chip, duration, fill, h, heldOut, number, table, time } from "./elements.js";
 import { keepInAddress, query, to } from "./paths.js";
 import { Sparklines } from "./sparklines.js";
@@ -103,8 +103,7 @@ export function jobsPage(redraw) {
       await post(`/jobs/${job.id}/${action}`).catch((error) => failed.push([job, error]));
     }
     refused.hidden = !failed.length;
-    const why = (error) => (error instanceof Refused ? error.message : "The server does not answer.");
-    refused.textContent = failed.map(([job, error]) => `${job.name}: ${why(error)}`).join(" ");
+    refused.textContent = failed.map(([job, error]) => `${job.name}: ${reasonOf(error)}`).join(" ");
     redraw();
   }
 

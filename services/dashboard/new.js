@@ -3,18 +3,12 @@
 import { h } from "./elements.js";
 
 export function newPage() {
-  const element = h("div", {}, h("h1", {}, "New job"), h("p", {}, "Loading the fields of a job."));
-  let close = () => {};
-  let isLeft = false;
-  async function refresh() {
+  const element = h("div", { class: "new-job" },
+    h("h1", {}, "New job"), h("p", {}, "Loading the fields of a job."));
+  const refresh = async () => {
     const { fillPage } = await import("./form/page.js");
-    close = await fillPage(element);
-    if (isLeft) close();
+    await fillPage(element);
     return false;
-  }
-  const leave = () => {
-    isLeft = true;
-    close();
   };
-  return { title: "New job", element, refresh, close: leave };
+  return { title: "New job", element, refresh };
 }

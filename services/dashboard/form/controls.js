@@ -1,290 +1,158 @@
-// The inputs of a job's fields, made from their description (schema.js).
+// The inputs of a job's fields, made from their description (schema.js) and the values of the job.
 //
-// A control is {element, show(value), find(words)}: `show` puts the value of the job into it, and
-// `find` hides it unless it has the words in its name or description. What a user changes goes to
-// `change(path, value)` of the context; undefined is a field that is not given.
-// Each field's element has its JSON pointer in data-path.
+// What a user changes goes to `change(path, value)` of the context, where undefined is a field that
+// is not given; `valueAt(path)` of it is what the job then holds. Each field's element has its JSON
+// pointer in data-path. A change of one value draws nothing anew, so that the input is not lost.
 
 import { h } from "../elements.js";
-import { pointerOf } from "./pointers.js";
-import { fits, formOfValue, isOptional, seedOf } from "./schema.js";
-import { isObject, numberText, read } from "./yaml_text.js";
+import { formOfValue, isOptional, seedOf } from "./schema.js";
+import { pointerOf } from "./verdict.js";
+import { isObject, numberText } from "./yaml.js";
 
-/** A section with more fields than this shows the usual ones first. */
+// A section with more fields than this shows only those first that are required or given.
 const FEW = 9;
 
 const isGiven = (value) => value !== undefined && value !== null;
 
-/** Make the control of a field; `title` is its label where it has no name of its own. */
-export function fieldControl(field, path, context, title = field.name) {
-  const [form] = field.forms;
-  const isLine = field.forms.length === 1 && !["section", "list", "map"].includes(form.type);
-  return isLine
-    ? lineControl(field, form, path, context, title)
-    : groupControl(field, path, context, title);
+/** The fields of a section: the first ones, and the others behind a summary. */
+export function sectionBody({ fields }, path, value, context) {
+  const held = isObject(value) ? value : {};
+  const isFirst = ({ name, required, forms }) => fields.length <= FEW || required
+    || isGiven(held[name]) || (path.length === 0 && forms[0].type === "section");
+  const inner = { ...context, empty: undefined };
+  const elementsOf = (some) => some
+    .map((field) => fieldBox(field, [...path, field.name], held[field.name], inner, field.name));
+  const others = fields.filter((field) => !isFirst(field));
+  return h("div", { class: "fields" }, elementsOf(fields.filter(isFirst)),
+    others.length > 0 && h("details", { class: "more", id: `more${pointerOf(path)}` },
+      h("summary", {}, `${others.length} more fields`),
+      h("div", { class: "fields" }, elementsOf(others))));
 }
 
-const helpOf = (id, text) => h("p", { id: `${id}-help`, class: "help" }, text);
-const problemOf = (id) => h("p", { id: `${id}-problem`, class: "problem error" });
-const describedBy = (id) => ({ id, "aria-describedby": `${id}-problem ${id}-help` });
-
-/** The control of a field with one kind of value, which stands on one line. */
-function lineControl(field, form, path, context, title) {
-  const id = `field${pointerOf(path)}`;
-  const entry = entryOf(field, form, path, context, describedBy(id));
-  const element = h("div", { class: "field", "data-path": pointerOf(path) },
+/** A field with its description; `title` is its name, or its number in a list. */
+function fieldBox(field, path, value, context, title) {
+  const pointer = pointerOf(path);
+  const id = `field${pointer}`;
+  const notes = [
+    h("p", { id: `${id}-problem`, class: "problem error" }),
+    h("p", { id: `${id}-help`, class: "help" }, field.description),
+  ];
+  const [form] = field.forms;
+  if (field.forms.length > 1 || ["section", "list", "map"].includes(form.type)) {
+    const isPart = path.length === 1;
+    return h("details", {
+      class: isPart ? "field part" : "field group", "data-path": pointer, id, tabindex: -1,
+      open: isGiven(value) || field.required,
+    }, h("summary", {}, h(isPart ? "h2" : "span", {}, title)), notes,
+    groupOf(field, path, value, context, title));
+  }
+  const about = { id, "aria-describedby": `${id}-problem ${id}-help` };
+  return h("div", { class: "field", "data-path": pointer },
     h("label", { for: id }, title),
     form.bounds && h("span", { class: "bounds" }, form.bounds),
-    entry.element, problemOf(id), helpOf(id, field.description));
-  const find = (words) => {
-    element.hidden = !textOf(field, path).includes(words);
-    return !element.hidden;
-  };
-  return { element, show: entry.show, find };
-}
-
-/** All words by which a field is found: its own and those of the fields in it. */
-function textOf(field, path) {
-  const inner = (each) => [each.name, each.description, ...each.forms.flatMap((form) => [
-    ...(form.section?.fields ?? []), ...(form.item ? [form.item] : []),
-  ].map(inner))].join(" ");
-  return `${path.join(".")} ${inner(field)}`.toLowerCase();
+    entryOf(field, form, path, value, context, about), notes);
 }
 
 // ------------------------------------------------------------------ one value
 
-/** Make the input of one value; `attributes` are its id and its descriptions, or its label. */
-function entryOf(field, form, path, context, attributes) {
-  const { type } = form;
-  if (type === "choice" || type === "boolean") {
-    return choiceEntry(field, form.choices ?? [true, false], path, context, attributes);
+/** Make the input of one value; `about` are its id and its descriptions, or its label. */
+function entryOf(field, form, path, value, context, about) {
+  const standard = isGiven(field.standard) && typeof field.standard !== "object"
+    ? `default: ${shownOf(field.standard)}` : "";
+  const empty = field.required ? "required" : standard;
+  const give = (given) => context.change(path, given === "" ? context.empty : given);
+  if (!["choice", "boolean"].includes(form.type)) {
+    const input = h("input", {
+      ...about, class: "entry", spellcheck: "false", autocomplete: "off", placeholder: empty,
+      inputmode: form.type === "number" ? "decimal" : null,
+      oninput: () => give(valueOf(input.value, form.type)), value: shownOf(value),
+    });
+    return input;
   }
-  const element = h("input", {
-    ...attributes, class: "entry", spellcheck: "false", autocomplete: "off",
-    placeholder: field.required ? "required" : standardOf(field),
-    inputmode: type === "number" ? "decimal" : null,
-    oninput: () => context.change(path, valueOf(element.value, type) ?? context.empty),
-    onchange: () => context.refresh(),
-  });
-  const show = (value) => {
-    // What the user types stays as it is typed: "1." is on the way to "1.5".
-    if (document.activeElement !== element) element.value = shownOf(value);
-  };
-  return { element, show };
+  const choices = form.choices ?? [true, false];
+  // A value that the field may not have is shown, so that it can be seen and changed.
+  const texts = new Set(["", ...choices.map(String), shownOf(value)]);
+  const select = h("select", {
+    ...about, class: "entry",
+    onchange: () => give(choices.find((each) => String(each) === select.value) ?? select.value),
+  }, [...texts].map((text) => h("option", { value: text }, text || empty || "not given")));
+  select.value = shownOf(value);
+  return select;
 }
-
-function choiceEntry(field, choices, path, context, attributes) {
-  const none = field.required ? "choose" : standardOf(field) || "not given";
-  const element = h("select", {
-    ...attributes, class: "entry",
-    onchange: () => context.change(path, element.value === ""
-      ? context.empty : choices.find((each) => String(each) === element.value)),
-  });
-  const show = (value) => {
-    const given = isGiven(value) && value !== "";
-    const known = !given || choices.includes(value);
-    const options = [["", none], ...choices.map((each) => [String(each), String(each)])];
-    // A value that the field may not have is shown, so that it can be seen and changed.
-    if (!known) options.push([shownOf(value), `${shownOf(value)} (not possible)`]);
-    element.replaceChildren(...options.map(([each, text]) => h("option", { value: each }, text)));
-    element.value = given ? shownOf(value) : "";
-  };
-  return { element, show };
-}
-
-const standardOf = ({ standard }) =>
-  (isGiven(standard) && typeof standard !== "object" ? `default: ${shownOf(standard)}` : "");
 
 function shownOf(value) {
-  if (!isGiven(value)) return "";
   if (typeof value === "number") return numberText(value);
-  return typeof value === "object" ? JSON.stringify(value) : String(value);
+  return typeof value === "object" && value ? JSON.stringify(value) : String(value ?? "");
 }
 
 /** The value of a typed text; a text where a number belongs stays one, such as 16GiB. */
 function valueOf(text, type) {
-  if (text === "") return undefined;
-  if (type === "text") return text;
-  if (type === "plain") {
-    const { data } = read(text);
-    return data === null || typeof data === "object" || data === undefined ? text : data;
-  }
-  const number = Number(text);
-  return text.trim() !== "" && Number.isFinite(number) ? number : text;
+  if (type === "text" || text.trim() === "") return text;
+  if (type === "plain" && ["true", "false"].includes(text)) return text === "true";
+  return Number.isFinite(Number(text)) ? Number(text) : text;
 }
 
 // ------------------------------------------------------------------ several values, or kinds
 
-/** The control of a field that is a section, a list or a map, or one of several kinds. */
-function groupControl(field, path, context, title) {
-  const id = `field${pointerOf(path)}`;
+/** The inputs of a field that is a section, a list or a map, or one of several kinds. */
+function groupOf(field, path, value, context, title) {
   const optional = isOptional(field) && !field.required;
-  const several = field.forms.length > 1;
-  let chosen = null;
-  let shown = null;
-  let body = null;
+  let form = optional && !isGiven(value) ? null : formOfValue(field.forms, value);
   const box = h("div", { class: "body" });
-  const kinds = [...(optional ? [["", "not given"]] : []),
-    ...field.forms.map((form, place) => [String(place), several ? form.label : "given"])];
+  const draw = (held) => box.replaceChildren(
+    ...(form ? [bodyOf(field, form, path, held, context, title, draw)] : []));
+  draw(value);
+  const kinds = field.forms.map(({ label }, at) => [at, field.forms.length > 1 ? label : "given"]);
+  if (optional) kinds.unshift(["", "not given"]);
+  if (kinds.length < 2) return [box];
   const select = h("select", {
     "aria-label": `Kind of ${path.join(".")}`, "data-kind": pointerOf(path), class: "kind",
     onchange: () => {
-      chosen = select.value === "" ? null : field.forms[Number(select.value)];
-      context.change(path, chosen === null ? undefined : seedOf(chosen) ?? context.empty);
+      form = field.forms[select.value] ?? null;
+      const seed = form ? seedOf(form) ?? context.empty : undefined;
+      context.change(path, seed);
+      draw(seed);
     },
-  }, kinds.map(([value, text]) => h("option", { value }, text)));
-  const element = h("fieldset", {
-    class: "field group", "data-path": pointerOf(path), id, tabindex: -1,
-    "aria-describedby": `${id}-problem ${id}-help`,
-  },
-    h("legend", {}, title),
-    problemOf(id), helpOf(id, field.description),
-    kinds.length > 1 && h("p", { class: "line" }, select), box);
-
-  const show = (value) => {
-    const form = optional && !isGiven(value) ? null : kindOf(value);
-    if (form !== shown || body === null) {
-      shown = form;
-      body = form === null ? null : bodyOf(field, form, path, context, title);
-      box.replaceChildren(...(body ? [body.element] : []));
-    }
-    select.value = form === null ? "" : String(field.forms.indexOf(form));
-    body?.show(value);
-  };
-  // Where the value tells no kind, it is the one that the user chose last.
-  const kindOf = (value) => {
-    const form = isGiven(value) ? formOfValue(field.forms, value) : field.forms[0];
-    return chosen && !fits(form, value) ? chosen : form;
-  };
-  const find = (words) => {
-    element.hidden = !textOf(field, path).includes(words);
-    if (!element.hidden) body?.find?.(words);
-    return !element.hidden;
-  };
-  return { element, show, find };
+  }, kinds.map(([at, text]) => h("option", { value: at }, text)));
+  select.value = form ? field.forms.indexOf(form) : "";
+  return [h("p", { class: "line" }, select), box];
 }
 
-function bodyOf(field, form, path, context, title) {
-  if (form.type === "section") return sectionBody(form.section, path, context);
-  if (form.type === "list") return listBody(form, path, context, title);
-  if (form.type === "map") return mapBody(form, path, context, title);
-  const line = entryOf(field, form, path, context, { "aria-label": `${title}: ${form.label}` });
-  const element = h("div", { class: "line" },
-    line.element, form.bounds && h("span", { class: "bounds" }, form.bounds));
-  return { element, show: line.show };
+function bodyOf(field, form, path, value, context, title, draw) {
+  if (form.type === "section") return sectionBody(form.section, path, value, context);
+  if (["list", "map"].includes(form.type)) return membersOf(form, path, value, context, title, draw);
+  const label = { "aria-label": `${title}: ${form.label}` };
+  return h("div", { class: "line" }, entryOf(field, form, path, value, context, label),
+    form.bounds && h("span", { class: "bounds" }, form.bounds));
 }
 
-/** The fields of a section: the usual ones, and the others behind a summary. */
-export function sectionBody(section, path, context) {
-  const inner = { ...context, empty: undefined };
-  const controls = section.fields
-    .map((field) => [field, fieldControl(field, [...path, field.name], inner)]);
-  const isFirst = ([field]) => (controls.length <= FEW && path.length > 0) || field.required
-    || context.isUsual([...path, field.name]);
-  const first = controls.filter(isFirst);
-  const others = controls.filter((each) => !isFirst(each));
-  const summary = h("summary", {});
-  const elementsOf = (pairs) => pairs.map(([, { element }]) => element);
-  const more = others.length === 0 ? null
-    : h("details", { class: "more" }, summary, h("div", { class: "fields" }, elementsOf(others)));
-  const element = h("div", { class: "fields" }, elementsOf(first), more);
-
-  const show = (value) => {
-    const held = isObject(value) ? value : {};
-    for (const [field, control] of controls) control.show(held[field.name]);
-    if (!more) return;
-    const given = others.filter(([{ name }]) => isGiven(held[name])).length;
-    summary.textContent = `${others.length} more fields${given ? `, ${given} given` : ""}`;
+/** The members of a list, or of a map, which needs a name for each. */
+function membersOf({ type, item }, path, value, context, title, draw) {
+  const isMap = type === "map";
+  // A list may be given as its only item.
+  const held = isMap || Array.isArray(value) || !isGiven(value) ? value ?? [] : [value];
+  const members = new Map(isMap ? Object.entries(held) : held.entries());
+  const put = (key, each) => {
+    context.change([...path, key], each);
+    draw(context.valueAt(path));
   };
-  const find = (words) => {
-    const found = (pairs) => pairs.map(([, control]) => control.find(words)).some(Boolean);
-    const foundFirst = found(first);
-    const foundOthers = found(others);
-    if (more) {
-      more.hidden = !foundOthers;
-      more.open = words !== "" && foundOthers;
-    }
-    return foundFirst || foundOthers;
-  };
-  return { element, show, find };
-}
-
-function listBody({ item }, path, context, title) {
-  const rows = [];
-  const list = h("ol", {});
-  const element = h("div", {}, list,
-    h("button", { type: "button", onclick: () => add() }, `Add to ${title}`));
-  const inner = { ...context, empty: "" };
-  const seed = () => seedOf(item.forms[0]) ?? "";
-  const add = () => {
-    context.change([...path, rows.length], seed());
-    rows.at(-1)?.element.querySelector("input, select")?.focus();
-  };
-  const makeRow = (place) => {
-    const control = fieldControl(item, [...path, place], inner, `${title} ${place + 1}`);
-    const label = `Remove ${title} ${place + 1}`;
-    const remove = h("button", {
-      type: "button", class: "link", "aria-label": label,
-      onclick: () => context.change([...path, place], undefined),
-    }, "Remove");
-    return { ...control, element: h("li", {}, control.element, remove) };
-  };
-  const show = (value) => {
-    const items = Array.isArray(value) ? value : isGiven(value) ? [value] : [];
-    while (rows.length > items.length) rows.pop().element.remove();
-    while (rows.length < items.length) {
-      rows.push(makeRow(rows.length));
-      list.append(rows.at(-1).element);
-    }
-    rows.forEach((row, place) => row.show(items[place]));
-  };
-  return { element, show };
-}
-
-function mapBody({ item }, path, context, title) {
-  const rows = new Map();
-  const list = h("ul", {});
-  const name = h("input", {
-    "aria-label": `New name in ${title}`, placeholder: "name", autocomplete: "off",
-    spellcheck: "false",
-    onkeydown: (event) => event.key === "Enter" && add(),
+  const rows = [...members].map(([key, each]) => {
+    const label = isMap ? key : `${title} ${key + 1}`;
+    const remove = { type: "button", class: "link", "aria-label": `Remove ${label}` };
+    return h("li", {},
+      fieldBox(item, [...path, key], each, { ...context, empty: "" }, label),
+      h("button", { ...remove, onclick: () => put(key, undefined) }, "Remove"));
   });
-  const element = h("div", {}, list,
-    h("p", { class: "line" }, name,
-      h("button", { type: "button", onclick: () => add() }, `Add to ${title}`)));
-  const inner = { ...context, empty: "" };
+  const name = isMap && h("input", {
+    "aria-label": `New name in ${title}`, placeholder: "name", autocomplete: "off",
+    spellcheck: "false", onkeydown: (event) => event.key === "Enter" && add(),
+  });
   const add = () => {
-    const key = name.value.trim();
-    if (key === "" || rows.has(key)) {
-      name.focus();
-      return;
-    }
-    name.value = "";
-    context.change([...path, key], seedOf(item.forms[0]) ?? "");
-    rows.get(key)?.element.querySelector("input, select")?.focus();
+    const key = isMap ? name.value.trim() : members.size;
+    if (key === "" || members.has(key)) return name.focus();
+    put(key, seedOf(item.forms[0]) ?? "");
+    return document.getElementById(`field${pointerOf([...path, key])}`).focus();
   };
-  const makeRow = (key) => {
-    const control = fieldControl(item, [...path, key], inner, key);
-    const remove = h("button", {
-      type: "button", class: "link", "aria-label": `Remove ${key}`,
-      onclick: () => context.change([...path, key], undefined),
-    }, "Remove");
-    return { ...control, element: h("li", {}, control.element, remove) };
-  };
-  const show = (value) => {
-    const entries = isObject(value) ? value : {};
-    for (const [key, row] of rows) {
-      if (key in entries) continue;
-      row.element.remove();
-      rows.delete(key);
-    }
-    for (const [key, each] of Object.entries(entries)) {
-      if (!rows.has(key)) {
-        rows.set(key, makeRow(key));
-        list.append(rows.get(key).element);
-      }
-      rows.get(key).show(each);
-    }
-  };
-  return { element, show };
+  return h("div", {}, h("ul", {}, rows),
+    h("p", { class: "line" }, name, h("button", { type: "button", onclick: add }, `Add to ${title}`)));
 }

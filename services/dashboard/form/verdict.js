@@ -1,13 +1,20 @@
 // What the server says of a job before it is created: its plan, or its problems with their places.
 
-import { Refused } from "../api.js";
+import { Refused, reasonOf } from "../api.js";
 import { bytes, duration, facts, h, number } from "../elements.js";
+
+/** The JSON pointer (RFC 6901) of a path of keys and indices, such as /data/train/0. */
+export const pointerOf = (path) =>
+  path.map((key) => `/${String(key).replaceAll("~", "~0").replaceAll("/", "~1")}`).join("");
+
+export const pathOf = (pointer) => pointer.split("/").slice(1)
+  .map((key) => key.replaceAll("~1", "/").replaceAll("~0", "~"))
+  .map((key) => (/^\d+$/.test(key) ? Number(key) : key));
 
 /** The plan of a job as elements. */
 export function planOf(plan) {
   const { stages, steps, tokens, capture, memory, cost, free_bytes, warnings, learned } = plan;
   const parameters = memory.student_parameters;
-  const estimated = cost?.estimated;
   return [
     h("p", { class: "good" }, "This job would be accepted."),
     ...warnings.map((warning) => h("p", { class: "warning" }, warning)),
@@ -21,7 +28,7 @@ export function planOf(plan) {
       ["Student", parameters ? `${number(parameters, 3)} parameters` : null],
       ["Student in training", bytes(memory.student_bytes)],
       ["Teacher's weights", bytes(memory.teacher_bytes)],
-      ["Estimated cost", number(estimated)],
+      ["Estimated cost", number(cost?.estimated)],
       ["Disk free", bytes(free_bytes)],
     ]),
     ...learnedOf(learned),
@@ -40,28 +47,18 @@ function learnedOf(rows) {
 
 /** The problems in an error of a request, each {pointer, text}; null is no place in the job. */
 export function problemsOf(error) {
-  if (!(error instanceof Refused)) return [{ pointer: null, text: "The server does not answer." }];
-  const { errors = [], remedy } = error.problem;
-  if (errors.length === 0) {
-    return [{ pointer: null, text: `${error.message} ${remedy ?? ""}`.trim() }];
-  }
-  return errors.map(({ pointer, detail, remedy: advice }) =>
-    ({ pointer: pointer ?? "", text: `${detail} ${advice ?? ""}`.trim() }));
+  const errors = error instanceof Refused ? error.problem.errors ?? [] : [];
+  if (errors.length === 0) return [{ pointer: null, text: reasonOf(error) }];
+  return errors.map(({ pointer, detail, remedy }) =>
+    ({ pointer: pointer ?? "", text: `${detail} ${remedy ?? ""}`.trim() }));
 }
 
-/**
- * The pointer of the field that a problem is about.
- *
- * A rule for several fields is reported at the section or the job; its text names the fields, such
- * as train.max_steps, and `isField` tells which pointers are fields.
- */
-export function fieldOf({ pointer, text }, isField, isSection) {
-  if (pointer && !isSection(pointer)) return pointer;
+/** The pointer of the field that a problem is about; `find` returns the element of a field. */
+export function fieldOf({ pointer, text }, find) {
+  // A rule for several fields is reported at the section or the job, and its text names the fields.
+  if (pointer && !find(pointer)?.querySelector("[data-path]")) return pointer;
   const names = text.match(/[a-z_][\w]*(?:\.[\w]+)*/g) ?? [];
-  const places = names.flatMap((name) => {
-    const tail = `/${name.replaceAll(".", "/")}`;
-    return [tail, `${pointer}${tail}`];
-  });
-  const named = places.filter((place) => place.startsWith(pointer) && isField(place));
-  return named[0] ?? pointer;
+  const places = names.map((name) => `/${name.replaceAll(".", "/")}`)
+    .flatMap((tail) => [tail, `${pointer}${tail}`]);
+  return places.find((place) => place.startsWith(pointer) && find(place)) ?? pointer;
 }
