@@ -1,8 +1,8 @@
 // The report of `kd ablate` on the page of its job: for each setting a table and the losses.
 
+import { describe, lineChart } from "./charts.js";
 import { bytes, duration, h, number, table } from "./elements.js";
 
-const HEIGHT = 260; // pixels
 const TITLES = ["Run", "Held-out loss", "KL", "Perplexity", "Time", "Tokens/s", "Peak memory"];
 
 /** Make the elements of a report; `width` is that of a chart in pixels. */
@@ -35,30 +35,11 @@ function cells(row) {
 function chart(title, rows, width) {
   if (!rows.length) return null;
   const figure = h("figure", {}, h("figcaption", {}, "Loss by tokens trained, nats per token"));
-  const quiet = getComputedStyle(document.documentElement).getPropertyValue("--quiet").trim();
-  const axis = { stroke: quiet, ticks: { show: false } };
-  const options = {
-    width,
-    height: HEIGHT,
-    scales: { x: { time: false } },
-    axes: [axis, { ...axis, size: 56 }],
-    series: [
-      { label: "tokens" },
-      ...rows.map((row, at) => ({
-        label: row.label,
-        stroke: `hsl(${(360 * at) / rows.length} 65% 50%)`,
-        width: 2,
-        spanGaps: true,
-      })),
-    ],
-  };
-  const series = rows.map(({ curves }) => [
-    curves.loss.map(([tokens]) => tokens), curves.loss.map(([, loss]) => loss),
-  ]);
-  new uPlot(options, uPlot.join(series), figure);
-  const last = rows.map((row) => `${row.label} ${number(row.curves.loss.at(-1)[1])}`);
-  const canvas = figure.querySelector("canvas");
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `Loss of ${title}: ${last.join(", ")}.`);
+  const lines = rows.map(({ label, curves: { loss } }, at) => ({
+    label, at, steps: loss.map(([tokens]) => tokens), values: loss.map(([, value]) => value),
+  }));
+  lineChart(figure, lines, { width, unit: "tokens" });
+  const last = lines.map(({ label, values }) => `${label} ${number(values.at(-1))}`);
+  describe(figure, `Loss of ${title}: ${last.join(", ")}.`);
   return figure;
 }

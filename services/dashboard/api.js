@@ -20,6 +20,17 @@ export function reasonOf(error) {
   return [error.message, ...errors.map(({ detail }) => detail), remedy].filter(Boolean).join(" ");
 }
 
+/** Return a function that does something, and says in `box` why it could not be done. */
+export const attemptWith = (box) => async (work) => {
+  box.hidden = true;
+  try {
+    await work();
+  } catch (error) {
+    box.hidden = false;
+    box.textContent = reasonOf(error);
+  }
+};
+
 /** Return the headers that carry the key of this tab, if it has one. */
 export function keyHeaders() {
   const key = sessionStorage.getItem(KEY);

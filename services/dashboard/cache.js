@@ -2,11 +2,11 @@
 //
 // /caches/FINGERPRINT; ?sequence=N&record=M shows the records there.
 
-import { get, post, reasonOf } from "./api.js";
+import { attemptWith, get, post } from "./api.js";
 import { recordBrowser } from "./cache_records.js";
 import { sampleSection } from "./cache_sample.js";
 import { shardSection } from "./cache_shards.js";
-import { bytes, chip, copyButton, facts, fill, h, number, percent, table, time } from "./elements.js";
+import { ENDED, bytes, chip, copyButton, facts, fill, h, number, percent, table, time } from "./elements.js";
 import { nameOf } from "./operator.js";
 import { to } from "./paths.js";
 import { wordsOf } from "./words.js";
@@ -14,7 +14,6 @@ import { wordsOf } from "./words.js";
 // The server reads the disk for every request, so the page asks less often while no check is open.
 const READ_MS = 10_000;
 const OPEN_MS = 2000;
-const ENDED = ["succeeded", "failed", "cancelled"];
 const FIDELITY_TITLES = [
   "Temperature", "Positions", "Kept mass", "KL, nats", "Bias, z", "Gold error", "Same best token",
   "Entropy error",
@@ -51,16 +50,8 @@ export function cachePage(redraw, fingerprint) {
   let every = READ_MS;
   let loaded = false;
 
-  async function start(kind) {
-    refused.hidden = true;
-    try {
-      await post(`${path}/${kind}`);
-    } catch (error) {
-      refused.hidden = false;
-      refused.textContent = reasonOf(error);
-    }
-    redraw();
-  }
+  const attempt = attemptWith(refused);
+  const start = (kind) => attempt(() => post(`${path}/${kind}`)).then(redraw);
 
   async function refresh() {
     const [cache, usage] = await Promise.all([get(path), get(`${path}/usage`)]);

@@ -2,7 +2,7 @@
 // expected there. The address keeps the place.
 
 import { Refused, get } from "./api.js";
-import { fill, h, number, percent } from "./elements.js";
+import { borderOf, fill, h, levelOf, number, percent, shareBar, visible } from "./elements.js";
 import { keepInAddress, query } from "./paths.js";
 
 const PAGE = 25;
@@ -104,17 +104,17 @@ function textOf(page) {
   const starts = new Set(page.document_starts.filter((place) => place > 0));
   const words = page.text.flatMap((word, at) => {
     const place = page.text_start + at;
-    const border = starts.has(place) ? [h("span", { class: "quiet" }, "\n⁂\n")] : [];
+    const border = starts.has(place) ? [borderOf()] : [];
     const shown = word.replaceAll("\n", "↵\n");
     const record = before.get(place);
     if (!record) return [...border, h("span", { class: "quiet" }, shown)];
     const title = `position ${record.position}, entropy ${number(record.entropy, 3) ?? "unknown"} nats`;
-    return [...border, h("span", { class: levelOf(record.entropy), title }, shown)];
+    return [...border, h("span", { class: levelOf(record.entropy, EDGES), title }, shown)];
   });
   return [
     h("div", { class: "text" }, h("p", {}, words)),
     h("p", { class: "scale" }, "Entropy before the token:",
-      EDGES.map((edge) => h("span", { class: levelOf(edge) }, edge)), "nats or more"),
+      EDGES.map((edge) => h("span", { class: levelOf(edge, EDGES) }, edge)), "nats or more"),
   ];
 }
 
@@ -124,8 +124,6 @@ function share(value) {
   if (value > 0 && value < 1e-5) return "<\u00a00.001%";
   return value >= 0.001 || value === 0 ? percent(value, 1) : `${number(100 * value, 2)}%`;
 }
-
-const levelOf = (value) => `level-${EDGES.filter((edge) => value >= edge).length}`;
 
 /** A value with its name, which is seen only where the names do not stand above all values. */
 const cell = (name, value, ...classes) => h("span", { class: ["part", ...classes].join(" ") },
@@ -137,7 +135,7 @@ function recordOf(record, page) {
     cell("Text", [spaced(record.token, record, page), " → ",
       h("strong", {}, spaced(record.said, record, page, record.said_id))], "words"),
     cell("Its probability", share(record.said_probability) ?? "unknown"),
-    cell("Entropy, nats", h("span", { class: levelOf(record.entropy) },
+    cell("Entropy, nats", h("span", { class: levelOf(record.entropy, EDGES) },
       number(record.entropy, 3) ?? "unknown")),
     cell("Most probable", headOf(record, page), "words"),
     cell("Tail", tailOf(record)));
@@ -146,7 +144,7 @@ function recordOf(record, page) {
 /** A token with its spaces visible; its id where the cache has no text. */
 function spaced(text, record, page, id = null) {
   if (!page.texts_known || text === "") return h("code", {}, id === null ? "…" : `#${id}`);
-  return h("code", {}, text.replaceAll(" ", "␣").replaceAll("\n", "↵"));
+  return h("code", {}, visible(text));
 }
 
 function headOf(record, page) {
@@ -160,9 +158,7 @@ function headOf(record, page) {
   if (record.head.length <= BRIEF && !record.tail_tokens.length) return brief;
   const rows = record.head.map((entry) => h("li", {},
     spaced(entry.text, record, page, entry.id), " ",
-    h("span", { class: "progress" },
-      h("progress", { max: 1, value: entry.probability, "aria-hidden": "true" }),
-      share(entry.probability))));
+    shareBar(entry.probability, share(entry.probability))));
   const drawn = record.tail_tokens.map((text) => [spaced(text, record, page), " "]).flat();
   return h("details", {},
     h("summary", {}, brief),

@@ -2,7 +2,7 @@
 // says what it stands for, and opens the records of its first sequence.
 
 import { Refused, get } from "./api.js";
-import { fill, h, number, time } from "./elements.js";
+import { fill, h, itemAfter, number, time } from "./elements.js";
 
 // The states by their digit in the answer, from the best to the worst.
 const STATES = ["sealed", "missing", "in work", "corrupt"];
@@ -93,15 +93,10 @@ export function shardSection(path, openSequence) {
 
   function move(event) {
     const width = getComputedStyle(cells).gridTemplateColumns.split(" ").length;
-    const last = cells.children.length - 1;
-    const steps = {
-      ArrowLeft: -1, ArrowRight: 1, ArrowUp: -width, ArrowDown: width, Home: -Infinity,
-      End: Infinity,
-    };
-    if (event.key in steps) {
-      const next = chosen < 0 ? 0 : chosen + steps[event.key];
-      choose(Math.min(Math.max(next, 0), last));
-    } else if (event.key === "Enter") open();
+    const next = itemAfter(event.key, chosen, cells.children.length, width);
+    // Without a chosen cell every arrow chooses the first.
+    if (next !== null) choose(chosen < 0 ? 0 : next);
+    else if (event.key === "Enter") open();
     else return;
     event.preventDefault();
   }

@@ -43,6 +43,13 @@ const LAST_STEP = { label: "step", value: (plot, value) => value ?? plot.data[0]
 const newest = (plot, value, series) =>
   number(value ?? plot.data[series].findLast((each) => each != null)) ?? "";
 
+/** Say what the picture of a figure shows, for screen readers. */
+export function describe(figure, said) {
+  const canvas = figure.querySelector("canvas");
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", said);
+}
+
 /** The width of a column of a box of charts. */
 export const columnWidth = (box) =>
   parseFloat(getComputedStyle(box).gridTemplateColumns) || box.clientWidth || 320;
@@ -57,14 +64,17 @@ function axes() {
   return [{ ...axis, size: 32 }, { ...axis, size: 64, values: (_, values) => values.map(label) }];
 }
 
-/** Draw lines of {label, steps, values} into a figure; returns the chart, which must be destroyed. */
-export function lineChart(figure, lines, { log = false, width }) {
+/**
+ * Draw lines of {label, at, steps, values} into a figure; returns the chart, which must be destroyed.
+ * `unit` is what the steps count: charts of one unit have one cursor.
+ */
+export function lineChart(figure, lines, { log = false, width, unit = "step" }) {
   return new uPlot({
     width, height: HEIGHT,
-    cursor: { sync: { key: "step" } },
+    cursor: { sync: { key: unit } },
     scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
     axes: axes(),
-    series: [LAST_STEP, ...lines.map(({ label, at }) => ({
+    series: [{ ...LAST_STEP, label: unit }, ...lines.map(({ label, at }) => ({
       label, stroke: strokeOf(at, lines.length), width: 2, spanGaps: true, value: newest,
     }))],
   }, uPlot.join(lines.map(({ steps, values }) => [steps, values])), figure);
@@ -273,9 +283,7 @@ export class Charts {
     });
     last.push(...(this.levels.get(chart.title) ?? []).map(({ label, value }) =>
       `${label} ${number(value)}`));
-    const canvas = this.drawn.get(chart).figure.querySelector("canvas");
-    canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", `${chart.title}: ${last.join(", ")}.`);
+    describe(this.drawn.get(chart).figure, `${chart.title}: ${last.join(", ")}.`);
   }
 
   fit() {

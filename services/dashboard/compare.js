@@ -3,7 +3,8 @@
 import { get } from "./api.js";
 import { columnWidth, lineChart } from "./charts.js";
 import { bytes, chip, duration, fill, h, number, secondsOf, table, time } from "./elements.js";
-import { Reports, sameText, trialsOf } from "./measures.js";
+import { newest } from "./jobs.js";
+import { Reports, sameText } from "./measures.js";
 import { nameOf } from "./operator.js";
 import { ParallelCoordinates } from "./parallel.js";
 import { query, to } from "./paths.js";
@@ -47,7 +48,8 @@ export function comparePage() {
     const search = await get(`/jobs/${study}`);
     title.replaceChildren("Trials of ", h("a", { href: to(`/jobs/${study}`) }, search.name));
     const quality = ({ metrics }) => metrics.validation_perplexity ?? Infinity;
-    return (await trialsOf(study, MOST_TRIALS)).sort((a, b) => quality(a) - quality(b));
+    const [trials] = await newest(MOST_TRIALS, { parent: study });
+    return trials.sort((a, b) => quality(a) - quality(b));
   }
 
   async function refresh() {
@@ -80,13 +82,14 @@ export function comparePage() {
 
   function drawCurves(jobs, series) {
     for (const plot of charts.splice(0)) plot.destroy();
-    const figures = CURVES.flatMap((curve) => {
+    const figures = CURVES.flatMap(({ title: caption, name, log }) => {
       const lines = jobs.map((job, at) => ({
-        label: job.name, at, ...series[at].find((each) => each.name === curve.name),
+        label: job.name, at, ...series[at].find((each) => each.name === name),
       })).filter((line) => line.steps?.length);
-      return lines.length ? [figureOf(curve.title, (figure) => {
-        charts.push(lineChart(figure, lines, { log: curve.log, width: columnWidth(pictures) }));
-      })] : [];
+      if (!lines.length) return [];
+      const figure = h("figure", {}, h("figcaption", {}, caption));
+      charts.push(lineChart(figure, lines, { log, width: columnWidth(pictures) }));
+      return [figure];
     });
     curves.hidden = !figures.length;
     pictures.replaceChildren(...figures);
@@ -95,12 +98,6 @@ export function comparePage() {
     title: "Comparison", element, refresh, every: 5000,
     close: () => charts.forEach((plot) => plot.destroy()),
   };
-}
-
-function figureOf(title, draw) {
-  const figure = h("figure", {}, h("figcaption", {}, title));
-  draw(figure);
-  return figure;
 }
 
 /** What every run has measured: those of jobs, and to an admin also those of `kd run`. */

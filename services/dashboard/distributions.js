@@ -1,6 +1,6 @@
 // What the models expected in the place of one token: their most probable tokens side by side.
 
-import { facts, h, number, percent, table } from "./elements.js";
+import { facts, h, number, percent, shareBar, table, visible } from "./elements.js";
 
 // Tokens before the chosen one that are shown with it.
 const CONTEXT = 12;
@@ -76,12 +76,11 @@ function locate({ sequences, texts }, at) {
 
 /** A token with its spaces visible; the one that the text has is marked. */
 function nameOf(text, said) {
-  const shown = h("code", {}, text.replaceAll(" ", "␣").replaceAll("\n", "↵"));
+  const shown = h("code", {}, visible(text));
   return said ? [shown, " ", h("strong", {}, "in the text")] : shown;
 }
 
 function share(value) {
   if (value === undefined) return h("span", { class: "quiet" }, "below");
-  return h("span", { class: "progress" },
-    h("progress", { max: 1, value, "aria-hidden": "true" }), percent(value, 1));
+  return shareBar(value, percent(value, 1));
 }

@@ -78,15 +78,37 @@ export const copyButton = (text, said, label) => navigator.clipboard && h("butto
   },
 }, "Copy");
 
+/** The statuses in which a job has ended. */
+export const ENDED = ["succeeded", "failed", "cancelled"];
+
 export const chip = (status) => h("span", { class: `chip ${status}` }, status);
 
 /** Make a progress bar with its share beside it; nothing if the share is unknown. */
 export function bar(progress) {
   if (progress?.fraction == null) return null;
-  const share = percent(progress.fraction);
-  return h("span", { class: "progress" },
-    h("progress", { max: 1, value: progress.fraction, "aria-label": share }),
-    h("span", {}, share));
+  return shareBar(progress.fraction, percent(progress.fraction));
+}
+
+/** Make a bar of a share, with its text beside it. */
+export const shareBar = (share, text) => h("span", { class: "progress" },
+  h("progress", { max: 1, value: share, "aria-hidden": "true" }), h("span", {}, text));
+
+/** Make the spaces of a token visible. */
+export const visible = (token) => token.replaceAll(" ", "␣").replaceAll("\n", "↵");
+
+/** The class of a value's colour: the number of edges that it reaches, and whether it is below 0. */
+export const levelOf = (value, edges) =>
+  `level-${edges.filter((edge) => Math.abs(value) >= edge).length}${value < 0 ? " below" : ""}`;
+
+/** A sign between two documents of a text. */
+export const borderOf = () => h("span", { class: "quiet" }, "\n⁂\n");
+
+/** Return the item that an arrow key leads to from `at`, of `count`; null for another key. */
+export function itemAfter(key, at, count, width) {
+  const steps = {
+    ArrowLeft: -1, ArrowRight: 1, ArrowUp: -width, ArrowDown: width, Home: -Infinity, End: Infinity,
+  };
+  return key in steps ? Math.min(Math.max(at + steps[key], 0), count - 1) : null;
 }
 
 const missing = (value) => value == null || !Number.isFinite(value);

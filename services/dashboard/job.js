@@ -1,10 +1,10 @@
 // The page of one job: its progress, curves, events, report, files, log and configuration.
 
 import { ablation } from "./ablation.js";
-import { address, download, get, getText, post, reasonOf } from "./api.js";
+import { address, attemptWith, download, get, getText, post } from "./api.js";
 import { Charts, NAMES } from "./charts.js";
 import {
-  bar, bytes, chip, duration, facts, fill, h, heldOut, number, secondsOf, table, time,
+  ENDED, bar, bytes, chip, duration, facts, fill, h, heldOut, number, secondsOf, table, time,
 } from "./elements.js";
 import { jobTable, newest } from "./jobs.js";
 import { History, MarkList, marksOf } from "./marks.js";
@@ -18,7 +18,6 @@ import { follow } from "./stream.js";
 import { FILE as TOKENS } from "./tokens.js";
 import { wordsOf } from "./words.js";
 
-const ENDED = ["succeeded", "failed", "cancelled"];
 // An action without a button, because it cannot be undone.
 const WITHOUT_BUTTON = "delete";
 // An ended job is read less often, but still: a retry starts it again.
@@ -69,15 +68,7 @@ export function jobPage(redraw, id) {
   let drawn = null; // when the ablation that is shown was written
   charts.root.hidden = true;
 
-  async function attempt(work) {
-    refused.hidden = true;
-    try {
-      await work();
-    } catch (error) {
-      refused.hidden = false;
-      refused.textContent = reasonOf(error);
-    }
-  }
+  const attempt = attemptWith(refused);
   const act = (action) => attempt(() => post(`/jobs/${id}/${action}`)).then(redraw);
   const save = ({ name, url }) => attempt(() => download(url, name.split("/").at(-1)));
 

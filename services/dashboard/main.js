@@ -83,7 +83,7 @@ async function draw(shown) {
     if (shown !== page) return false;
     if (!(error instanceof Refused)) showState("The server does not answer; trying again.");
     else if (error.status === 401) await askForKey(error.message);
-    else if (error.status === 404) return showNotFound(shown, error);
+    else if (error.status === 404) return showNotFound(shown.element, error.message);
     else showState(error.message);
     return true;
   }
@@ -94,21 +94,19 @@ function showState(text) {
   if (state.textContent !== text) state.textContent = text;
 }
 
-function showNotFound(shown, error) {
-  shown.element.replaceChildren(...notFound(error.message));
+function showNotFound(element, message) {
+  element.replaceChildren(
+    h("h1", {}, "Not found"),
+    h("p", { class: "error" }, message),
+    h("p", {}, h("a", { href: to("/jobs") }, "All jobs")));
   return false;
 }
 
 function notFoundPage() {
-  const element = h("div", {}, notFound("There is no such page."));
-  return { title: "Not found", element, refresh: () => false };
+  const element = h("div");
+  const refresh = () => showNotFound(element, "There is no such page.");
+  return { title: "Not found", element, refresh };
 }
-
-const notFound = (message) => [
-  h("h1", {}, "Not found"),
-  h("p", { class: "error" }, message),
-  h("p", {}, h("a", { href: to("/jobs") }, "All jobs")),
-];
 
 addEventListener("popstate", () => {
   show();

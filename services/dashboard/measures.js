@@ -1,6 +1,6 @@
 // The numbers by which jobs are compared: quality, and what it costs.
 
-import { get, getText } from "./api.js";
+import { getText } from "./api.js";
 import { bytes, duration, number, secondsOf } from "./elements.js";
 
 /** {name, title, of, format}: `of` takes {job, report}; quality is lower or higher for better. */
@@ -9,33 +9,18 @@ export const QUALITY = [
   { name: "bits", title: "Bits per byte, held out", of: ({ job }) => job.metrics.student_bits_per_byte },
   { name: "kl", title: "KL to the teacher, nats", of: ({ job }) => job.metrics.validation_kl },
   { name: "loss", title: "Held-out loss, nats", of: ({ job }) => job.metrics.validation_loss },
-  {
-    name: "agreement", title: "Agreement with the teacher", higher: true,
-    of: ({ job }) => job.metrics.validation_agreement,
-  },
+  { name: "agreement", title: "Agreement with the teacher", higher: true, of: ({ job }) => job.metrics.validation_agreement },
 ];
 const costs = (name) => ({ report }) => report?.evaluation?.costs?.student?.[name];
 export const COSTS = [
-  {
-    name: "bytes", title: "Bytes per token of the cache",
-    of: ({ job }) => job.cache?.bytes_per_token,
-  },
-  {
-    name: "parameters", title: "Parameters of the student",
-    of: (one) => costs("parameters")(one) ?? one.report?.parameters,
-  },
+  { name: "bytes", title: "Bytes per token of the cache", of: ({ job }) => job.cache?.bytes_per_token },
+  { name: "parameters", title: "Parameters of the student", of: (one) => costs("parameters")(one) ?? one.report?.parameters },
   { name: "disk", title: "Size of the student on disk", of: costs("disk_bytes"), format: bytes },
   { name: "reading", title: "Reading, tokens per second", of: costs("read_tokens_per_second") },
   { name: "writing", title: "Writing, tokens per second", of: costs("write_tokens_per_second") },
   { name: "duration", title: "Duration of the job", of: ({ job }) => secondsOf(job), format: duration },
-  {
-    name: "speed", title: "Training, tokens per second",
-    of: ({ job }) => job.progress.tokens_per_second,
-  },
-  {
-    name: "memory", title: "Peak memory",
-    of: ({ report }) => report?.profile?.peak_memory_bytes, format: bytes,
-  },
+  { name: "speed", title: "Training, tokens per second", of: ({ job }) => job.progress.tokens_per_second },
+  { name: "memory", title: "Peak memory", of: ({ report }) => report?.profile?.peak_memory_bytes, format: bytes },
 ];
 
 /** Whether the jobs held out the same text in the same tokens, as far as they say. */
@@ -71,15 +56,4 @@ export class Reports {
 async function reportOf({ id, artifacts }) {
   if (!("report.json" in artifacts)) return null;
   return JSON.parse(await getText(`/jobs/${id}/artifacts/report.json`).catch(() => "null"));
-}
-
-/** Read up to `most` trials of a search, newest first. */
-export async function trialsOf(id, most) {
-  const found = [];
-  for (let cursor = ""; cursor !== null && found.length < most; ) {
-    const page = await get(`/jobs?parent=${id}&limit=100${cursor && `&cursor=${cursor}`}`);
-    found.push(...page.data);
-    cursor = page.next_cursor;
-  }
-  return found.slice(0, most);
 }

@@ -10,14 +10,19 @@ const HEALTH_MS = 5000;
 const KEYS_MS = 30_000;
 const PAGES = [["health", "Health"], ["storage", "Storage"], ["keys", "Keys"]];
 
-/** Make a page of one answer of the API: `draw` returns its elements. */
-function page(path, title, every, draw) {
+/** Make a page of one answer of the API, without an end: `draw` returns its elements. */
+export function answerPage(path, title, every, draw) {
   const box = h("div");
-  const links = PAGES.map(([name, text]) => h("a", { href: to(`/${name}`) }, text));
-  const element = h("div", {},
-    h("nav", { class: "pages", "aria-label": "Service" }, links), h("h1", {}, title), box);
+  const element = h("div", {}, h("h1", {}, title), box);
   const refresh = async () => fill(box, await draw(await get(path)));
   return { title, element, refresh, every };
+}
+
+function page(...args) {
+  const made = answerPage(...args);
+  const links = PAGES.map(([name, text]) => h("a", { href: to(`/${name}`) }, text));
+  made.element.prepend(h("nav", { class: "pages", "aria-label": "Service" }, links));
+  return made;
 }
 
 // ---------------------------------------------------------------------- health

@@ -1,8 +1,7 @@
 // The phases of a job on the axis of time: waiting, capture, training, evaluation.
 
-import { duration, h, table, time } from "./elements.js";
+import { ENDED, duration, h, table, time } from "./elements.js";
 
-const ENDED = ["succeeded", "failed", "cancelled"];
 const NAMES = {
   waiting: "waiting", precompute: "capture", train: "training", search: "search",
   evaluation: "evaluation", paused: "paused",

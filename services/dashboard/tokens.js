@@ -6,7 +6,7 @@
 
 import { Refused, get, getText } from "./api.js";
 import { distributions } from "./distributions.js";
-import { fill, h, number } from "./elements.js";
+import { borderOf, fill, h, itemAfter, levelOf, number } from "./elements.js";
 import { newest } from "./jobs.js";
 import { go, keepInAddress, query, to } from "./paths.js";
 
@@ -23,33 +23,17 @@ const FAR = [0.5, 1, 2, 3, 4, 6];
 const COLOURS = [
   { name: "kl", title: "KL(teacher || student)", edges: NEAR, of: ([job]) => job.kl },
   {
-    name: "difference",
-    title: "Difference of the students",
-    edges: NEAR,
+    name: "difference", title: "Difference of the students", edges: NEAR,
     of: ([one, other]) => other && subtract(distance(one), distance(other)),
   },
-  {
-    name: "teacher",
-    title: "Entropy of the teacher",
-    edges: FAR,
-    of: ([job]) => job.models.teacher?.entropy,
-  },
-  {
-    name: "student",
-    title: "Entropy of the student",
-    edges: FAR,
-    of: ([job]) => job.models.student.entropy,
-  },
-  {
-    name: "loss",
-    title: "Loss of the student",
-    edges: FAR,
-    of: ([job]) => job.models.student.said.map((value) => value && -value),
-  },
+  { name: "teacher", title: "Entropy of the teacher", edges: FAR, of: ([job]) => job.models.teacher?.entropy },
+  { name: "student", title: "Entropy of the student", edges: FAR, of: ([job]) => job.models.student.entropy },
+  { name: "loss", title: "Loss of the student", edges: FAR, of: ([job]) => losses(job) },
 ];
 
-/** How far a student is from its teacher, or from the text where the teacher was not there. */
-const distance = ({ kl, models }) => kl ?? models.student.said.map((value) => value && -value);
+const losses = ({ models }) => models.student.said.map((value) => value && -value);
+// How far a student is from its teacher, or from the text where the teacher was not there.
+const distance = (job) => job.kl ?? losses(job);
 const subtract = (ours, theirs) => ours.map((value, at) => value - theirs[at]);
 
 export function tokensPage() {
@@ -168,7 +152,7 @@ class TokenText {
     const begins = new Set(starts.filter((each) => each > 0));
     const words = ids.flatMap((id, at) => {
       const shown = texts[id].replaceAll("\n", "↵\n");
-      const border = begins.has(at) ? [h("span", { class: "quiet" }, "\n⁂\n")] : [];
+      const border = begins.has(at) ? [borderOf()] : [];
       if (!known.has(at)) return [...border, h("span", { class: "quiet" }, shown)];
       const token = h("span", { role: "button", tabindex: -1, "aria-pressed": "false" }, shown);
       // A token without visible text needs a name of its own.
@@ -209,19 +193,12 @@ class TokenText {
   move(event) {
     const at = this.tokens.indexOf(document.activeElement);
     if (at < 0) return;
-    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -10, ArrowDown: 10 };
-    if (event.key in steps) {
-      const next = Math.min(Math.max(at + steps[event.key], 0), this.tokens.length - 1);
+    const next = itemAfter(event.key, at, this.tokens.length, 10);
+    if (next !== null) {
       this.tokens[next].focus();
       this.open(next);
     } else if (event.key === "Enter" || event.key === " ") this.open(at);
     else return;
     event.preventDefault();
   }
-}
-
-/** The class of a value: its level from 0 to 6, and whether it is below 0. */
-function levelOf(value, edges) {
-  const level = edges.filter((edge) => Math.abs(value) >= edge).length;
-  return `level-${level}${value < 0 ? " below" : ""}`;
 }
