@@ -11,7 +11,7 @@ The routes, in ``services/api/routes``:
     accounts.py     what teams use of their quotas, and the audit log
     templates.py    job files to begin with
     operations.py   models, workers, health, Prometheus metrics, version
-    dashboard.py    the web pages: the dashboard, and the page of the API
+    dashboard.py    the web pages: the dashboard
 
 Every path of the API exists twice, at / and at /v1. docs/api.md is made from its OpenAPI document.
 
@@ -100,7 +100,7 @@ def create_app(settings: Settings) -> FastAPI:
         version=read_version(),
         lifespan=_lifespan,
         redirect_slashes=False,
-        # FastAPI's pages load scripts from other hosts; routes/dashboard.py serves our own.
+        # FastAPI's pages load scripts from other hosts.
         docs_url=None,
         redoc_url=None,
     )

@@ -37,9 +37,6 @@ export function keyHeaders() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-/** Keep the key in this tab. */
-export const keepKey = (key) => sessionStorage.setItem(KEY, key.trim());
-
 async function request(method, path, body) {
   const headers = { Accept: "application/json", ...keyHeaders() };
   if (body !== undefined) headers["Content-Type"] = "application/json";
@@ -80,7 +77,7 @@ export function askForKey(reason) {
     form.reset();
     form.querySelector(".error").textContent = sessionStorage.getItem(KEY) ? reason : "";
     dialog.addEventListener("close", () => {
-      keepKey(new FormData(form).get("key"));
+      sessionStorage.setItem(KEY, new FormData(form).get("key").trim());
       asking = null;
       resolve();
     }, { once: true });

@@ -1,7 +1,6 @@
-"""The dashboard and the page of the API, which use the same API as every other client.
+"""The dashboard, which uses the same API as every other client.
 
 GET /                   the dashboard; so is every path of ``VIEWS`` for who accepts text/html
-GET /docs               the page of the API: its operations, each with a form that sends it
 GET /dashboard/{file}   its scripts and styles
 
 The files hold no data of any caller, so they need no key. The requests of the pages need one.
@@ -10,7 +9,6 @@ The files hold no data of any caller, so they need no key. The requests of the p
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,7 @@ VIEWS = re.compile(
 #: What stands in a page before a path from the root, which a proxy may have moved below a prefix.
 _BASE = "BASE/"
 FOLDER = Path(__file__).parents[2] / "dashboard"
-#: The file of each page.
-PAGES = {"/": "index.html", "/docs": "reference.html"}
+PAGE = "index.html"
 #: A page may load nothing from other sites, run no inline script, and send no form. The text of a
 #: job's name or log can therefore never run. Pictures may be blobs: the page fetched them with its
 #: key.
@@ -49,19 +46,15 @@ class _DashboardFiles(StaticFiles):
 
 
 def mount_dashboard(app: FastAPI) -> None:
-    """Serve the pages of ``app`` and their files."""
+    """Serve the dashboard and its files."""
     app.mount("/dashboard", _DashboardFiles(directory=FOLDER), name="dashboard")
-
-    for path, name in PAGES.items():
-        app.add_api_route(
-            path, partial(_send_page, name), methods=["GET", "HEAD"], include_in_schema=False
-        )
+    app.add_api_route("/", _send_page, methods=["GET", "HEAD"], include_in_schema=False)
 
 
-async def _send_page(name: str, request: Request) -> Response:
+async def _send_page(request: Request) -> Response:
     headers = {**NO_CACHE_HEADERS, "Content-Security-Policy": POLICY}
     way = "../" * request.scope.get(_DEPTH, 0)
-    text = (FOLDER / name).read_text(encoding="utf-8").replace(_BASE, way)
+    text = (FOLDER / PAGE).read_text(encoding="utf-8").replace(_BASE, way)
     return HTMLResponse(text, headers=headers)
 
 
