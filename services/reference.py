@@ -1,20 +1,124 @@
-"""The page ``docs/settings.md``, made from the fields of ``services.settings``.
+"""The reference pages of docs/, made from the descriptions in the code.
 
-``make docs`` writes the file. A test compares it with the page that this module renders.
+``make docs`` writes them, and a test compares them with what this module renders. Each page is a
+list of blocks of Markdown: headings, paragraphs, and tables of what the code describes. Needs no
+torch and no Redis.
 """
 
 from __future__ import annotations
 
-import sys
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from kd.config.reference import make_table
+import typer
+
+import kd
+from kd.config.fields import (
+    FieldHelp,
+    Schema,
+    SectionHelp,
+    describe_fields,
+    describe_value,
+    list_sections,
+)
+from services.api.app import create_app
 from services.settings import Settings
+from services.terminal.catalogue import walk
+from services.terminal.cli import app
 
-INTRODUCTION = """\
-# Settings
+DOCS = Path(__file__).parents[1] / "docs"
+Row = tuple[str, ...]
 
-<!-- Written by `make docs` from services/settings.py: edit the descriptions there. -->
 
+class ReferencePage(NamedTuple):
+    """A page: its title, where the descriptions are, what stands first, and its other blocks."""
+
+    title: str
+    source: str
+    introduction: str
+    list_blocks: Callable[[], Iterable[str]]
+
+
+def render_page(name: str) -> str:
+    """Render the page with this file name, as Markdown."""
+    page = PAGES[name]
+    head = [
+        f"# {page.title}",
+        f"<!-- Written by `make docs` from {page.source}: edit the descriptions there. -->",
+    ]
+    blocks = [*head, page.introduction, *page.list_blocks()]
+    return "\n\n".join(block.strip() for block in blocks if block.strip()) + "\n"
+
+
+def make_table(columns: Row, rows: Iterable[Row]) -> str:
+    """Make a table. Bars and line ends in its cells are escaped."""
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in [list(columns), *cells]]
+    return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]])
+
+
+# ---------------------------------------------------------------------- configuration.md
+
+CONFIGURATION = """\
+A job is one tree of settings. The YAML file of `kd run`, the body of `POST /jobs` and the overrides
+of the command line (`--set train.max_steps=100`) use the same names. Unknown keys and values out of
+bounds are refused. `null` means "use the default". `kd validate job.yaml` checks a job without
+starting it.
+"""
+LEVERS = """\
+## Levers
+
+A lever is a setting that changes the training. The sections below have the rest of what this table
+says of each lever, with bounds and defaults. `kd check` and `kd ablate` try levers in short runs
+([comparing settings](operations.md#comparing-settings)).
+"""
+#: The sections of a job whose fields are levers, and the single fields of others that are.
+_LEVER_SECTIONS = ("loss", "train", "resume", "checks", "evaluation", "search")
+_LEVER_FIELDS = (
+    "teacher.quantization",
+    "teacher.parallel",
+    "student.from_teacher",
+    "student.lora",
+    "data.streaming",
+)
+#: A period or semicolon that is outside of parentheses.
+_END_OF_CLAUSE = re.compile(r"[.;](?: |$)(?![^(]*\))")
+
+
+def list_configuration() -> Iterator[str]:
+    """The levers, and one table of fields for each section of a job."""
+    sections = list_sections()
+    yield LEVERS
+    yield make_table(("lever", "what it does"), _list_levers(sections))
+    for section in sections:
+        places = ", ".join(f"`{place}`" for place in section.places if place) or "The job"
+        yield f"## {places}" + (f" with `{section.key}`" if section.key else "")
+        yield section.meaning
+        yield make_fields_table(section.fields)
+
+
+def _list_levers(sections: list[SectionHelp]) -> Iterator[Row]:
+    for section in sections:
+        for field in section.fields:
+            if section.places[0] in _LEVER_SECTIONS or field.place in _LEVER_FIELDS:
+                clause = _END_OF_CLAUSE.split(field.meaning)[0]
+                yield f"[`{field.place}`](#{section.places[0]})", clause
+
+
+def make_fields_table(fields: Iterable[FieldHelp]) -> str:
+    """Make a table of fields, of a job or of the operator's settings."""
+    rows = ((f"`{each.name}`", each.value, each.default, each.meaning) for each in fields)
+    return make_table(("key", "value", "default", "meaning"), rows)
+
+
+# ---------------------------------------------------------------------- settings.md
+
+SETTINGS = """\
 The operator's settings are environment variables of the API, the workers and the command line.
 Lists are separated by commas. With Docker, the settings are lines of `.env` (see `.env.example`),
 and paths are those inside the containers. The fields of a job are in
@@ -24,20 +128,276 @@ and paths are those inside the containers. The fields of a job are in
 _TEST_FIELD = "child_module"
 
 
-def render_settings_page() -> str:
-    """Render the page as Markdown."""
-    schema = Settings.model_json_schema()
-    fields = {
-        f"KD_{name.upper()}": field
-        for name, field in schema["properties"].items()
-        if name != _TEST_FIELD
-    }
-    units = {"description": "Times are in seconds, sizes in bytes; 1 and 0 are true and false."}
-    return "\n".join(
-        [INTRODUCTION, make_table("The variables", {"properties": fields, **units}, {})]
+def list_settings() -> Iterator[str]:
+    """One table of all environment variables."""
+    yield "## The variables"
+    yield "Times are in seconds, sizes in bytes; 1 and 0 are true and false."
+    fields = describe_fields(Settings.model_json_schema(), {})
+    yield make_fields_table(
+        each._replace(place=f"KD_{each.name.upper()}")
+        for each in fields
+        if each.name != _TEST_FIELD
     )
 
 
+# ---------------------------------------------------------------------- cli.md
+
+COMMANDS = """\
+`--help` after a command prints the same. `--set` and other parameters with `...` may be given more
+than once. Commands that talk to a service find it at `KD_SERVER` and send the key `KD_API_KEY`.
+Those that read or write caches and runs on this machine use the folder `KD_HOME`
+([settings](settings.md)). Every error names its entry in [troubleshooting](troubleshooting.md).
+"""
+#: Options that every command has, or that only concern the shell.
+_LEFT_OUT = {"help", "install_completion", "show_completion"}
+#: The help of a parameter: its meaning, then default and bounds in brackets.
+_PARAMETER_HELP = re.compile(r"(.*?)\s*(?:\[([^\[\]]*)\])?", re.DOTALL)
+
+
+def list_commands() -> Iterator[str]:
+    """A table of all commands, then the help, the usage and the parameters of each."""
+    contexts = [
+        typer.Context(command, info_name=f"kd {path}")
+        for path, command in walk(typer.main.get_command(app))
+        if not command.hidden
+    ]
+    paths = [each.command_path for each in contexts]
+    links = [f"[`{path}`](#{path.replace(' ', '-')})" for path in paths]
+    helps = [_list_paragraphs(each.command.help or "") for each in contexts]
+    yield make_table(
+        ("command", "what it does"), ((a, b[0]) for a, b in zip(links, helps, strict=True))
+    )
+    for context, path, paragraphs in zip(contexts, paths, helps, strict=True):
+        yield f"## {path}"
+        yield from paragraphs
+        usage = " ".join(context.command.collect_usage_pieces(context))
+        yield f"```text\n{path} {usage}\n```"
+        if rows := [
+            _describe_parameter(each, context) for each in context.command.params if _is_shown(each)
+        ]:
+            yield make_table(("parameter", "meaning", "default, bounds"), rows)
+
+
+def _list_paragraphs(text: str) -> list[str]:
+    """List the paragraphs of a text, each on one line, without click's mark for kept line ends."""
+    return [" ".join(each.replace("\b", "").split()) for each in text.strip().split("\n\n")]
+
+
+def _is_shown(parameter: Any) -> bool:
+    return parameter.name not in _LEFT_OUT and not getattr(parameter, "hidden", False)
+
+
+def _describe_parameter(parameter: Any, context: Any) -> Row:
+    name, text = parameter.get_help_record(context)
+    name = name.replace(" range>", ">").replace("<list[str]>", "<str> ...")
+    meaning, extra = _PARAMETER_HELP.fullmatch(text.replace("\b", "")).groups()  # type: ignore[union-attr]
+    return f"`{name}`", meaning, extra or ""
+
+
+# ---------------------------------------------------------------------- api.md
+
+API = """\
+Every path exists twice, at `/` and at `/v1`. `GET /openapi.json` describes the same API for
+programs. Bodies are JSON; the body of a job is described in [configuration.md](configuration.md).
+
+- **Keys.** If the operator has set `KD_API_KEYS_FILE`, every request except the health checks must
+  send `Authorization: Bearer kd_...`. A key sees the jobs and caches of its own name; the others
+  are 404. Scope `read` may read, `write` may also create and change, and `admin` also sees the jobs
+  and caches of all names, the quotas of all teams and the audit log. A key that has expired is 401
+  with the type `key-expired`; in the last 14 days before that, every answer has the header
+  `Potstill-Key-Expires`.
+- **Errors** are problem documents (RFC 9457, `application/problem+json`): `type`, `title`,
+  `status`, `detail`, `remedy`, `instance`, `request_id`, and `errors` with a JSON pointer for each
+  wrong field. Any path may also answer 400 for an unknown `Host` or for `If-Match`, which no path
+  compares, 401 without a valid key, 403 if the key lacks the scope or a foreign page asks, 429 with
+  `Retry-After` above the caller's rate or a quota (`quota-exceeded`, where `quota` says which, how
+  much is used and what frees it up), and 503 with `Retry-After` while the job store is away.
+  `POST /jobs/validate` and a dry run also answer 503 (`check-limit`) if the check takes more time
+  or memory than the operator allows.
+- **Files to train on** are sent as they are, not as JSON: [how-to/files.md](how-to/files.md).
+- **Headers.** `Idempotency-Key` makes a POST safe to send again for a day. `X-Request-ID` is kept
+  or made; it is in the answer, in the log and in the job. `RateLimit` and `RateLimit-Policy` show
+  how many requests are left.
+- **Numbers** are finite or null.
+"""
+#: The schema of a job's body. docs/configuration.md describes it and all that it holds.
+_JOB_SCHEMA = "JobConfig"
+#: Statuses that any path may answer with; the introduction describes them once.
+_COMMON_STATUSES = ("400", "401", "403", "429", "503")
+
+
+def list_api() -> Iterator[str]:
+    """Every route with its parameters and answers, then the models of bodies and answers."""
+    # With a key file, so that the page describes keys. Neither the file nor Redis is opened.
+    document = create_app(
+        Settings(redis_url="redis://127.0.0.1:1/0", api_keys_file=Path("keys"))
+    ).openapi()
+    tag, contents = "", []
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if operation["tags"][0] != tag:
+                tag = operation["tags"][0]
+                yield f"## {tag.capitalize()}"
+            yield f"### `{method.upper()} {path}`"
+            yield from _list_operation(operation)
+            contents += [operation.get("requestBody"), operation["responses"]]
+    yield "## Bodies and answers"
+    for name, model in _find_models(contents, document["components"]["schemas"], {}).items():
+        yield f"### {name}"
+        yield model["description"]
+        yield make_table(("field", "value", "meaning"), _list_model_fields(model))
+
+
+def _list_operation(operation: Schema) -> Iterator[str]:
+    yield operation["description"]
+    if parameters := operation.get("parameters"):
+        yield make_table(("parameter", "in", "value", "meaning"), map(_describe_query, parameters))
+    if body := operation.get("requestBody"):
+        yield f"Body: {_describe_content(body)}."
+    answers = (
+        (status, _describe_answer(status, answer))
+        for status, answer in operation["responses"].items()
+        if status not in _COMMON_STATUSES
+    )
+    yield make_table(("status", "answer"), answers)
+
+
+def _describe_query(parameter: Schema) -> Row:
+    schema = parameter["schema"]
+    meaning = parameter.get("description", "") or schema.get("description", "")
+    default = schema.get("default")
+    remark = "" if default in (None, False) else f" Default {default}."
+    return f"`{parameter['name']}`", parameter["in"], _describe(schema), meaning + remark
+
+
+def _describe_answer(status: str, answer: Schema) -> str:
+    shown = "content" in answer and int(status) < 300
+    headers = ", ".join(f"`{name}`" for name in answer.get("headers", ()))
+    parts = [
+        answer["description"].strip().rstrip("."),
+        _describe_content(answer) if shown else "",
+        f"with {headers}" if headers else "",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _describe_content(described: Schema) -> str:
+    """Describe the first media type; one other than JSON stands for its content."""
+    media_type, content = next(iter(described["content"].items()))
+    return _describe(content.get("schema", {})) if media_type.endswith("json") else media_type
+
+
+def _describe(schema: Schema) -> str:
+    return describe_value(schema, _link_model)
+
+
+def _link_model(name: str) -> str:
+    return "[a job](configuration.md)" if name == _JOB_SCHEMA else f"[{name}](#{name.lower()})"
+
+
+def _find_models(node: Any, schemas: Schema, found: dict[str, Schema]) -> dict[str, Schema]:
+    """Add the models to which ``node`` refers to ``found``, each before the models inside it."""
+    for name in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(node)):
+        if name != _JOB_SCHEMA and name not in found:
+            found[name] = schemas[name]
+            _find_models(schemas[name], schemas, found)
+    return found
+
+
+def _list_model_fields(model: Schema) -> Iterator[Row]:
+    for name, field in model["properties"].items():
+        yield f"`{name}`", _describe(field), field.get("description", "")
+
+
+# ---------------------------------------------------------------------- python.md
+
+_EXAMPLE = re.compile(r"\n(?:    .*\n|\n)+")
+#: The widest line of a signature.
+_WIDTH = 100
+
+
+def list_python() -> Iterator[str]:
+    """The docstring of ``kd``, then the signature and the docstring of each public name."""
+    yield _EXAMPLE.sub(_mark_example, _format_prose(kd), count=1)
+    yield "In the signatures, `Named` is a string or a path (`str | os.PathLike`)."
+    public = {name: getattr(kd, name) for name in kd.__all__}
+    for title, of_class in (("Functions", False), ("Classes", True)):
+        yield f"## {title}"
+        for name, thing in public.items():
+            if inspect.isclass(thing) == of_class:
+                yield f"### kd.{name}"
+                yield f"```text\n{_format_signature(f'kd.{name}', thing)}\n```"
+                yield _format_prose(thing)
+                yield "\n".join(_list_members(thing)) if of_class else ""
+
+
+def _mark_example(found: re.Match[str]) -> str:
+    return f"\n\n```python\n{inspect.cleandoc(found[0]).strip()}\n```\n\n"
+
+
+def _format_prose(thing: Any) -> str:
+    """A docstring as Markdown: its double backticks are single ones there."""
+    return (inspect.getdoc(thing) or "").replace("``", "`")
+
+
+def _format_signature(name: str, thing: Any) -> str:
+    """The signature on one line, or with one parameter a line if that is too long."""
+    if dataclasses.is_dataclass(thing):
+        parameters = [f"{each.name}: {each.type}" for each in dataclasses.fields(thing)]
+        returns = ""
+    else:
+        signature = inspect.signature(thing)
+        parameters = list(_list_parameters(signature))
+        empty = signature.return_annotation is inspect.Signature.empty or inspect.isclass(thing)
+        returns = "" if empty else f" -> {signature.return_annotation}"
+    line = f"{name}({', '.join(parameters)}){returns}"
+    if len(line) <= _WIDTH:
+        return line
+    return "\n".join([f"{name}(", *(f"    {each}," for each in parameters), f"){returns}"])
+
+
+def _list_parameters(signature: inspect.Signature) -> Iterator[str]:
+    """The parameters as they are written, with the star before those that need a name."""
+    starred = False
+    for each in signature.parameters.values():
+        starred |= each.kind is each.VAR_POSITIONAL
+        if each.kind is each.KEYWORD_ONLY and not starred:
+            starred = True
+            yield "*"
+        default = each.default
+        written = str(each.replace(default=inspect.Parameter.empty)).replace("'", "")
+        if default is not inspect.Parameter.empty:
+            written += f" = {default.__name__ if inspect.isfunction(default) else repr(default)}"
+        yield written
+
+
+def _list_members(thing: type) -> Iterator[str]:
+    """The public methods and properties of a class, and the first paragraph of each.
+
+    Those that it has from a library are left out.
+    """
+    ours = [each for each in thing.__mro__ if each.__module__.startswith("kd.")]
+    members = {name: member for each in reversed(ours) for name, member in vars(each).items()}
+    for name, member in sorted(members.items()):
+        documented = isinstance(member, property) or inspect.isfunction(member)
+        if documented and not name.startswith("_") and (prose := _format_prose(member)):
+            call = name if isinstance(member, property) else f"{name}()"
+            yield f"- `{call}`: {_list_paragraphs(prose)[0]}"
+
+
+PAGES = {
+    "configuration.md": ReferencePage(
+        "Configuration", "kd/config", CONFIGURATION, list_configuration
+    ),
+    "settings.md": ReferencePage("Settings", "services/settings.py", SETTINGS, list_settings),
+    "cli.md": ReferencePage("Commands", "services/terminal", COMMANDS, list_commands),
+    "api.md": ReferencePage("HTTP API", "services/api", API, list_api),
+    "python.md": ReferencePage(
+        "Python", "kd/__init__.py and the docstrings of its names", "", list_python
+    ),
+}
+
 if __name__ == "__main__":
-    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    sys.stdout.write(render_settings_page())
+    rendered = {name: render_page(name) for name in PAGES}
+    for name, text in rendered.items():
+        (DOCS / name).write_text(text, encoding="utf-8")

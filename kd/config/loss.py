@@ -159,9 +159,10 @@ class LossConfig(Section):
     divergence: Divergence = Field(
         "forward_kl",
         description=(
-            "D: forward_kl = KL(teacher || student); reverse_kl = KL(student || teacher); jsd = "
-            "generalised Jensen-Shannon with beta; skew_kl = KL(teacher || beta teacher + "
-            "(1 - beta) student); total_variation. All but the first need profile hidden or dense."
+            "The divergence D: forward_kl = KL(teacher || student); reverse_kl = "
+            "KL(student || teacher); jsd = generalised Jensen-Shannon with beta; skew_kl = "
+            "KL(teacher || beta teacher + (1 - beta) student); total_variation. All but the first "
+            "need profile hidden or dense."
         ),
     )
     beta: float = Field(

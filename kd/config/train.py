@@ -138,10 +138,10 @@ class TrainConfig(Section):
     optim: Optimizer = Field(
         "adamw",
         description=(
-            "adamw, adamw_8bit (8-bit state for the matrices of the layers, AdamW for the rest; "
-            "needs the extra quantization, and is slow on a CPU), adafactor, muon (for matrices; "
-            "AdamW for the rest), lion, lars, schedule_free (AdamW; set lr_scheduler_type to "
-            "constant or constant_with_warmup)."
+            "The optimiser: adamw, adamw_8bit (8-bit state for the matrices of the layers, AdamW "
+            "for the rest; needs the extra quantization, and is slow on a CPU), adafactor, muon "
+            "(for matrices; AdamW for the rest), lion, lars, schedule_free (AdamW; set "
+            "lr_scheduler_type to constant or constant_with_warmup)."
         ),
     )
     optim_args: dict[str, float] = Field(
@@ -177,8 +177,8 @@ class TrainConfig(Section):
         description=(
             "adamw, adamw_8bit, muon and schedule_free: weights of the LM head whose gradients are "
             "below this share of the root mean square of all gradients move in proportion to their "
-            "gradients, so that rows of rare words move little. 0 = plain AdamW, where all weights "
-            "move by about the same amount."
+            "gradients, so that rows of rare words, and the noise of sampled records in them, move "
+            "little. 0 = plain AdamW, where all weights move by about the same amount."
         ),
     )
     max_grad_norm: float = Field(
@@ -216,7 +216,8 @@ class TrainConfig(Section):
             "Autocast precision; auto = bf16 on GPUs that have it, fp16 with loss scaling on older "
             "GPUs, fp32 on a CPU. bf16_pure = weights and gradients are in bfloat16, too, which "
             "halves their memory, and the updates are rounded stochastically (optim adamw or "
-            "adamw_8bit)."
+            "adamw_8bit); the gradients of micro-batches are summed in bfloat16, so a few large "
+            "micro-batches are better than many small ones."
         ),
     )
     fp8: bool = Field(
@@ -241,8 +242,8 @@ class TrainConfig(Section):
         False,
         description=(
             "On a GPU: keep the activations for the backward pass in the host's memory, which must "
-            "have room for them. The copies take time; with gradient_checkpointing only the hidden "
-            "states between layers are copied."
+            "have room for them. The gradients are the same. The copies take time; with "
+            "gradient_checkpointing only the hidden states between layers are copied."
         ),
     )
     strategy: Strategy = Field(

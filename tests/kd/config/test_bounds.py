@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
+from bench.support.paths import ROOT
 from kd.config.data import DatasetSpec
+from kd.config.fields import explain_field
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.config.reference import explain_field, render_configuration
 from tests.support.kd.jobs import (
     COOLING,
     CUT_OUT,
@@ -30,6 +31,8 @@ from tests.support.kd.jobs import (
     sections,
 )
 
+#: A test compares it with the descriptions: tests/system/test_readme.py.
+PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 BOUNDS = [
     # path, refused, accepted
     ("kind", ["distil", 1], [None]),
@@ -327,9 +330,9 @@ def test_every_field_says_what_it_is():
 
 
 def test_the_reference_tells_every_section_once_with_all_its_places():
-    headings = [line for line in render_configuration().splitlines() if line.startswith("## ")]
+    levers, *headings = re.findall(r"^## .*", PAGE, re.MULTILINE)
     assert len(headings) == len(set(headings)) == len(all_sections())
-    assert headings[0] == "## The job"
+    assert (levers, headings[0]) == ("## Levers", "## The job")
     assert {
         "## `data.train[]`, `data.validation[]`",
         "## `loss.alpha`, `loss.temperature`, `train.dropout` with `schedule`",
@@ -356,7 +359,7 @@ def test_the_reference_tells_every_section_once_with_all_its_places():
     ],
 )
 def test_the_reference_says_what_a_field_of_several_forms_may_be(row):
-    assert row in render_configuration()
+    assert row in PAGE
 
 
 def test_every_field_of_the_reference_can_be_explained(monkeypatch):
@@ -370,7 +373,7 @@ def test_every_field_of_the_reference_can_be_explained(monkeypatch):
                 yield from descend(each.place)
 
     found = {name for section in JobConfig.model_fields for name in (section, *descend(section))}
-    assert found >= set(re.findall(r"^\| `(\w+)` \|", render_configuration(), re.MULTILINE))
+    assert found >= set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from pydantic import BaseModel, ValidationError
 from bench.support.paths import ROOT
 from kd.config.cache import CacheConfig
 from kd.config.data import DatasetSpec
+from kd.config.fields import explain_field
 from kd.config.job import JobConfig
 from kd.config.jobfile import apply_overrides, load_config, parse_config, parse_yaml
 from kd.config.loss import LossConfig
 from kd.config.optimisation.rates import SCHEDULER_KWARGS, Scheduler
-from kd.config.reference import explain_field
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.train import OPTIMIZER_ARGUMENTS, Optimizer, TrainConfig
 from kd.errors import ConfigError, Problem

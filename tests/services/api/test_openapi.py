@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from bench.support.paths import ROOT
-from services.api import reference
 from services.api.app import ROUTERS, create_app
 from services.settings import Settings
 
@@ -85,14 +84,8 @@ def test_what_is_documented_is_what_there_is(document: dict[str, Any]) -> None:
     assert {(method, path.replace(":path}", "}")) for method, path in there_is} == documented
 
 
-def test_the_page_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == reference.render_api_page(), (
-        "run `make docs`"
-    )
-
-
 def test_every_link_of_the_page_leads_somewhere() -> None:
-    page = reference.render_api_page()
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     headings = {
         line.removeprefix("### ").strip().lower()
         for line in page.splitlines()
