@@ -160,39 +160,6 @@ def test_example_jobs_parse(path: Path) -> None:
     load_config(path)
 
 
-# Paths
-
-
-def file_tree() -> list[Path]:
-    """The paths in the ``text`` block under the heading "File tree"; folders end with a slash.
-
-    A line has box characters or spaces, a name, and perhaps a remark. The column of the name is its
-    depth.
-    """
-    (tree,) = [block for block in blocks("text") if block.startswith("potstill/\n")]
-    lines = tree.splitlines()
-    open_folders: list[tuple[int, Path]] = []
-    paths = []
-    for line in filter(str.strip, lines):
-        depth = len(line) - len(line.lstrip(" │├└─"))
-        name = line[depth:].split()[0]
-        open_folders = [folder for folder in open_folders if folder[0] < depth]
-        parent = open_folders[-1][1] if open_folders else ROOT
-        path = ROOT if name == "potstill/" else parent / name
-        paths.append(path)
-        if name.endswith("/"):
-            open_folders.append((depth, path))
-    return paths
-
-
-def test_the_file_tree_is_that_of_the_repository() -> None:
-    paths = file_tree()
-    assert [str(path) for path in paths if not list(path.parent.glob(path.name))] == []
-    assert {
-        ROOT / name for name in ("cache", "kd", "services", "tests", "examples", "docs")
-    } <= set(paths)
-
-
 # Settings
 
 
