@@ -1,7 +1,6 @@
 """Build a release into dist/: wheel, source archive, bill of materials, images, SHA256SUMS.
 
     python .ci/release.py [--images auto|yes|no]
-    python .ci/release.py --bill sbom.json
 
 pyproject.toml holds the version. README.md, CHANGELOG.md, docker-compose.yml and the API must agree
 with it, the top section of the changelog must be that of the version, and the tree must be clean.
@@ -184,12 +183,8 @@ def main() -> int:
     """Build, or say why not."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--images", choices=("auto", "yes", "no"), default="auto")
-    parser.add_argument("--bill", type=Path, help="only write the bill of materials, to this file")
     options = parser.parse_args()
     try:
-        if options.bill is not None:
-            write_bill(ROOT, options.bill.resolve())
-            return 0
         folder = release(ROOT, options.images)
     except Refused as refusal:
         print(f"not released: {refusal}", file=sys.stderr)

@@ -35,7 +35,7 @@ import torch
 
 from bench.speed import read_cpu_name
 from bench.support.paths import ROOT
-from bench.timing import MIB, fresh_processes
+from bench.support.timing import MIB, fresh_processes
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
 from kd.forecast import estimate_job

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from bench import speed
 from bench.speed import DEVICE, BenchmarkSizes
-from bench.timing import MIB, fresh_processes, synchronize, use_one_heap
+from bench.support.timing import MIB, fresh_processes, synchronize, use_one_heap
 from cache.records import Sequences
 from kd.config.train import TrainConfig
 from kd.loss.fused import compute_distillation_loss

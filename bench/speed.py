@@ -68,7 +68,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.timing import (
+from bench.support.timing import (
     Machine,
     TimingRow,
     fresh_processes,

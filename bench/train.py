@@ -2,7 +2,7 @@
 
     python bench/train.py [--small] [--out FILE]
 
-One run with five parts. Each compares variants that take turns (``bench/timing.py``):
+One run with five parts. Each compares variants that take turns (``bench/support/timing.py``):
 
     step and head   our step on a teacher's records against a step on plain cross-entropy with all
                     logits: time, and extra memory at the peak (``bench/speed.py`` explains sizes
@@ -54,7 +54,7 @@ from transformers import PreTrainedModel
 from bench import packed, speed
 from bench.speed import ALPHA, DEVICE, RECORDS, BenchmarkSizes, Runnable
 from bench.support.paths import AUSTEN
-from bench.timing import (
+from bench.support.timing import (
     Machine,
     Timing,
     TimingRow,

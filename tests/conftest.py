@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bench.support.harness import Parts
 
 # A run draws the examples of the runs before it, so that its verdict says something about the code.
-# `make examples` draws new ones. No example fails because the machine is slow.
+# `make test EXAMPLES=1` draws new ones. No example fails because the machine is slow.
 for _profile, _repeats in (("same", True), ("new", False)):
     settings.register_profile(
         _profile,

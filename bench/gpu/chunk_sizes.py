@@ -26,7 +26,7 @@ import torch
 from bench.gpu.stage_runs import run_capture
 from bench.gpu.stage_work import REAL, SMALL, Sizes, list_stages
 from bench.speed import name_machine
-from bench.timing import MIB, interleave
+from bench.support.timing import MIB, interleave
 from kd.capture.recording import LOGIT_ELEMENTS
 from kd.memory.step_memory import read_peak_memory, reset_peak_memory
 from kd.models.loading import hide_progress_bars

@@ -24,8 +24,8 @@ from bench.speed import (
     make_loader_task,
     make_teacher,
 )
+from bench.support.timing import time_run
 from bench.support.training import prepare_run, step_by_hand
-from bench.timing import time_run
 from cache.records import Sequences
 from kd.models.attention.isolation import isolate_documents
 from kd.models.precision import find_hardware

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench.__main__ import BENCHES
 from bench.support.paths import AUSTEN, ROOT
 from bench.support.waiting import wait_until
 from kd.client.wire.service import Device
@@ -93,9 +95,13 @@ def require_kd(words: list[str]) -> None:
 def require_target(words: list[str]) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)
-    variables = re.findall(r"^([A-Z_]+) *\?=", makefile, re.MULTILINE)
+    variables = re.findall(r"^([A-Z_]+) *[?:]=", makefile, re.MULTILINE)
+    given = dict(word.split("=", 1) for word in words if "=" in word)
     assert {word for word in words if "=" not in word} <= set(targets)
-    assert {word.partition("=")[0] for word in words if "=" in word} <= set(variables)
+    assert given.keys() <= set(variables)
+    if "NAME" in given:
+        script = BENCHES[given["NAME"]].command.split()[0]
+        require_script([script, *shlex.split(given.get("FLAGS", ""))])
 
 
 def require_service(words: list[str]) -> None:

@@ -273,7 +273,7 @@ def test_bandit_would_find_something(tmp_path: Path) -> None:
 
 
 def test_the_bill_of_materials_names_what_is_installed(tmp_path: Path) -> None:
-    """As `make sbom` writes it: CycloneDX, with every dependency and its version.
+    """As `make release` writes it: CycloneDX, with every dependency and its version.
 
     The program's check of its own output against its own schema takes half a minute.
     """

@@ -2,8 +2,8 @@
 
 There must be no finding and no 5xx.
 
-`make fuzz` runs the same with more examples: KD_FUZZ_EXAMPLES is their number for each operation
-and phase.
+`make test FUZZ=1` runs the same with more examples: KD_FUZZ_EXAMPLES is their number for each
+operation and phase.
 """
 
 from __future__ import annotations
