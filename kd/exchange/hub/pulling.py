@@ -1,54 +1,52 @@
-"""Pull a student or a cache from a hub: download, compare every byte, then rename once.
+"""Pull a student or a cache from a hub: download it, verify it, then rename it once.
 
-A download goes on where it was cut: its folder lies beside the place of the result and keeps what
-has arrived. Nothing of it is at that place before all of it is verified.
+An interrupted download is continued: its folder lies beside the place of the result, and
+huggingface_hub keeps what has arrived there. Nothing of it is at that place before all of it is
+verified.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import HfApi, constants
+from huggingface_hub.hf_api import RepoFile
 
 from cache.checking.verify import verify_cache
 from cache.disk import (
     TEMPORARY_PREFIX,
-    list_file_sizes,
     locked,
     make_folder,
     publish_folder,
     remove_path,
     storage_errors,
 )
-from cache.errors import StorageError
 from cache.remote.address import read_binding
 from cache.shards.names import MANIFEST
 from cache.store import locate_lock, read_manifest
 from kd.errors import HubError
 from kd.exchange.hub.cache_card import CARD
+from kd.exchange.hub.pushing import LACKS, find_problems
 from kd.exchange.hub.repository import (
-    RemoteFile,
+    OWN_FILES,
     Repository,
     RepositoryType,
     connect,
-    find_commit,
     hub_errors,
-    list_remote_files,
 )
-from kd.files import format_bytes, locate_temporary, measure_free_bytes
+from kd.files import locate_temporary
 from kd.models.folder import STUDENT_FILES
-from kd.progress import Monitor, ProgressMeter
 
-#: Files that are downloaded at once.
-_WORKERS = 4
-#: The folder in which huggingface_hub notes what has arrived.
-_NOTES = ".cache"
-#: Bytes that stay free on the disk.
-_SPARE = 64 << 20
+#: Files that stay on the hub. A cache's folder holds its own files and no other.
+_LEFT_OUT = {"model": OWN_FILES, "dataset": (*OWN_FILES, CARD)}
+#: The longest name of a file or folder, in bytes, and characters that none has.
+_LONGEST_NAME = 255
+_STRANGE = re.compile(r"[\\\0\n\r\ud800-\udfff]")
 
 
 def pull(
@@ -57,198 +55,137 @@ def pull(
     revision: str | None,
     out: Path | None,
     caches: Path,
-    monitor: Monitor,
+    tell: Callable[[str], object],
 ) -> dict[str, Any]:
     """Pull the repository ``name``; return a summary.
 
     A student goes to ``out``, by default a folder of the repository's name here; a cache goes to
-    its place below ``caches``. ``type`` None takes what the hub has of that name. Raises
-    ``HubError``, ``StorageError`` where the disk is too small.
+    its place below ``caches``, or below ``out``. ``type`` None takes what the hub has of that name.
+    ``tell`` gets a word before each long step. Raises ``HubError``, and ``StorageError`` for a disk
+    that is full.
     """
-    api = connect()
-    asked = Repository(name, type or "model", revision or constants.DEFAULT_REVISION)
-    with hub_errors(asked, "read"):
-        repository = asked if type else _choose_type(api, asked)
-    with hub_errors(repository, "read"):
-        monitor.emit("stage", stage="pull", phase="listing")
-        commit = find_commit(api, repository)
-        files = list_remote_files(api, repository, commit)
-        download = _Download(api, repository, commit, files, monitor)
-        if MANIFEST in files:
-            return download.describe(*_pull_cache(download, out, caches))
-        if any(each in files for each in STUDENT_FILES):
-            return download.describe(*_pull_student(download, out or Path(name.split("/")[1])))
-    raise HubError(
-        f"{repository} holds neither a student nor a complete cache: it has no {MANIFEST}, "
-        f"{' or '.join(STUDENT_FILES)}.",
-        "Check the name. If a push was cut, let it finish first.",
-    )
+    api = connect(name, "read")
+    branch = Repository(name, type or "model", revision or constants.DEFAULT_REVISION)
+    with hub_errors(branch, "read"):
+        if type is None:
+            branch = replace(branch, type=_find_type(api, name))
+    with hub_errors(branch, "read"):
+        place = replace(branch, revision=str(api.repo_info(**branch.address).sha))
+        entries = api.list_repo_tree(**place.address, recursive=True)
+        sizes = {each.path: each.size for each in entries if isinstance(each, RepoFile)}
+        sizes = {path: sizes[path] for path in sizes if path not in _LEFT_OUT[place.type]}
+        _require_plain_names(branch, sizes)
+        tell("downloading")
+        if MANIFEST in sizes:
+            root = caches if out is None else out.absolute()
+            folder, reused = _pull_cache(api, place, root)
+        elif any(each in sizes for each in STUDENT_FILES):
+            folder, reused = _pull_student(api, place, (out or Path(name.split("/")[1])).absolute())
+        else:
+            remedy = "Check the name. If a push was interrupted, let it finish first."
+            what = f"{branch} holds neither a student nor a complete cache: {LACKS}"
+            raise HubError(what, remedy)
+    return {
+        "repository": name,
+        "type": place.type,
+        "revision": branch.revision,
+        "commit": place.revision,
+        "folder": str(folder),
+        "files": len(sizes),
+        "bytes": sum(sizes.values()),
+        "reused": reused,
+    }
 
 
-def _choose_type(api: HfApi, asked: Repository) -> Repository:
-    """Find out whether the hub has a model or a dataset of this name."""
-    types: tuple[RepositoryType, ...] = ("model", "dataset")
-    found = [each for each in types if api.repo_exists(asked.name, repo_type=each)]
-    if len(found) > 1:
+def _find_type(api: HfApi, name: str) -> RepositoryType:
+    """Find out whether the hub has a model or a dataset of this name; a model if neither."""
+    if not api.repo_exists(name, repo_type="dataset"):
+        return "model"
+    if api.repo_exists(name, repo_type="model"):
         raise HubError(
-            f"The hub has a model and a dataset {asked.name}.", "Give --type model or dataset."
+            f"The hub has a model and a dataset {name}.", "Give --type model or dataset."
         )
-    return Repository(asked.name, found[0] if found else "model", asked.revision)
+    return "dataset"
 
 
-def _pull_student(download: _Download, out: Path) -> tuple[Path, bool]:
+def _require_plain_names(place: Repository, names: Iterable[str]) -> None:
+    """Raise ``HubError`` for a name that leads out of the folder, or is hidden or no file's."""
+    for name in names:
+        parts = PurePosixPath(name).parts
+        hidden = any(part.startswith(".") for part in parts[:-1])
+        long = any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in parts)
+        if hidden or long or {"/", ".."} & set(parts) or _STRANGE.search(name):
+            shown = name if len(name) <= _LONGEST_NAME else name[:60] + "..."
+            what = f"{place} has a file with the name {shown!r}, which no model or cache has."
+            raise HubError(what, "Use another, or download it with the hub's own tools.")
+
+
+def _pull_student(api: HfApi, place: Repository, out: Path) -> tuple[Path, bool]:
     """Bring a student to ``out``; return its folder and whether it was there already."""
-    out = out.absolute()
-    if out.is_dir() and download.is_here(out):
+    if out.is_dir() and _compare(api, place, out) == (set(), set()):
         return out, True
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HubError(f"{out} exists and is not empty.", "Give a new folder with --out.")
-    with storage_errors(out.parent):
-        make_folder(out.parent)
-        staging = locate_temporary(out)
-        lock = staging.with_name(f"{staging.name}.lock")
-        with locked(lock):
-            download.fetch(staging)
-            publish_folder(staging, out)
-            lock.unlink()
+    with _locked_folder(locate_temporary(out)) as staging:
+        _download(api, place, staging)
+        publish_folder(staging, out)
     return out, False
 
 
-def _pull_cache(download: _Download, out: Path | None, caches: Path) -> tuple[Path, bool]:
-    """Bring a cache to its place below ``caches``, or to ``out``."""
-    root = caches if out is None else out.absolute()
-    repository = download.repository
+def _pull_cache(api: HfApi, place: Repository, root: Path) -> tuple[Path, bool]:
+    """Bring a cache to its place below ``root``; return its folder and whether it was there."""
     if read_binding(root) is not None:
-        raise HubError(
-            "The caches of this place are in a bucket.",
-            "Pull into a folder with --out, and copy it with the bucket's own tools.",
-        )
-    staging = root / f"{TEMPORARY_PREFIX}pull-{repository.name.replace('/', '--')}"
-    with storage_errors(root):
-        make_folder(root)
-        lock = staging.with_name(f"{staging.name}.lock")
-        with locked(lock):
-            download.fetch(staging, (MANIFEST,))
-            fingerprint = read_manifest(staging).identity.fingerprint
-            folder = root / fingerprint
-            if folder.is_dir() and not verify_cache(folder):
-                remove_path(staging)
-                lock.unlink()
-                return folder, True
-            download.fetch(staging)
-            download.monitor.emit("stage", stage="pull", phase="verifying")
-            if problems := verify_cache(staging):
-                raise HubError(
-                    f"{repository} holds a damaged cache: {'; '.join(problems[:3])}.",
-                    "Push it again from a machine where `kd cache verify` finds it sound.",
-                )
-            with locked(locate_lock(folder)):
-                publish_folder(staging, folder)
-            lock.unlink()
+        remedy = "Pull into a folder with --out, and copy it with the bucket's own tools."
+        raise HubError("The caches of this place are in a bucket.", remedy)
+    staging = root / f"{TEMPORARY_PREFIX}pull-{place.name.replace('/', '--')}"
+    with _locked_folder(staging):
+        api.snapshot_download(**place.address, local_dir=staging, allow_patterns=MANIFEST)
+        folder = root / read_manifest(staging).identity.fingerprint
+        if folder.is_dir() and not verify_cache(folder):
+            remove_path(staging)
+            return folder, True
+        _download(api, place, staging)
+        with locked(locate_lock(folder)):
+            publish_folder(staging, folder)
     return folder, False
 
 
-class _Download:
-    """The files of a repository at one commit, and how they come here."""
+@contextmanager
+def _locked_folder(staging: Path) -> Iterator[Path]:
+    """Let one process at a time fill ``staging``; it stays if the block fails."""
+    with storage_errors(staging.parent):
+        make_folder(staging.parent)
+        lock = staging.with_name(f"{staging.name}.lock")
+        with locked(lock):
+            yield staging
+            lock.unlink()
 
-    def __init__(
-        self,
-        api: HfApi,
-        repository: Repository,
-        commit: str,
-        files: Mapping[str, RemoteFile],
-        monitor: Monitor,
-    ) -> None:
-        self._api = api
-        self.repository = repository
-        self._commit = commit
-        # A cache's folder holds its own files and no other: its card stays on the hub.
-        self._files = {
-            name: file for name, file in files.items() if MANIFEST not in files or name != CARD
-        }
-        self.monitor = monitor
-        self._fetched = 0
 
-    def is_here(self, folder: Path) -> bool:
-        """Whether ``folder`` holds these files and no other, to the byte."""
-        return sorted(list_file_sizes(folder)) == sorted(self._files) and all(
-            file.is_equal(folder / name) for name, file in self._files.items()
-        )
+def _download(api: HfApi, place: Repository, staging: Path) -> None:
+    """Bring all files into ``staging`` and verify them; remove those of an earlier commit.
 
-    def fetch(self, folder: Path, names: Iterable[str] | None = None) -> None:
-        """Fill ``folder`` with the files, all or ``names``; keep what is there and is equal.
+    Raises ``HubError`` if a file arrived with other bytes, or if student or cache are damaged.
+    """
+    left_out = list(_LEFT_OUT[place.type])
+    api.snapshot_download(**place.address, local_dir=staging, ignore_patterns=left_out)
+    wrong, others = _compare(api, place, staging)
+    for name in wrong | others:
+        remove_path(staging / name)
+    if wrong:
+        what = f"{min(wrong)} of {place} arrived with other bytes than the hub announced."
+        raise HubError(what, "Run the same command again: what has arrived whole is kept.")
+    if problems := find_problems(staging):
+        what = f"{place} is damaged or not complete: {'; '.join(problems[:3])}."
+        remedy = "If a push was interrupted, let it finish first. Else push again what is sound."
+        raise HubError(what, remedy)
+    remove_path(staging / ".cache")  # the notes of huggingface_hub on what has arrived
 
-        With all files it holds nothing else afterwards. Raises ``HubError`` where a file that has
-        arrived differs from what the hub announced.
-        """
-        wanted = sorted(self._files if names is None else names)
-        self.monitor.emit("stage", stage="pull", phase="comparing")
-        missing = [name for name in wanted if not self._is_here(folder, name)]
-        self._require_space(folder, missing)
-        self.monitor.emit("stage", stage="pull", phase="downloading")
-        meter = ProgressMeter(sum(self._files[name].size for name in missing), "bytes")
-        with ThreadPoolExecutor(_WORKERS) as pool:
-            try:
-                for name in pool.map(lambda name: self._fetch(folder, name), missing):
-                    size = self._files[name].size
-                    self._fetched += size
-                    self.monitor.emit("progress", **meter.advance(size, 0))
-                    self.monitor.check("while files are downloaded")
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-        if names is None:
-            remove_path(folder / _NOTES)
-            self._remove_others(folder)
 
-    def _is_here(self, folder: Path, name: str) -> bool:
-        self.monitor.check("while files are compared")
-        return (folder / name).is_file() and self._files[name].is_equal(folder / name)
+def _compare(api: HfApi, place: Repository, folder: Path) -> tuple[set[str], set[str]]:
+    """Compare ``folder`` with the hashes of the hub.
 
-    def _fetch(self, folder: Path, name: str) -> str:
-        self._api.hf_hub_download(
-            self.repository.name,
-            name,
-            repo_type=self.repository.type,
-            revision=self._commit,
-            local_dir=folder,
-        )
-        if not self._files[name].is_equal(folder / name):
-            remove_path(folder / name)
-            raise HubError(
-                f"{name} of {self.repository} arrived with other bytes than the hub announced.",
-                "Run the same command again: what has arrived whole is kept.",
-            )
-        return name
-
-    def _require_space(self, folder: Path, missing: Iterable[str]) -> None:
-        needed = sum(self._files[name].size for name in missing)
-        free = measure_free_bytes(folder.parent) - _SPARE
-        if needed > free:
-            raise StorageError(
-                f"{self.repository} needs {format_bytes(needed)} more, but only "
-                f"{format_bytes(max(free, 0))} are free on the disk of {folder.parent}.",
-                "Free space, or choose another disk with --out, KD_STORE or KD_HOME.",
-            )
-
-    def _remove_others(self, folder: Path) -> None:
-        """Remove files of an earlier commit, which a download before this one brought."""
-        for name in set(list_file_sizes(folder)) - set(self._files):
-            remove_path(folder / name)
-        for parent, _, _ in sorted(os.walk(folder), reverse=True):
-            if not any(Path(parent).iterdir()):
-                Path(parent).rmdir()
-
-    def describe(self, folder: Path, reused: bool) -> dict[str, Any]:
-        """Return the summary of a pull into ``folder``."""
-        return {
-            "repository": self.repository.name,
-            "type": self.repository.type,
-            "revision": self.repository.revision,
-            "commit": self._commit,
-            "folder": str(folder),
-            "files": len(self._files),
-            "bytes": sum(file.size for file in self._files.values()),
-            "downloaded_bytes": self._fetched,
-            "reused": reused,
-        }
+    Returns the names of files that are missing or different, and of those that ``place`` has not.
+    """
+    found = api.verify_repo_checksums(**place.address, local_dir=folder)
+    wrong = {each["path"] for each in found.mismatches} | set(found.missing_paths)
+    return wrong - set(_LEFT_OUT[place.type]), set(found.extra_paths)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.terminal.commands.exchange import showing_events
 from services.terminal.console import (
     AsJson,
     Home,
     audit_command,
     make_settings,
+    notes,
     print_facts,
     print_json,
 )
@@ -71,12 +72,10 @@ def push(
     settings = make_settings(home=home)
     folder = find_source(source, settings)
     here = Path(repository) if repository.startswith(("/", "./", "../")) else None
-    with showing_events() as monitor:
-        if dry_run or here is not None:
-            target = None if dry_run else here
-            _print(push_to_folder(folder, target, monitor), as_json)
-            return
-        summary = push_folder(folder, repository, revision, private, monitor)
+    if dry_run or here is not None:
+        _print(push_to_folder(folder, None if dry_run else here), as_json)
+        return
+    summary = push_folder(folder, repository, revision, private, _get_teller())
     action = "cache.push" if summary["type"] == "dataset" else "student.push"
     audit_command(settings, action, folder.name, to=summary["url"])
     _print(summary, as_json)
@@ -115,8 +114,8 @@ def pull(
     if type not in (None, "model", "dataset"):
         raise typer.BadParameter(f"{type!r} is not model or dataset", param_hint="--type")
     settings = make_settings(home=home)
-    with showing_events() as monitor:
-        summary = pull_repository(repository, type, revision, out, settings.caches, monitor)  # type: ignore[arg-type]
+    tell = _get_teller()
+    summary = pull_repository(repository, type, revision, out, settings.caches, tell)  # type: ignore[arg-type]
     _print(summary, as_json)
 
 
@@ -148,6 +147,15 @@ def find_source(name: str, settings: Settings) -> Path:
             f"{name!r} is neither a folder, nor a run, nor a single cache in {settings.home}.",
             "`kd cache ls` lists caches; the runs are the folders in runs of KD_HOME.",
         ) from error
+
+
+def _get_teller() -> Callable[[str], None]:
+    """Return what prints a note before each long step."""
+    from kd.exchange.hub.repository import hide_bars
+
+    if notes.quiet:
+        hide_bars()
+    return notes.print
 
 
 def _print(summary: dict[str, Any], as_json: bool) -> None:

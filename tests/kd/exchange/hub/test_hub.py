@@ -98,15 +98,18 @@ def test_a_student_goes_to_the_hub_and_comes_back_to_the_byte(
     sent = done("push", student, "ann/small", "--private", **online)
     assert hub.repositories["model", "ann/small"].private
     assert hub.files("model", "ann/small") == content(student)
-    assert sent["sent_files"] == len(content(student))
+    assert sent["files"] == len(content(student))
+    sent_before = (hub.commits, hub.puts.total())
     again = done("push", student, "ann/small", **online)
-    assert (again["sent_files"], again["commit"]) == (0, sent["commit"])
+    assert again["commit"] == sent["commit"]
+    assert (hub.commits, hub.puts.total()) == sent_before
 
     pulled = done("pull", "ann/small", "--out", tmp_path / "elsewhere", **online)
     assert pulled["commit"] == sent["commit"]
     assert content(tmp_path / "elsewhere") == content(student)
-    reused = done("pull", "ann/small", "--out", tmp_path / "elsewhere", **online)
-    assert (reused["reused"], reused["downloaded_bytes"]) == (True, 0)
+    hub.served.clear()
+    assert done("pull", "ann/small", "--out", tmp_path / "elsewhere", **online)["reused"]
+    assert hub.served.total() == 0
     ids = torch.tensor([[1, 2, 3]])
     logits = [
         AutoModelForCausalLM.from_pretrained(each)(ids).logits
@@ -122,7 +125,9 @@ def test_a_new_repository_is_private_unless_asked_otherwise(
         name = f"ann/private-{private}"
         done("push", student, name, *words, **online)
         assert hub.repositories["model", name].private is private
-    assert done("push", student, "ann/private-False", **online)["sent_files"] == 0
+    made = hub.commits
+    done("push", student, "ann/private-False", **online)
+    assert hub.commits == made
 
 
 def test_a_push_can_be_listed_and_can_go_to_a_folder(student: Path, tmp_path: Path) -> None:
@@ -217,7 +222,9 @@ def test_bytes_go_through_a_xet_store_where_the_hub_has_one(
     hub.announce(folder)
     done("push", folder, "ann/stored", **online)
     assert hub.puts.total() == 0
-    assert done("push", folder, "ann/stored", **online)["sent_files"] == 0
+    made = hub.commits
+    done("push", folder, "ann/stored", **online)
+    assert hub.commits == made
     place = ("--out", tmp_path / "other") if kind == "student" else ("--home", tmp_path / "other")
     pulled = done("pull", "ann/stored", *place, **online)
     assert content(Path(pulled["folder"])) == content(folder)
@@ -242,6 +249,34 @@ def test_a_push_that_was_killed_sends_only_what_is_missing(
     assert set(hub.puts.values()) == {1}
     there = hub.files("model" if kind == "student" else "dataset", "ann/cut")
     assert content(folder).items() <= there.items()
+
+
+def test_a_cache_or_a_student_whose_push_was_cut_off_is_not_taken_for_whole(
+    hub: FakeHub, online: dict[str, str], sealed: Path, student: Path, tmp_path: Path
+) -> None:
+    done("push", sealed, "ann/records", **online)
+    files = content(sealed)
+    last = max(files)
+    repository = hub.repositories["dataset", "ann/records"]
+    del repository.trees[repository.branches["main"][-1]][last]
+    pull = ("pull", "ann/records", "--home", tmp_path / "other")
+    said = refused(*pull, **online)
+    assert "damaged or not complete" in said and "let it finish first" in said
+    assert not (tmp_path / "other" / "caches" / sealed.name).exists()
+
+    done("push", sealed, "ann/records", **online)
+    hub.served.clear()
+    assert content(Path(done(*pull, **online)["folder"])) == files
+    assert set(hub.served) == {last}
+
+    hub.make("model", "ann/half")
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    hub.change("model", "ann/half", "config.json", (student / "config.json").read_bytes())
+    hub.change("model", "ann/half", "model.safetensors.index.json", json.dumps(index).encode())
+    out = tmp_path / "half"
+    said = refused("pull", "ann/half", "--out", out, **online)
+    assert "model-00002-of-00002.safetensors is missing" in said
+    assert not out.exists()
 
 
 @pytest.mark.long
@@ -283,7 +318,7 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(
     said = refused("push", student, "ann/small", **online)
     assert "connection" in said and "Run the same command again" in said
     made = hub.commits
-    assert done("push", student, "ann/small", **online)["sent_files"] == 0
+    done("push", student, "ann/small", **online)
     assert hub.commits == made
 
 
