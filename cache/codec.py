@@ -19,31 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.profiles import FORWARD_KL, PROFILES, explain_unsupported
-from cache.profiles.profile import BYTE, WORD, Profile, Reading, Schema
+from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, Reading, Schema
+from cache.profiles.table import FORWARD_KL, PROFILES, explain_unsupported
 from cache.records import Records
 from cache.rounding import (
     TAIL_STEP,
     RecordPositions,
-    choose_id_dtype,
     round_entropy,
     round_known,
 )
 
 
 @dataclass(frozen=True)
-class Codec:
-    """How the records of a cache are stored; a field that its profile lacks is 0 or empty."""
-
-    profile: str
-    vocabulary_size: int
-    seed: int = 0
-    threshold: float = 0.0
-    temperatures: tuple[float, ...] = ()
-    always_keep: tuple[int, ...] = ()
-    draws: int = 1
-    k: int = 0
-    bits: int = 0
+class Codec(CodecNumbers):
+    """How the records of a cache are stored."""
 
     @property
     def rules(self) -> Profile:
@@ -129,18 +118,3 @@ class Codec:
     def schema(self) -> Schema:
         """Return type and dimensions of each column as it is written; a reader picks one draw."""
         return {"known": (WORD, 2), "entropy": (BYTE, 1), **self.rules.schema(self)}
-
-    def narrow_ids(self, name: str, ids: NDArray[Any]) -> NDArray[Any]:
-        """Check ``ids`` and return them in the stored type, which would wrap larger ones."""
-        self.require_ids(name, ids)
-        return ids.astype(choose_id_dtype(self.vocabulary_size))
-
-    def require_ids(self, name: str, ids: NDArray[Any]) -> None:
-        """Raise ``ValueError`` where an id lies outside the vocabulary."""
-        if ids.size and ids.max() >= self.vocabulary_size:
-            raise ValueError(
-                f"{name} must be below the vocabulary size {self.vocabulary_size}, "
-                f"but got {ids.max()}."
-            )
-        if ids.size and ids.min() < 0:
-            raise ValueError(f"{name} must not be negative, but got {ids.min()}.")

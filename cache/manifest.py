@@ -30,7 +30,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from cache.codec import Codec
 from cache.errors import CacheCorrupt, CacheMismatch
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.shards.entries import PieceIndex, ShardEntry, ShardTotals
 
 FORMAT = "potstill-cache"

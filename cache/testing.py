@@ -22,7 +22,7 @@ from cache.manifest import (
     TokenizerIdentity,
     TokenizerProbe,
 )
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.profiles.whole import EXAMPLE_WIDTH
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions

@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.speed import read_cpu_name
 from bench.support.paths import AUSTEN
 from cache.disk import list_file_sizes
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.shard import make_shard_arrays, write_arrays
 from cache.testing import make_codec, make_identity, make_shard
 from kd.config.jobfile import parse_config

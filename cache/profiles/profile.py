@@ -8,16 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.records import Records
-from cache.rounding import RecordPositions
-
-if TYPE_CHECKING:
-    from cache.codec import Codec
+from cache.rounding import RecordPositions, choose_id_dtype
 
 #: Type and number of dimensions of each column.
 Schema = dict[str, tuple[np.dtype[Any], int]]
@@ -38,6 +35,36 @@ class Reading:
 
     known_logprobs: NDArray[Any]
     entropy: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class CodecNumbers:
+    """The numbers of a cache's records; a field that the profile lacks is 0 or empty."""
+
+    profile: str
+    vocabulary_size: int
+    seed: int = 0
+    threshold: float = 0.0
+    temperatures: tuple[float, ...] = ()
+    always_keep: tuple[int, ...] = ()
+    draws: int = 1
+    k: int = 0
+    bits: int = 0
+
+    def narrow_ids(self, name: str, ids: NDArray[Any]) -> NDArray[Any]:
+        """Check ``ids`` and return them in the stored type, which would wrap larger ones."""
+        self.require_ids(name, ids)
+        return ids.astype(choose_id_dtype(self.vocabulary_size))
+
+    def require_ids(self, name: str, ids: NDArray[Any]) -> None:
+        """Raise ``ValueError`` if an id lies outside the vocabulary."""
+        if ids.size and ids.max() >= self.vocabulary_size:
+            raise ValueError(
+                f"{name} must be below the vocabulary size {self.vocabulary_size}, "
+                f"but got {ids.max()}."
+            )
+        if ids.size and ids.min() < 0:
+            raise ValueError(f"{name} must not be negative, but got {ids.min()}.")
 
 
 @dataclass(frozen=True)
@@ -72,30 +99,34 @@ class Profile(ABC):
     # ------------------------------------------------------------------ records
 
     @abstractmethod
-    def find_fault(self, codec: Codec) -> str | None:
-        """Say which number of ``codec`` this profile cannot have; None if all are right."""
+    def find_fault(self, numbers: CodecNumbers) -> str | None:
+        """Say which of the numbers this profile cannot have; None if all are right."""
 
     @abstractmethod
-    def schema(self, codec: Codec) -> Schema:
+    def schema(self, numbers: CodecNumbers) -> Schema:
         """Return the profile's own columns as they are written; a reader picks one draw."""
 
     @abstractmethod
     def encode(
-        self, codec: Codec, reading: Any, places: RecordPositions
+        self, numbers: CodecNumbers, reading: Any, places: RecordPositions
     ) -> dict[str, NDArray[Any]]:
         """Encode the profile's own columns. ``reading`` is of its class ``reading``."""
 
     @abstractmethod
-    def find_step(self, codec: Codec) -> float:
+    def find_step(self, numbers: CodecNumbers) -> float:
         """Return the largest error of a stored log-probability, in nats."""
 
-    def head_step(self, codec: Codec) -> float:
+    def head_step(self, numbers: CodecNumbers) -> float:
         """Return the nats of a step of ``head_logprobs``; 0 for records without a head."""
         return 0.0
 
     @abstractmethod
     def make_example(
-        self, rng: np.random.Generator, codec: Codec, known: NDArray[Any], logp_NV: NDArray[Any]
+        self,
+        rng: np.random.Generator,
+        numbers: CodecNumbers,
+        known: NDArray[Any],
+        logp_NV: NDArray[Any],
     ) -> Reading:
         """Make a reading of the distributions ``logp_NV``, for tests; ``known`` (N, 1 + A)."""
 
@@ -106,17 +137,17 @@ class Profile(ABC):
     #: The columns that ``measure`` reads: few of them, and none with ids.
     measured: ClassVar[tuple[str, ...]] = ("entropy",)
 
-    def measure(self, codec: Codec, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
+    def measure(self, numbers: CodecNumbers, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
         """Measure the kept mass and the number of entries of every record, (N,) each."""
         positions = len(read("entropy"))
-        return np.ones(positions), np.full(positions, codec.vocabulary_size)
+        return np.ones(positions), np.full(positions, numbers.vocabulary_size)
 
-    def bound_entries(self, codec: Codec) -> int:
+    def bound_entries(self, numbers: CodecNumbers) -> int:
         """Return a number of entries that no record exceeds."""
-        return codec.vocabulary_size
+        return numbers.vocabulary_size
 
     def list_entries(
-        self, codec: Codec, records: Records, number: int, said: int
+        self, numbers: CodecNumbers, records: Records, number: int, said: int
     ) -> tuple[NDArray[Any], NDArray[np.float64]] | None:
         """List the tokens of record ``number`` whose probability it stores: ids and p, (E,).
 

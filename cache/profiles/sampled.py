@@ -19,12 +19,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.profiles.profile import BYTE, WORD, Profile, ReadColumn, Reading, Schema, copy_known
+from cache.profiles.profile import (
+    BYTE,
+    WORD,
+    CodecNumbers,
+    Profile,
+    ReadColumn,
+    Reading,
+    Schema,
+    copy_known,
+)
 from cache.random import PURPOSE_ROUNDING, PURPOSE_TAIL_ROUNDING, draw_uniforms
 from cache.records import Records, compute_offsets
 from cache.rounding import (
@@ -39,9 +48,6 @@ from cache.rounding import (
     round_stochastically,
     round_to_fixed_point,
 )
-
-if TYPE_CHECKING:
-    from cache.codec import Codec
 
 #: A record has at most 1/threshold heads and as many tails: fewer than ``_RANKS_PER_DRAW``.
 SMALLEST_THRESHOLD = 1 / 1000
@@ -80,32 +86,32 @@ class Sampled(Profile):
     options = frozenset({"threshold", "always_keep", "draws"})
     measured = ("entropy", "known", "head_count", "head_logprobs", "tail_count")
 
-    def find_fault(self, codec: Codec) -> str | None:
+    def find_fault(self, numbers: CodecNumbers) -> str | None:
         """Refuse a threshold that is too small for its counts, or no probability."""
-        if SMALLEST_THRESHOLD <= codec.threshold < 1:
+        if SMALLEST_THRESHOLD <= numbers.threshold < 1:
             return None
-        return f"codec.threshold must lie in [1/1000, 1), but got {codec.threshold:g}."
+        return f"codec.threshold must lie in [1/1000, 1), but got {numbers.threshold:g}."
 
-    def head_step(self, codec: Codec) -> float:
+    def head_step(self, numbers: CodecNumbers) -> float:
         """Return the nats of a step of ``head_logprobs``."""
-        return -math.log(codec.threshold) / _HEAD_LEVELS
+        return -math.log(numbers.threshold) / _HEAD_LEVELS
 
     def head_dtype(self) -> np.dtype[Any]:
         """Return the type of ``head_logprobs``."""
         return BYTE
 
-    def lowest_head(self, codec: Codec) -> float:
+    def lowest_head(self, numbers: CodecNumbers) -> float:
         """Return the smallest log-probability that the head can store."""
-        return math.log(codec.threshold)
+        return math.log(numbers.threshold)
 
-    def find_step(self, codec: Codec) -> float:
+    def find_step(self, numbers: CodecNumbers) -> float:
         """Return the larger step of known tokens and of the head."""
-        return max(KNOWN_STEP, self.head_step(codec))
+        return max(KNOWN_STEP, self.head_step(numbers))
 
-    def schema(self, codec: Codec) -> Schema:
+    def schema(self, numbers: CodecNumbers) -> Schema:
         """Return the columns of head and tail."""
-        ids = choose_id_dtype(codec.vocabulary_size)
-        counts = _choose_count_dtype(codec)
+        ids = choose_id_dtype(numbers.vocabulary_size)
+        counts = _choose_count_dtype(numbers)
         return {
             "head_count": (counts, 1),
             "head_ids": (ids, 1),
@@ -115,42 +121,48 @@ class Sampled(Profile):
         }
 
     def encode(
-        self, codec: Codec, reading: Sample, places: RecordPositions
+        self, numbers: CodecNumbers, reading: Sample, places: RecordPositions
     ) -> dict[str, NDArray[Any]]:
         """Encode head and tail. Raises ``ValueError`` for a head entry too small for its type."""
-        counts = _choose_count_dtype(codec)
+        counts = _choose_count_dtype(numbers)
         return {
             "head_count": reading.head_count.astype(counts),
-            "head_ids": codec.narrow_ids("head_ids", reading.head_ids),
-            "head_logprobs": self._encode_head(codec, reading, places),
+            "head_ids": numbers.narrow_ids("head_ids", reading.head_ids),
+            "head_logprobs": self._encode_head(numbers, reading, places),
             "tail_count": reading.tail_count.astype(counts),
-            "tail_ids": codec.narrow_ids("tail_ids", reading.tail_ids),
+            "tail_ids": numbers.narrow_ids("tail_ids", reading.tail_ids),
         }
 
-    def _encode_head(self, codec: Codec, sample: Sample, places: RecordPositions) -> NDArray[Any]:
+    def _encode_head(
+        self, numbers: CodecNumbers, sample: Sample, places: RecordPositions
+    ) -> NDArray[Any]:
         logprobs = sample.head_logprobs
-        lowest = self.lowest_head(codec)
+        lowest = self.lowest_head(numbers)
         if logprobs.size and (
             logprobs.min() < lowest - _HEAD_SLACK or logprobs.max() > _HEAD_SLACK
         ):
             got = f"{logprobs.min():.4f} to {logprobs.max():.4f}"
             raise ValueError(f"head_logprobs must lie in [{lowest:.4f}, 0], but got {got}.")
-        draws = draw_for_entries(codec.seed, PURPOSE_ROUNDING, sample.head_count, places)
-        return round_stochastically(logprobs, self.head_step(codec), draws).astype(
+        draws = draw_for_entries(numbers.seed, PURPOSE_ROUNDING, sample.head_count, places)
+        return round_stochastically(logprobs, self.head_step(numbers), draws).astype(
             self.head_dtype()
         )
 
     def make_example(
-        self, rng: np.random.Generator, codec: Codec, known: NDArray[Any], logp_NV: NDArray[Any]
+        self,
+        rng: np.random.Generator,
+        numbers: CodecNumbers,
+        known: NDArray[Any],
+        logp_NV: NDArray[Any],
     ) -> Sample:
         """Take every token above the threshold, and one to four others in each draw, at random."""
         free_NV = np.ones(logp_NV.shape, bool)
-        free_NV[:, [0, *codec.always_keep]] = False
-        head_NV = free_NV & (np.exp(logp_NV) > codec.threshold)
+        free_NV[:, [0, *numbers.always_keep]] = False
+        head_NV = free_NV & (np.exp(logp_NV) > numbers.threshold)
         tail_count = rng.integers(1, 5, len(logp_NV))
         others = [np.flatnonzero(row) for row in free_NV & ~head_NV]
         picks = [
-            np.stack([rng.choice(ids, count, replace=False) for _ in range(codec.draws)], axis=1)
+            np.stack([rng.choice(ids, count, replace=False) for _ in range(numbers.draws)], axis=1)
             for ids, count in zip(others, tail_count.tolist(), strict=True)
         ]
         return Sample(
@@ -159,43 +171,43 @@ class Sampled(Profile):
             head_ids=np.nonzero(head_NV)[1],
             head_logprobs=logp_NV[head_NV],
             tail_count=tail_count,
-            tail_ids=np.concatenate([np.empty((0, codec.draws), np.int64), *picks]),
+            tail_ids=np.concatenate([np.empty((0, numbers.draws), np.int64), *picks]),
         )
 
     # ------------------------------------------------------------------ what people see of them
 
-    def measure(self, codec: Codec, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
+    def measure(self, numbers: CodecNumbers, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
         """Add up known tokens and heads; a drawn token counts as an entry."""
         known = read("known")
         gold_N = read("tokens")[:, 1:][read("target_mask")[:, :-1]]
         counted = known != UNKNOWN
         # A gold token that is always kept counts once.
-        counted[:, 1:] &= gold_N[:, None] != np.array(codec.always_keep, np.int64)
+        counted[:, 1:] &= gold_N[:, None] != np.array(numbers.always_keep, np.int64)
         heads = read("head_count").astype(np.int64)
         row_E = np.repeat(np.arange(len(heads)), heads)
-        masses_E = decode_masses(self.head_step(codec), read("head_logprobs"))
+        masses_E = decode_masses(self.head_step(numbers), read("head_logprobs"))
         head_N = np.bincount(row_E, masses_E, minlength=len(heads))
         mass_N = (decode_masses(KNOWN_STEP, known) * counted).sum(axis=1) + head_N
         return mass_N, counted.sum(axis=1) + heads + read("tail_count")
 
-    def bound_entries(self, codec: Codec) -> int:
+    def bound_entries(self, numbers: CodecNumbers) -> int:
         """Bound them by the threshold.
 
         Probabilities sum to 1, so at most 1 / threshold are above it, and as many are drawn.
         """
-        return 1 + len(codec.always_keep) + 2 * math.ceil(1.0 / codec.threshold)
+        return 1 + len(numbers.always_keep) + 2 * math.ceil(1.0 / numbers.threshold)
 
     def list_entries(
-        self, codec: Codec, records: Records, number: int, said: int
+        self, numbers: CodecNumbers, records: Records, number: int, said: int
     ) -> tuple[NDArray[Any], NDArray[np.float64]]:
         """List the known tokens and the head."""
-        ids = [said, *codec.always_keep]
+        ids = [said, *numbers.always_keep]
         codes = records["known"][number]
         # A said token that is always kept is stored twice.
         kept = (codes != UNKNOWN) & (np.arange(len(ids)) == [ids.index(each) for each in ids])
         head = slice(*compute_offsets(records["head_count"])[number : number + 2].tolist())
         known_E = decode_masses(KNOWN_STEP, codes[kept])
-        head_E = decode_masses(self.head_step(codec), records["head_logprobs"][head])
+        head_E = decode_masses(self.head_step(numbers), records["head_logprobs"][head])
         return (
             np.concatenate([np.array(ids)[kept], records["head_ids"][head].astype(np.int64)]),
             np.concatenate([known_E, head_E]),
@@ -220,16 +232,16 @@ class Tempered(Sampled):
     gold_steps = 1  # the normaliser adds the rounding of the head
     options = Sampled.options | {"temperatures"}
 
-    def find_fault(self, codec: Codec) -> str | None:
+    def find_fault(self, numbers: CodecNumbers) -> str | None:
         """Refuse what is no range of temperatures too."""
-        if fault := super().find_fault(codec):
+        if fault := super().find_fault(numbers):
             return fault
-        ends = codec.temperatures
+        ends = numbers.temperatures
         if len(ends) == 2 and 0 < ends[0] < ends[1]:
             return None
         return f"codec.temperatures must be a range above 0, but got {ends}."
 
-    def head_step(self, codec: Codec) -> float:
+    def head_step(self, numbers: CodecNumbers) -> float:
         """Return a step that does not depend on the threshold."""
         return TEMPERED_HEAD_STEP
 
@@ -237,20 +249,20 @@ class Tempered(Sampled):
         """Return a type that holds small probabilities: a token may be heavy at one T alone."""
         return WORD
 
-    def lowest_head(self, codec: Codec) -> float:
+    def lowest_head(self, numbers: CodecNumbers) -> float:
         """Return the end of the type's range."""
         return -np.iinfo(self.head_dtype()).max * TEMPERED_HEAD_STEP
 
-    def schema(self, codec: Codec) -> Schema:
+    def schema(self, numbers: CodecNumbers) -> Schema:
         """Add the columns of the tail's log-probabilities and partition."""
         own: Schema = {"tail_logprobs": (BYTE, 2), "partition": (np.dtype(np.int16), 3)}
-        return super().schema(codec) | own
+        return super().schema(numbers) | own
 
     def encode(
-        self, codec: Codec, reading: Sample, places: RecordPositions
+        self, numbers: CodecNumbers, reading: Sample, places: RecordPositions
     ) -> dict[str, NDArray[Any]]:
         """Encode head, tail and partition."""
-        columns = super().encode(codec, reading, places)
+        columns = super().encode(numbers, reading, places)
         if reading.tail_logprobs is None or reading.partition is None:
             return columns  # ``Codec.require`` names the columns that are missing
         steps = [
@@ -258,7 +270,7 @@ class Tempered(Sampled):
                 reading.tail_logprobs[:, draw],
                 TAIL_STEP,
                 draw_for_entries(
-                    codec.seed, PURPOSE_TAIL_ROUNDING, reading.tail_count, places, draw
+                    numbers.seed, PURPOSE_TAIL_ROUNDING, reading.tail_count, places, draw
                 ),
             )
             for draw in range(reading.tail_logprobs.shape[1])
@@ -268,10 +280,14 @@ class Tempered(Sampled):
         return columns
 
     def make_example(
-        self, rng: np.random.Generator, codec: Codec, known: NDArray[Any], logp_NV: NDArray[Any]
+        self,
+        rng: np.random.Generator,
+        numbers: CodecNumbers,
+        known: NDArray[Any],
+        logp_NV: NDArray[Any],
     ) -> Sample:
         """Add the tail's log-probabilities, and a random partition at four knots."""
-        found = super().make_example(rng, codec, known, logp_NV)
+        found = super().make_example(rng, numbers, known, logp_NV)
         rows_M1 = np.repeat(np.arange(len(logp_NV)), found.tail_count)[:, None]
         own = {
             "tail_logprobs": logp_NV[rows_M1, found.tail_ids],
@@ -295,5 +311,5 @@ def draw_for_entries(
     )
 
 
-def _choose_count_dtype(codec: Codec) -> np.dtype[Any]:
-    return BYTE if codec.threshold >= 1 / 255 else WORD
+def _choose_count_dtype(numbers: CodecNumbers) -> np.dtype[Any]:
+    return BYTE if numbers.threshold >= 1 / 255 else WORD

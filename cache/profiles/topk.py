@@ -11,12 +11,20 @@ N   positions      K   entries
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.profiles.profile import WORD, Profile, ReadColumn, Reading, Schema, copy_known
+from cache.profiles.profile import (
+    WORD,
+    CodecNumbers,
+    Profile,
+    ReadColumn,
+    Reading,
+    Schema,
+    copy_known,
+)
 from cache.records import Records
 from cache.rounding import (
     TOP_STEP,
@@ -26,9 +34,6 @@ from cache.rounding import (
     decode_masses,
     round_to_nearest_step,
 )
-
-if TYPE_CHECKING:
-    from cache.codec import Codec
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,51 +58,55 @@ class TopK(Profile):
     shown = ("top_ids", "top_logprobs", "residual")
     measured = ("entropy", "top_logprobs")
 
-    def find_fault(self, codec: Codec) -> str | None:
+    def find_fault(self, numbers: CodecNumbers) -> str | None:
         """Refuse records without an entry."""
-        return None if codec.k >= 1 else f"codec.k must be at least 1, but got {codec.k}."
+        return None if numbers.k >= 1 else f"codec.k must be at least 1, but got {numbers.k}."
 
-    def schema(self, codec: Codec) -> Schema:
+    def schema(self, numbers: CodecNumbers) -> Schema:
         """Return the columns of entries and bucket."""
-        ids = choose_id_dtype(codec.vocabulary_size)
+        ids = choose_id_dtype(numbers.vocabulary_size)
         return {"top_ids": (ids, 2), "top_logprobs": (WORD, 2), "residual": (WORD, 1)}
 
     def encode(
-        self, codec: Codec, reading: TopReading, places: RecordPositions
+        self, numbers: CodecNumbers, reading: TopReading, places: RecordPositions
     ) -> dict[str, NDArray[Any]]:
         """Encode entries and bucket."""
         ids = np.where(np.isfinite(reading.logprobs), reading.ids, 0)
         return {
-            "top_ids": codec.narrow_ids("top_ids", ids),
+            "top_ids": numbers.narrow_ids("top_ids", ids),
             "top_logprobs": round_to_nearest_step(reading.logprobs),
             "residual": round_to_nearest_step(reading.residual),
         }
 
-    def find_step(self, codec: Codec) -> float:
+    def find_step(self, numbers: CodecNumbers) -> float:
         """Return the step of the entries."""
         return TOP_STEP
 
     def make_example(
-        self, rng: np.random.Generator, codec: Codec, known: NDArray[Any], logp_NV: NDArray[Any]
+        self,
+        rng: np.random.Generator,
+        numbers: CodecNumbers,
+        known: NDArray[Any],
+        logp_NV: NDArray[Any],
     ) -> TopReading:
         """Take the K most probable tokens."""
-        ids = np.argsort(-logp_NV, axis=1)[:, : codec.k]
+        ids = np.argsort(-logp_NV, axis=1)[:, : numbers.k]
         logprobs = np.take_along_axis(logp_NV, ids, 1)
         residual = np.log(np.maximum(1 - np.exp(logprobs).sum(1), 1e-12))
         common = copy_known(known[:, :1], logp_NV)
         return TopReading(**common, ids=ids, logprobs=logprobs, residual=residual)
 
-    def measure(self, codec: Codec, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
+    def measure(self, numbers: CodecNumbers, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
         """Add up the entries."""
         codes = read("top_logprobs")
         return decode_masses(TOP_STEP, codes).sum(axis=1), (codes != UNKNOWN).sum(axis=1)
 
-    def bound_entries(self, codec: Codec) -> int:
+    def bound_entries(self, numbers: CodecNumbers) -> int:
         """Return K."""
-        return codec.k
+        return numbers.k
 
     def list_entries(
-        self, codec: Codec, records: Records, number: int, said: int
+        self, numbers: CodecNumbers, records: Records, number: int, said: int
     ) -> tuple[NDArray[Any], NDArray[np.float64]]:
         """List the entries that there are."""
         codes = records["top_logprobs"][number]

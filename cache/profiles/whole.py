@@ -13,17 +13,14 @@ N   positions      V   vocabulary size      D   width
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.profiles.profile import Profile, Reading, Schema, copy_known
+from cache.profiles.profile import CodecNumbers, Profile, Reading, Schema, copy_known
 from cache.records import Records
 from cache.rounding import RecordPositions
-
-if TYPE_CHECKING:
-    from cache.codec import Codec
 
 #: The largest root mean square of |delta log p|, weighted by p.
 EXACT_STEP = 2e-2
@@ -53,12 +50,12 @@ class _Whole(Profile):
     any_divergence = True
     options = frozenset({"dtype"})
 
-    def find_fault(self, codec: Codec) -> str | None:
+    def find_fault(self, numbers: CodecNumbers) -> str | None:
         """Refuse bits that no dtype has."""
         known = tuple(sorted(set(self.dtypes.values())))
-        if codec.bits in known:
+        if numbers.bits in known:
             return None
-        return f"codec.bits of {self.name} must be one of {known}, but got {codec.bits}."
+        return f"codec.bits of {self.name} must be one of {known}, but got {numbers.bits}."
 
 
 @dataclass(frozen=True)
@@ -71,30 +68,34 @@ class Dense(_Whole):
     gold_steps = 1
     shown = ("logprobs",)
 
-    def schema(self, codec: Codec) -> Schema:
+    def schema(self, numbers: CodecNumbers) -> Schema:
         """Return the column of log-probabilities."""
-        return {"logprobs": (np.dtype(np.float16 if codec.bits == 16 else np.float32), 2)}
+        return {"logprobs": (np.dtype(np.float16 if numbers.bits == 16 else np.float32), 2)}
 
     def encode(
-        self, codec: Codec, reading: DenseReading, places: RecordPositions
+        self, numbers: CodecNumbers, reading: DenseReading, places: RecordPositions
     ) -> dict[str, NDArray[Any]]:
         """Encode log-probabilities as floats."""
-        ((dtype, _),) = self.schema(codec).values()
+        ((dtype, _),) = self.schema(numbers).values()
         # A token that cannot come has -inf, which would make a sum of products NaN.
         return {"logprobs": np.maximum(reading.logprobs, np.finfo(dtype).min).astype(dtype)}
 
-    def find_step(self, codec: Codec) -> float:
+    def find_step(self, numbers: CodecNumbers) -> float:
         """Return the bound of float16."""
         return EXACT_STEP
 
     def make_example(
-        self, rng: np.random.Generator, codec: Codec, known: NDArray[Any], logp_NV: NDArray[Any]
+        self,
+        rng: np.random.Generator,
+        numbers: CodecNumbers,
+        known: NDArray[Any],
+        logp_NV: NDArray[Any],
     ) -> DenseReading:
         """Take all log-probabilities."""
         return DenseReading(**copy_known(known, logp_NV), logprobs=logp_NV)
 
     def list_entries(
-        self, codec: Codec, records: Records, number: int, said: int
+        self, numbers: CodecNumbers, records: Records, number: int, said: int
     ) -> tuple[NDArray[Any], NDArray[np.float64]]:
         """List every token."""
         logp_V = records["logprobs"][number].astype(np.float64)
@@ -111,27 +112,31 @@ class Hidden(_Whole):
     dtypes = {"auto": 16, "int16": 16, "int8": 8}  # noqa: RUF012 (a constant)
     gold_steps = 2
 
-    def schema(self, codec: Codec) -> Schema:
+    def schema(self, numbers: CodecNumbers) -> Schema:
         """Return the columns of the states and of their scales."""
-        state = np.dtype(np.int8 if codec.bits == 8 else np.int16)
+        state = np.dtype(np.int8 if numbers.bits == 8 else np.int16)
         return {"hidden": (state, 2), "hidden_scale": (np.dtype(np.float32), 1)}
 
     def encode(
-        self, codec: Codec, reading: HiddenReading, places: RecordPositions
+        self, numbers: CodecNumbers, reading: HiddenReading, places: RecordPositions
     ) -> dict[str, NDArray[Any]]:
         """Encode each state by one scale."""
-        dtype, _ = self.schema(codec)["hidden"]
+        dtype, _ = self.schema(numbers)["hidden"]
         largest = np.maximum(np.abs(reading.states).max(axis=1), np.finfo(np.float32).tiny)
         scale = largest / np.iinfo(dtype).max
         codes = np.rint(reading.states / scale[:, None]).astype(dtype)
         return {"hidden": codes, "hidden_scale": scale.astype(np.float32)}
 
-    def find_step(self, codec: Codec) -> float:
+    def find_step(self, numbers: CodecNumbers) -> float:
         """Return the bound of int8 or of int16."""
-        return INT8_STEP if codec.bits == 8 else EXACT_STEP
+        return INT8_STEP if numbers.bits == 8 else EXACT_STEP
 
     def make_example(
-        self, rng: np.random.Generator, codec: Codec, known: NDArray[Any], logp_NV: NDArray[Any]
+        self,
+        rng: np.random.Generator,
+        numbers: CodecNumbers,
+        known: NDArray[Any],
+        logp_NV: NDArray[Any],
     ) -> HiddenReading:
         """Make random states, which do not belong to the distributions."""
         states = rng.normal(size=(len(logp_NV), EXAMPLE_WIDTH))

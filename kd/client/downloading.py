@@ -14,7 +14,7 @@ from cache.disk import TEMPORARY_PREFIX, hash_file, make_folder, storage_errors,
 from kd.client.answers import Answer
 from kd.client.errors import Refused, Unreachable
 from kd.client.requests import JobRef, Request, locate_job
-from kd.client.retrying import Backoff, Caller
+from kd.client.retrying import Backoff, Retrier
 
 #: An answer that holds the part of the file that was asked for.
 PARTIAL_CONTENT = 206
@@ -30,7 +30,7 @@ class Content:
     size: int | None = None
 
 
-def download(caller: Caller, job: JobRef, name: str, path: Path) -> Path:
+def download(caller: Retrier, job: JobRef, name: str, path: Path) -> Path:
     """Download the artifact ``name`` of a job to the file ``path``; return the path.
 
     The file appears at once and whole; until then its bytes lie beside it. Raises ``Refused`` if
@@ -53,7 +53,7 @@ def download(caller: Caller, job: JobRef, name: str, path: Path) -> Path:
     return path
 
 
-def _fill(caller: Caller, file: BinaryIO, url: str) -> Content:
+def _fill(caller: Retrier, file: BinaryIO, url: str) -> Content:
     """Write the whole content at ``url`` into ``file``, in as many requests as it needs."""
     content = Content()
     backoff = Backoff(caller.patience)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kd.client.errors import Refused, Unreachable
 from kd.client.event_decoder import EventDecoder
 from kd.client.requests import JobRef, Request, locate_job
-from kd.client.retrying import Backoff, Caller
+from kd.client.retrying import Backoff, Retrier
 from kd.client.wire.history import JobEvent, JobEvents
 from kd.client.wire.jobs import TERMINAL_STATUSES, Job
 
@@ -19,7 +19,7 @@ PAGE_EVENTS = 1000
 
 
 def follow_events(
-    caller: Caller, job: JobRef, after: str | None, types: frozenset[str] | None
+    caller: Retrier, job: JobRef, after: str | None, types: frozenset[str] | None
 ) -> Iterator[JobEvent]:
     """Yield the events of a job until it has ended, each once and in order.
 
@@ -60,7 +60,7 @@ def _ask_for_stream(job: JobRef, place: str) -> Request:
     return Request("GET", locate_job(job, "/events/stream"), headers=headers)
 
 
-def list_events(caller: Caller, job: JobRef, after: str) -> list[JobEvent]:
+def list_events(caller: Retrier, job: JobRef, after: str) -> list[JobEvent]:
     """Return the events that a job has so far after the event ``after``."""
     found: list[JobEvent] = []
     more = True

@@ -52,7 +52,7 @@ class Backoff:
 
 
 @dataclass(frozen=True)
-class Caller:
+class Retrier:
     """Sends each request until it succeeds, or ``patience`` seconds have passed."""
 
     transport: Transport

@@ -26,7 +26,7 @@ from kd.client.requests import (
     locate_job,
     make_key,
 )
-from kd.client.retrying import Caller
+from kd.client.retrying import Retrier
 from kd.client.transport import Transport, warn_of_expiry
 from kd.client.wire.accounts import TeamAccount, TeamList
 from kd.client.wire.caches import (
@@ -84,7 +84,7 @@ class Client:
         patience: float = 60.0,
         on_expiry: Callable[[str], None] = warn_of_expiry,
     ) -> None:
-        self._caller = Caller(Transport(server, key, on_expiry), patience)
+        self._retrier = Retrier(Transport(server, key, on_expiry), patience)
 
     def __enter__(self) -> Self:
         return self
@@ -94,17 +94,17 @@ class Client:
 
     def close(self) -> None:
         """Close the connections."""
-        self._caller.transport.close()
+        self._retrier.transport.close()
 
     @property
     def server(self) -> str:
         """The address of the server."""
-        return self._caller.transport.server
+        return self._retrier.transport.server
 
     def with_patience(self, seconds: float) -> Self:
         """Return a client that shares the connections, and has another patience."""
         other = copy.copy(self)
-        other._caller = replace(self._caller, patience=seconds)
+        other._retrier = replace(self._retrier, patience=seconds)
         return other
 
     def submit(self, job: JobLike, *, idempotency_key: str | None = None) -> Job:
@@ -123,7 +123,7 @@ class Client:
         query = {"devices": devices}
         body = encode_json(describe_job(job))
         request = Request("POST", "/jobs/validate", query, body, read_seconds=600.0)
-        return self._caller.fetch(JobPlan, request)
+        return self._retrier.fetch(JobPlan, request)
 
     def clone(
         self, job: JobRef, changes: Mapping[str, Any], *, idempotency_key: str | None = None
@@ -171,7 +171,7 @@ class Client:
             # The first answer comes at once; the next ones when the job changes.
             hold = int(min(HOLD_SECONDS, left)) if headers else 0
             request = Request("GET", path, {"wait": hold}, None, headers, hold + 15.0)
-            patient = replace(self._caller, patience=min(self._caller.patience, left))
+            patient = replace(self._retrier, patience=min(self._retrier.patience, left))
             answer = patient.call(request, NOT_MODIFIED)
             if answer.status != NOT_MODIFIED:
                 seen = parse_answer(Job, answer)
@@ -193,14 +193,14 @@ class Client:
         Each event comes once and in order, also if the connection is cut or the server restarts.
         ``types`` are the types that are wanted, such as ``status`` and ``metrics``.
         """
-        return follow_events(self._caller, job, after, _freeze(types))
+        return follow_events(self._retrier, job, after, _freeze(types))
 
     def past_events(
         self, job: JobRef, *, after: str | None = None, types: Iterable[str] | None = None
     ) -> Iterator[JobEvent]:
         """Iterate over the events that a job has so far."""
         wanted = _freeze(types)
-        for event in list_events(self._caller, job, after or "0"):
+        for event in list_events(self._retrier, job, after or "0"):
             if is_wanted(event, wanted):
                 yield event
 
@@ -235,7 +235,7 @@ class Client:
         """Return what a job printed, from byte ``start`` on, or its last ``tail`` lines."""
         headers = {"Range": f"bytes={start}-"} if tail is None else {}
         request = Request("GET", locate_job(job, "/logs"), {"tail": tail}, None, headers)
-        answer = self._caller.call(request, RANGE_NOT_SATISFIABLE)
+        answer = self._retrier.call(request, RANGE_NOT_SATISFIABLE)
         return answer.content if answer.ok else b""
 
     def checkpoints(self, job: JobRef) -> list[Checkpoint]:
@@ -252,7 +252,7 @@ class Client:
         A cut download goes on where it was cut. The file is compared with its sha256, and appears
         whole or not at all.
         """
-        return download(self._caller, job, name, Path(path))
+        return download(self._retrier, job, name, Path(path))
 
     def upload_file(self, path: str | os.PathLike[str], name: str | None = None) -> UploadedFile:
         """Upload a file of JSON lines to train on, for the caller's team.
@@ -265,7 +265,7 @@ class Client:
         headers = {"Content-Type": "application/jsonl", "Content-Length": str(path.stat().st_size)}
         where = locate_file(name or path.name)
         request = Request("PUT", where, {}, path, headers, read_seconds=UPLOAD_SECONDS)
-        return self._caller.fetch(UploadedFile, request)
+        return self._retrier.fetch(UploadedFile, request)
 
     def files(self) -> list[UploadedFile]:
         """Return the files that the caller's team has uploaded, newest first."""
@@ -345,15 +345,15 @@ class Client:
         """Send a request of docs/api.md with a body of JSON; return the JSON of the answer."""
         headers = make_key(None) if method == "POST" else {}
         content = None if body is None else encode_json(body)
-        answer = self._caller.call(Request(method, path, query or {}, content, headers))
+        answer = self._retrier.call(Request(method, path, query or {}, content, headers))
         return json.loads(answer.content) if answer.content else None
 
     def _get(self, model: type[Model], path: str, query: Mapping[str, Any] | None = None) -> Model:
-        return self._caller.fetch(model, Request("GET", path, query or {}))
+        return self._retrier.fetch(model, Request("GET", path, query or {}))
 
     def _create_job(self, path: str, key: str | None, body: bytes | None = None) -> Job:
         """Create a job. The key keeps a request that is sent again from making a second one."""
-        return self._caller.fetch(Job, Request("POST", path, {}, body, make_key(key)))
+        return self._retrier.fetch(Job, Request("POST", path, {}, body, make_key(key)))
 
     def _act(self, action: Action, job: JobRef) -> Job:
         """Cancel, pause, resume or retry a job. An action that is done already changes nothing.
@@ -363,7 +363,7 @@ class Client:
         """
         request = Request("POST", locate_job(job, f"/{action}"))
         after_loss = CONFLICT if action == "retry" else None
-        answer = self._caller.call(request, after_loss=after_loss)
+        answer = self._retrier.call(request, after_loss=after_loss)
         if answer.ok:
             return parse_answer(Job, answer)
         found = self.job(job)
@@ -376,7 +376,7 @@ class Client:
 
         If it is gone after the answer to an earlier attempt was lost, that attempt has deleted it.
         """
-        self._caller.call(Request("DELETE", path, query or {}), after_loss=NOT_FOUND)
+        self._retrier.call(Request("DELETE", path, query or {}), after_loss=NOT_FOUND)
 
 
 def _freeze(types: Iterable[str] | None) -> frozenset[str] | None:

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from cache.errors import StoreError
-from cache.profiles import PROFILES
 from cache.profiles.profile import Profile
+from cache.profiles.table import PROFILES
 from cache.remote.address import StoreAddress, is_bucket
 from kd.config.section import Section
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 
-from cache.profiles import explain_unsupported
+from cache.profiles.table import explain_unsupported
 from kd.config.cache import CacheConfig
 from kd.config.checks import ChecksConfig
 from kd.config.data import DataConfig

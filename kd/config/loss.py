@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from cache.profiles import explain_unsupported
+from cache.profiles.table import explain_unsupported
 from kd.config.section import Section
 from kd.errors import Problem
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences, compute_offsets
 from cache.store import Cache
 from kd.errors import DataError

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.testing import make_cache
 from tests.support.caches import IDENTITIES, IDENTITY
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.codec import Codec
-from cache.profiles import PROFILES
 from cache.profiles.sampled import SMALLEST_THRESHOLD, Sample
+from cache.profiles.table import PROFILES
 from cache.profiles.topk import TopReading
 from cache.profiles.whole import DenseReading, HiddenReading
 from cache.random import PURPOSE_ROUNDING, draw_uniforms

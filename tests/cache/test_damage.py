@@ -13,7 +13,7 @@ from cache.checking.verify import find_extras, verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch, StorageError
 from cache.operations import find_garbage
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.store import open_cache
 from cache.testing import make_cache, make_codec, make_identity
 from cache.writing.writer import open_writer

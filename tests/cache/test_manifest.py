@@ -21,7 +21,7 @@ from cache.manifest import (
     sign_json,
     verify_json,
 )
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.shards.entries import ShardEntry
 from cache.testing import PROVENANCE, make_codec, make_identity
 from tests.support.manifests import edits

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cache.codec import Codec
 from cache.errors import CacheError
 from cache.layout import encode_arrays
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.records import AXES, Records, Sequences, compute_offsets
 from cache.testing import make_codec, make_identity, make_records, make_sequences
 

@@ -18,7 +18,7 @@ from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.manifest import FORMAT_VERSION, CacheIdentity, sign_json
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.reading.arrays import ArrayFolder
 from cache.records import Records, Sequences, compute_offsets
 from cache.shard import CHUNK_BYTES, Seal

@@ -11,7 +11,7 @@ import numpy as np
 from bench.support.paths import ROOT
 from cache.disk import list_file_sizes
 from cache.manifest import CacheIdentity
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences
 from cache.testing import make_codec, make_identity, make_shard
 

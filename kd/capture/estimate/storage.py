@@ -19,7 +19,7 @@ from cache.codec import Codec
 from cache.disk import list_file_sizes
 from cache.errors import StorageError
 from cache.manifest import CacheIdentity
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.records import AXES
 from cache.rounding import choose_id_dtype
 from kd.files import Disk, format_bytes

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.codec import Codec
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.shard import CHUNK_BYTES
 from cache.shards.entries import PIECE_SHARDS
 from kd.capture.codec_identity import make_codec_identity

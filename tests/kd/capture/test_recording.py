@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cache.checking.verify import verify_cache
 from cache.manifest import CacheIdentity, DataIdentity
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, make_cosine_basis
 from cache.store import Cache, open_cache

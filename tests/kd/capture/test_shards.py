@@ -21,7 +21,7 @@ from bench.support.waiting import PATIENCE_SECONDS
 from cache import disk
 from cache.checking.verify import verify_cache
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences, TailSums
 from cache.writing.writer import CacheWriter, open_writer
 from kd.capture import shards

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cache.checking.verify import verify_cache
 from cache.disk import hash_file, list_file_sizes
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.records import Records
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP
 from cache.store import open_cache

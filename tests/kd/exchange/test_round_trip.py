@@ -13,7 +13,7 @@ import pytest
 
 from bench.support.paths import AUSTEN
 from cache.manifest import FidelityRow, Provenance, TokenizerIdentity
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences, TailSums
 from cache.rounding import TOP_STEP, UNKNOWN
 from cache.store import Cache, open_cache

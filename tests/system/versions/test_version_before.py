@@ -199,7 +199,7 @@ def test_a_training_that_an_earlier_version_has_begun_goes_on_with_the_same_job_
 WRITE = """
 import sys
 from pathlib import Path
-from cache.profiles import PROFILES
+from cache.profiles.table import PROFILES
 from cache.testing import make_cache, make_codec, make_identity
 for profile in sorted(PROFILES):
     print(make_cache(Path(sys.argv[1]), make_identity(codec=make_codec(profile))).name)

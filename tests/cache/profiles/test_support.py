@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from cache.codec import Codec
-from cache.profiles import FORWARD_KL, PROFILES, explain_unsupported
+from cache.profiles.table import FORWARD_KL, PROFILES, explain_unsupported
 from kd.config.loss import Divergence
 
 DIVERGENCES = get_args(Divergence)

@@ -11,8 +11,8 @@ import pytest
 
 from cache.codec import Codec
 from cache.inspection import compute_cache_stats
-from cache.profiles import PROFILES
 from cache.profiles.profile import Profile
+from cache.profiles.table import PROFILES
 from cache.records import AXES
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, RecordPositions
 from cache.store import open_cache
