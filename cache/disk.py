@@ -288,6 +288,16 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+def discard_path(path: Path) -> None:
+    """Rename a folder, then delete it: a crash leaves a temporary name, never half a folder.
+
+    A file, or what has a temporary name already, is deleted at once. Raises ``FileNotFoundError``
+    if there is no folder.
+    """
+    at_once = path.name.startswith(TEMPORARY_PREFIX) or path.is_file()
+    remove_path(path if at_once else set_aside(path))
+
+
 def list_file_sizes(folder: Path) -> dict[str, int]:
     """Map each file below ``folder``, by relative POSIX name, to its bytes; sorted by name.
 
@@ -316,6 +326,11 @@ def walk_files(folder: Path, seen_only: bool = False) -> Iterator[tuple[str, os.
 def sum_file_sizes(folder: Path) -> int:
     """Add up the bytes of all files below ``folder``, as far as they may be seen."""
     return sum(about.st_size for _, about in walk_files(folder, seen_only=True))
+
+
+def measure_path(path: Path) -> int:
+    """Return the bytes of a file, or of all files of a folder, as far as they may be seen."""
+    return path.stat().st_size if path.is_file() else sum_file_sizes(path)
 
 
 def find_last_change(folder: Path) -> float:
@@ -353,6 +368,15 @@ def find_leftovers(folder: Path) -> Iterator[Path]:
         for entry in found:
             if entry.name.startswith(TEMPORARY_PREFIX):
                 yield Path(entry.path)
+
+
+def find_interrupted(folder: Path) -> list[Path]:
+    """List what an interrupted write or removal left directly in ``folder``, sorted by name.
+
+    A folder that was set aside is left out: it is whole, and ``recover_folder`` puts it back.
+    """
+    found = find_leftovers(folder)
+    return sorted(path for path in found if not path.name.startswith(ASIDE_PREFIX))
 
 
 def hash_file(path: Path) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from cache.checking.listing import list_folders
 from cache.disk import (
     TEMPORARY_PREFIX,
+    discard_path,
     find_last_change,
     find_leftovers,
     locked,
@@ -107,15 +107,6 @@ class Garbage:
     bytes: int
     stored: StoredGarbage | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
-        return {
-            "fingerprint": self.folder.name,
-            "path": str(self.path),
-            "why": self.why,
-            "bytes": self.bytes,
-        }
-
 
 def find_garbage(root: Path, older_than: float) -> list[Garbage]:
     """Find what can be removed below ``root``, except in caches that are being captured.
@@ -175,7 +166,7 @@ def remove_garbage(garbage: Iterable[Garbage], older_than: float) -> list[Garbag
             continue
         with suppress(CacheError), exclude_captures(one.folder), storage_errors(one.folder):
             if one.path in {still.path for still in _find_garbage_of(one.folder, older_than)}:
-                _discard(one.path)
+                discard_path(one.path)
                 if not one.folder.exists():
                     remove_path(locate_use(one.folder))
                     remove_path(locate_lock(one.folder))
@@ -225,11 +216,6 @@ def _is_busy(folder: Path) -> bool:
             return False
     except CacheError:
         return True
-
-
-def _discard(path: Path) -> None:
-    """Rename ``path``, then delete it: a crash leaves a temporary name, never half a cache."""
-    remove_path(path if path.name.startswith(TEMPORARY_PREFIX) else set_aside(path))
 
 
 def _find_garbage_of(folder: Path, older_than: float) -> Iterator[Garbage]:

@@ -269,7 +269,7 @@ def find_left_over(caches: Path) -> list[str]:
     """Find temporary folders in sealed caches.
 
     Caches that were never sealed are not searched: a killed and then cancelled job leaves such a
-    folder for `kd cache gc`.
+    folder for `kd gc`.
     """
     sealed = [manifest.parent for manifest in caches.glob(f"*/{MANIFEST}")]
     return [

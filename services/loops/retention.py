@@ -6,17 +6,13 @@ import logging
 import threading
 from datetime import datetime
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from cache.errors import StorageError
 from services.process.lasting_loops import repeat_in_thread
 from services.settings import Settings
 from services.store.audit import AuditLog
 from services.store.jobs.store import JobStore
-from services.store.retention.rules import FREED, AgeLimits
-
-if TYPE_CHECKING:
-    from services.store.retention.items import Item
+from services.store.retention.collector import AgeLimits, Item, find_items, look, remove_items
 
 #: Time between two looks at the clock.
 INTERVAL_SECONDS = 60.0
@@ -34,8 +30,6 @@ class NightlyRetention:
     def __init__(self, store: JobStore, settings: Settings) -> None:
         self._store = store
         self._settings = settings
-        self._limits = AgeLimits.of(settings)
-        self._audit = AuditLog(settings)
         self._stopping = threading.Event()
 
     async def run(self) -> None:
@@ -47,27 +41,22 @@ class NightlyRetention:
 
         ``now`` is the time of Redis, unless a test gives another. Raises ``RedisError``.
         """
-        if not self._limits.remove_nightly:
+        limits = AgeLimits.of(self._settings)
+        if not limits.apply_nightly:
             return
         now = now or self._store.read_clock()
+        today = f"kd:retention:{now.date()}"
         if now.hour != self._settings.retain_hour:
             return
-        if self._store.redis.set(f"kd:retention:{now.date()}", "1", nx=True, ex=PASS_SECONDS):
-            self._apply()
+        if self._store.redis.set(today, "1", nx=True, ex=PASS_SECONDS):
+            scene = look(self._settings, self._store, limits)
+            items = takewhile(lambda _: not self._stopping.is_set(), find_items(scene))
+            gone, kept = remove_items(items, scene, self._audit)
+            total = sum(item.bytes for item in gone)
+            log.info("retention: %d removed, %d bytes; %d are needed", len(gone), total, len(kept))
 
-    def _apply(self) -> None:
-        # They load zarr, which an API without rules does without.
-        from services.store.retention.collection import find_items, look, remove_items
-
-        scene = look(self._settings, self._store, self._limits)
-        items = takewhile(lambda _: not self._stopping.is_set(), find_items(scene))
-        gone, kept = remove_items(items, scene, self._note)
-        total = sum(item.bytes for item in gone)
-        log.info("retention: %d removed, %d bytes; %d are needed", len(gone), total, len(kept))
-
-    def _note(self, item: Item) -> None:
-        self._store.count(FREED, item.bytes, kind=item.kind)
+    def _audit(self, item: Item) -> None:
         try:
-            self._audit.write(ACTOR, "retention.remove", item.name, **item.describe())
+            AuditLog(self._settings).write(ACTOR, "retention.remove", item.name, **item.describe())
         except (StorageError, OSError) as error:
             log.error("no audit entry for the removal of %s: %s", item.name, error)

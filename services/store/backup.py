@@ -263,12 +263,12 @@ def _find_needed(settings: Settings, client: Redis) -> dict[str, int]:
     """Count the jobs that name each place outside of the backup, where there is one."""
     kept = [place.resolve() for place in locate_trees(settings).values()]
     counts: Counter[str] = Counter()
-    for _, _, text in JobStore(client).read_naming_texts():
-        for path in {Path(name) for name in _PATH.findall(text)}:
+    for job in JobStore(client).read_naming_jobs():
+        for path in {Path(name) for name in _PATH.findall(job.text)}:
             is_there = os.path.exists(path)  # noqa: PTH110  Path raises for an impossible name
             if is_there and not any(map(path.resolve().is_relative_to, kept)):
                 counts[str(path)] += 1
-        if settings.in_bucket and NAME.search(text):
+        if settings.in_bucket and NAME.search(job.text):
             counts[str(settings.store)] += 1
     return dict(sorted(counts.items()))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache.disk import is_lock_free
+from cache.disk import find_interrupted, is_lock_free
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
@@ -23,6 +25,10 @@ ARTIFACTS = (
     "student", "report.md", "report.json", "metrics.jsonl", "profile.json", "tokens.json",
     "verify.json", "fidelity.json",
 )  # fmt: skip
+#: Why a temporary file or folder lies there.
+INTERRUPTED = "a save or a removal was interrupted"
+#: Folders of checkpoints in a run: of the student, of a baseline, of a search's trials.
+CHECKPOINTS = ("checkpoints", "*/checkpoints", "*/*/checkpoints")
 
 
 class RunFolderError(PotstillError):
@@ -90,6 +96,29 @@ def has_ended(folder: Path, config: JobConfig) -> bool:
 def is_held(folder: Path) -> bool:
     """Whether a process has locked the run folder."""
     return not is_lock_free(folder / LOCK)
+
+
+def list_spare_checkpoints(folder: Path, keep: int, may_go_on: bool) -> Iterator[tuple[Path, str]]:
+    """Yield the checkpoints of a run beyond the newest ``keep``, each with the reason.
+
+    What a kill left beside them is spare too. A run that may go on also keeps its best checkpoint,
+    whose weights become the student's.
+    """
+    reason = f"older than the newest {keep}" if keep else "the student is saved"
+    for place in sorted(place for pattern in CHECKPOINTS for place in folder.glob(pattern)):
+        paths = sorted(place.glob("step-*"))
+        best = _read_best_step(paths) if may_go_on else None
+        yield from ((path, reason) for path in paths[: len(paths) - keep] if path.name != best)
+        yield from ((path, INTERRUPTED) for path in find_interrupted(place))
+
+
+def _read_best_step(paths: list[Path]) -> str | None:
+    """Return the name of the best checkpoint, by the newest one whose state can be read."""
+    for path in reversed(paths):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            progress = json.loads((path / "state.json").read_bytes())["progress"]
+            return f"step-{int(progress['best_step']):08d}"
+    return None
 
 
 def _list_artifacts(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -66,7 +66,6 @@ CATALOGUE = {
     "cache fidelity": Help(CACHES, "kd cache fidelity 89b9"),
     "cache diff": Help(CACHES, "kd cache diff 89b9 4c3e"),
     "cache stats": Help(CACHES, "kd cache stats 89b9"),
-    "cache gc": Help(CACHES, "kd cache gc"),
     "cache rm": Help(CACHES, "kd cache rm 89b9"),
     "cache import": Help(CACHES, "kd cache import distillkit records --tokenizer teacher-folder"),
     "cache export": Help(CACHES, "kd cache export 89b9 --format distillkit --out records --lossy"),

@@ -31,9 +31,7 @@ MEMORY_REMEDY = (
     "Lower train.batch_size, teacher.batch_size or data.sequence_length, or ask for more with "
     "resources.memory."
 )
-DISK_REMEDY = (
-    "Free space on the disk (kd cache gc, kd cache rm), or raise its quota, then retry the job."
-)
+DISK_REMEDY = "Free space on the disk (kd gc, kd cache rm), or raise its quota, then retry the job."
 #: Phrases of libraries that have no number for this error: the texts of ENOSPC and EDQUOT.
 NO_SPACE_PHRASES = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 #: Numbers of OSError for a full disk, a quota and a limit on the size of a file.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.disk import TEMPORARY_PREFIX, find_last_change, sum_file_sizes
-from cache.reading.usage import read_last_use
+from cache.disk import (
+    TEMPORARY_PREFIX,
+    find_last_change,
+    locked,
+    remove_path,
+    set_aside,
+    sum_file_sizes,
+)
+from cache.errors import CacheError
+from cache.reading.usage import exclude_readers, locate_use, read_last_use
 from cache.records import Sequences
 from kd.errors import DataError
 from kd.progress import Notice
@@ -282,3 +290,22 @@ def list_stores(texts: Path) -> Iterator[StoreSummary]:
         size = sum_file_sizes(folder)
         used = max(find_last_change(folder), read_last_use(folder) or 0.0)
         yield StoreSummary(folder, size, used, (folder / MANIFEST).is_file())
+
+
+def remove_store(folder: Path, require_free: Callable[[], None]) -> None:
+    """Remove a token store; raise ``CacheError`` while it is written or read.
+
+    Before that ``require_free`` is called, when no reader can begin any more; it may raise to keep
+    the store. A run that needs it again makes it again.
+    """
+
+    def refuse() -> None:
+        raise CacheError(f"{folder} is being written by a run.", "Wait until the run has ended.")
+
+    with locked(locate_lock(folder), refuse):
+        with exclude_readers(folder):
+            require_free()
+            aside = set_aside(folder)
+            remove_path(locate_use(folder))
+        remove_path(aside)
+        remove_path(locate_lock(folder))

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from fastapi import APIRouter, Request
 
@@ -24,11 +24,8 @@ from kd.client.wire.operator import (
     KeyEntry,
     QueueHealth,
     RedisHealth,
-    RetentionRule,
     ServiceHealth,
     StorageReport,
-    StoredItem,
-    StoredKind,
 )
 from kd.client.wire.service import WorkerState
 from kd.face.version import read_version
@@ -38,14 +35,10 @@ from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import ADMIN
 from services.api.routes.operations import READY_SECONDS, RECORD_FORMAT
 from services.api.service import TheService
-from services.settings import DAY_SECONDS, STAGES, Settings
+from services.settings import STAGES, Settings
 from services.store.connection import ask_server, find_unsuitability
 from services.store.jobs.store import JobStore
 from services.store.key_file import ApiKey, KeyFile
-from services.store.retention.rules import KINDS, AgeLimits
-
-if TYPE_CHECKING:
-    from services.store.retention.items import Item
 
 #: Seconds by which the clocks of Redis and the server may differ: leases and events take the first,
 #: logs and files the second.
@@ -90,63 +83,9 @@ def _describe_key(key: ApiKey, used: datetime | None) -> KeyEntry:
 def show_storage(service: TheService) -> StorageReport:
     """Show what is on the disk, and what `kd gc` without options would remove now, and why."""
     # It loads zarr, which the other routes do without.
-    from services.store.retention.overview import SHOWN, survey, take_largest
+    from services.store.retention.overview import survey
 
-    settings = service.settings
-    limits = AgeLimits.of_gc(settings)
-    found = survey(settings, service.store, limits)
-    free = [item for item in found.items if item.kept_by is None]
-    needed = [item for item in found.items if item.kept_by is not None]
-    kinds = [
-        StoredKind(
-            kind=kind,
-            items=len(things),
-            bytes=sum(each.bytes for each in things),
-            largest=[
-                StoredItem(kind=kind, name=each.name, bytes=each.bytes, kept_by=each.kept_by)
-                for each in take_largest(things)
-            ],
-        )
-        for kind, things in found.stored.items()
-    ]
-    return StorageReport(
-        **read_disks(settings),
-        kinds=kinds,
-        rules=list(_list_rules(limits)),
-        nightly_hour=settings.retain_hour if AgeLimits.of(settings).remove_nightly else None,
-        removable=_describe_items(take_largest(free)[:SHOWN]),
-        removable_items=len(free),
-        removable_bytes=sum(item.bytes for item in free),
-        protected=_describe_items(take_largest(needed)[:SHOWN]),
-        protected_items=len(needed),
-    )
-
-
-def _describe_items(items: Iterable[Item]) -> list[StoredItem]:
-    return [
-        StoredItem(
-            kind=item.kind,
-            name=item.name,
-            bytes=item.bytes,
-            reason=item.reason,
-            age_seconds=item.age,
-            kept_by=item.kept_by,
-        )
-        for item in items
-    ]
-
-
-def _list_rules(limits: AgeLimits) -> Iterator[RetentionRule]:
-    for kind in KINDS:
-        if not limits.has(kind):
-            continue
-        if kind == "checkpoints":
-            after = limits.checkpoints_after / DAY_SECONDS
-            yield RetentionRule(kind=kind, after_days=after, keep=limits.checkpoints)
-            continue
-        ages = [limits.caches, limits.caches_captured] if kind == "caches" else []
-        known = [age for age in (*ages, getattr(limits, kind)) if age is not None]
-        yield RetentionRule(kind=kind, after_days=min(known) / DAY_SECONDS)
+    return survey(service.settings, service.store, read_disks(service.settings))
 
 
 def read_disks(settings: Settings) -> dict[str, DiskSpace | None]:

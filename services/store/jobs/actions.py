@@ -1,4 +1,4 @@
-"""The actions of a client on a job: cancel, pause, resume, retry and delete."""
+"""The actions on a job: a client's cancel, pause, resume, retry and delete; the rules' removal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kd.client.wire.jobs import Action
-from services.store.jobs.script import ScriptedStore
+from services.store.jobs.script import ScriptedStore, to_ms
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ActionResult:
 
 
 class JobActions(ScriptedStore):
-    """Changes jobs for a client."""
+    """Changes jobs for a client, and removes old ones for the rules of retention."""
 
     def change(self, action: Action, job_id: str, max_open: int | None = None) -> ActionResult:
         """Apply an action to a job. The worker of a running job learns of it with its next beat.
@@ -39,3 +39,10 @@ class JobActions(ScriptedStore):
         if outcome == "quota":
             return ActionResult(outcome, status, open_jobs=int(rest[0]))
         return ActionResult(outcome, status, tuple(rest))
+
+    def retire(self, job_id: str, older_than: float, force: bool = False) -> bool:
+        """Delete the record of a job that ended ``older_than`` seconds ago; return whether it is.
+
+        A job that an open job names stays, unless ``force`` is true.
+        """
+        return bool(self._transition("retire", job_id, to_ms(older_than), int(force)) == "retired")

@@ -1,15 +1,33 @@
-"""Which caches a caller's jobs use, and which jobs use a cache."""
+"""Which caches a caller's jobs use, which jobs use a cache, and what all jobs name."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator
+from typing import NamedTuple, cast
 
 from services.store.callers import Caller
 from services.store.jobs.script import ScriptedStore
 
+#: Fields of a record: how a job ended, and those that name other jobs, caches, files and folders.
+FIELDS = ("status", "finished_at", "config", "cache.fingerprint", "parent")
+
+
+class NamingJob(NamedTuple):
+    """A job with the text of all that it names.
+
+    A job is open until its end, and as long as a worker has it. ``ended`` is the time of its end in
+    seconds since 1970; 0 = it has not ended.
+    """
+
+    id: str
+    open: bool
+    status: str
+    ended: float
+    text: str
+
 
 class CacheLists(ScriptedStore):
-    """Reads and shortens the lists of caches."""
+    """Reads and shortens the lists of caches, and reads what jobs name."""
 
     def find_caches(self, caller: Caller) -> set[str] | None:
         """Fingerprints that the caller's jobs made or read; None if it may see every cache."""
@@ -39,3 +57,22 @@ class CacheLists(ScriptedStore):
         for owner in owners:
             self.redis.srem(owner, fingerprint)
         return False
+
+    def read_naming_jobs(self) -> Iterator[NamingJob]:
+        """Yield every job, also one that a worker has although no index names it."""
+        every, unfinished, held = (
+            set(cast(list[str], self.redis.zrange(key, 0, -1)))
+            for key in ("kd:index:*:*", "kd:open", "kd:leases")
+        )
+        records = self._ask_each(
+            sorted(every | unfinished | held),
+            lambda pipeline, job_id: pipeline.hmget(f"kd:job:{job_id}", *FIELDS),
+        )
+        for job_id, (status, finished, *names) in records:
+            is_open = job_id in unfinished or job_id in held
+            text = "\n".join(filter(None, names))
+            yield NamingJob(job_id, is_open, status, int(finished or 0) / 1000, text)
+
+    def find_open_users(self, name: str) -> list[str]:
+        """Open jobs whose records contain a name: the id of a job or a file, or a fingerprint."""
+        return cast(list[str], self._transition("named", name))

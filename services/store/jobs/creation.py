@@ -94,11 +94,8 @@ class Adoption(ScriptedStore):
 
     def list_unknown(self, job_ids: Sequence[str]) -> list[str]:
         """The ids among ``job_ids`` that have no record."""
-        pipeline = self.redis.pipeline(transaction=False)
-        for job_id in job_ids:
-            pipeline.exists(f"kd:job:{job_id}")
-        known = pipeline.execute() if job_ids else []
-        return [job_id for job_id, exists in zip(job_ids, known, strict=True) if not exists]
+        known = self._ask_each(job_ids, lambda line, job_id: line.exists(f"kd:job:{job_id}"))
+        return [job_id for job_id, exists in known if not exists]
 
     def find_lost_records(self, runs: Path) -> list[str]:
         """Say that the store has no job, although ``runs`` holds the folders of some."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from redis.exceptions import ResponseError
 
 #: The parts of the script, in order: records, captures by several workers, and the call itself.
 PARTS = ("jobs.lua", "ranges.lua", "call.lua")
+#: Questions that one call of Redis answers.
+BATCH = 500
 SCRIPT = "\n".join((Path(__file__).parents[1] / name).read_text(encoding="utf-8") for name in PARTS)
 
 
@@ -47,6 +49,17 @@ class ScriptedStore:
             if str(error).startswith(("NEWERFORMAT", "OLDERFORMAT")):
                 raise OtherFormat(str(error)) from None
             raise
+
+    def _ask_each(
+        self, names: Sequence[str], ask: Callable[[Any, str], object]
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield each name with the answer to what ``ask`` puts into a pipeline for it."""
+        for start in range(0, len(names), BATCH):
+            some = names[start : start + BATCH]
+            pipeline = self.redis.pipeline(transaction=False)
+            for name in some:
+                ask(pipeline, name)
+            yield from zip(some, pipeline.execute(), strict=True)
 
     def require_known_format(self) -> None:
         """Raise ``OtherFormat`` if the records are of another format. They are not changed."""

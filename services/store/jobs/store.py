@@ -13,7 +13,6 @@ from services.store.jobs.reconciling import Reconciling
 from services.store.jobs.streams import Streams
 from services.store.jobs.teams import Teams
 from services.store.jobs.trials import Trials
-from services.store.retention.ended import EndedJobs
 
 
 class JobStore(
@@ -29,6 +28,5 @@ class JobStore(
     Deliveries,
     Adoption,
     Teams,
-    EndedJobs,
 ):
     """Jobs in Redis. One call of ``jobs.lua`` makes each change. Methods raise ``RedisError``."""

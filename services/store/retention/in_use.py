@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from services.store.jobs.store import JobStore
+from services.store.jobs.caches import NamingJob
 from services.store.run_folder import is_held
 
 #: Ids of jobs and of uploaded files, fingerprints of caches, digests of saved models and data.
@@ -19,16 +19,16 @@ CARDS = ("README.md", "distillation.json")
 STUDENTS = ("student", "*/*/student")
 
 
-@dataclass(frozen=True)
-class InUse:
+class InUse(NamedTuple):
     """Names, and who names them: open jobs and runs, kept students, and jobs that have ended.
 
     A holder is a text such as "the student of job_...". A run that names itself does not count.
     """
 
-    open: Mapping[str, str] = field(default_factory=dict)
-    students: Mapping[str, str] = field(default_factory=dict)
-    ended: Mapping[str, str] = field(default_factory=dict)
+    open: dict[str, str]
+    students: dict[str, str]
+    ended: dict[str, str]
+    ended_jobs: list[NamingJob]
 
     def find_holder(self, name: str, ended: bool = False) -> str | None:
         """Say who names ``name``; with ``ended`` also an ended job, which may be retried."""
@@ -36,20 +36,21 @@ class InUse:
         return found or (self.ended.get(name) if ended else None)
 
 
-def read_in_use(store: JobStore, runs: Path) -> InUse:
-    """Read every record, every run that a process holds, and every student below ``runs``."""
-    unfinished: dict[str, str] = {}
-    ended: dict[str, str] = {}
-    for job_id, is_open, text in store.read_naming_texts():
-        if is_open:
-            unfinished.setdefault(job_id, f"the job {job_id} has not ended")
-            _add(unfinished, text, f"the job {job_id}, which has not ended", job_id)
+def read_in_use(jobs: Iterable[NamingJob], runs: Path) -> InUse:
+    """Read all ``jobs``, every run that a process holds, and every student below ``runs``."""
+    found = InUse({}, read_students(runs), {}, [])
+    for job in jobs:
+        if job.open:
+            found.open.setdefault(job.id, f"the job {job.id} has not ended")
+            _add(found.open, job.text, f"the job {job.id}, which has not ended", job.id)
         else:
-            _add(ended, text, f"the job {job_id}", job_id)
+            _add(found.ended, job.text, f"the job {job.id}", job.id)
+            if job.ended:
+                found.ended_jobs.append(job)
     for folder in _list_runs(runs):
         if is_held(folder):
-            _add(unfinished, _read(folder / "config.json"), f"the run {folder.name}", folder.name)
-    return InUse(unfinished, read_students(runs), ended)
+            _add(found.open, _read(folder / "config.json"), f"the run {folder.name}", folder.name)
+    return found
 
 
 def read_students(runs: Path) -> dict[str, str]:
@@ -64,9 +65,7 @@ def read_students(runs: Path) -> dict[str, str]:
 
 
 def _list_runs(runs: Path) -> list[Path]:
-    if not runs.is_dir():
-        return []
-    return sorted(path for path in runs.iterdir() if path.is_dir() and path.name[0] != ".")
+    return sorted(path for path in runs.glob("[!.]*") if path.is_dir())
 
 
 def _add(found: dict[str, str], text: str, holder: str, own: str) -> None:

@@ -3,87 +3,89 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from cache.checking.listing import list_caches
 from cache.disk import sum_file_sizes
-from kd.text.stored.shards import list_stores
-from services.settings import Settings
+from kd.client.wire import operator as wire
+from services.settings import DAY_SECONDS, Settings
 from services.store.jobs.store import JobStore
-from services.store.retention.collection import find_items, look
-from services.store.retention.items import Item
-from services.store.retention.rules import AgeLimits
-from services.store.training_files import TrainingFiles
+from services.store.retention.collector import (
+    LEFTOVERS_DAYS,
+    AgeLimits,
+    Item,
+    Scene,
+    find_items,
+    look,
+)
 
+KINDS = ("caches", "texts", "runs", "evaluations", "imports", "files")
 #: Things of each list at most.
 SHOWN = 50
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A thing on the disk, its bytes, and who needs it; None = nobody."""
-
-    kind: str
-    name: str
-    bytes: int
-    kept_by: str | None
-
-
-Sized = TypeVar("Sized", Stored, Item)
-
-
-@dataclass(frozen=True)
-class Overview:
-    """All things by kind, and the items of the rules, those that somebody needs among them."""
-
-    stored: Mapping[str, list[Stored]]
-    items: list[Item]
-
-
-def survey(settings: Settings, store: JobStore, limits: AgeLimits) -> Overview:
+def survey(
+    settings: Settings, store: JobStore, disks: Mapping[str, wire.DiskSpace | None]
+) -> wire.StorageReport:
     """Measure what is stored, and ask the rules. Reads the sizes of all files of the data folder.
 
     Raises ``RedisError``.
     """
+    limits = AgeLimits.of(settings, LEFTOVERS_DAYS)
     scene = look(settings, store, limits)
-    stored = {
-        kind: [
-            Stored(kind, name, size, scene.in_use.find_holder(name, ended=True))
-            for name, size in sizes
-        ]
-        for kind, sizes in _measure(settings)
-    }
-    return Overview(stored, find_items(scene))
+    items = [_show(item) for item in find_items(scene)]
+    free = [item for item in items if item.kept_by is None]
+    needed = [item for item in items if item.kept_by is not None]
+    stored: dict[str, list[wire.StoredItem]] = {kind: [] for kind in KINDS}
+    for kind, name, size in _measure(scene):
+        holder = scene.in_use.find_holder(name, ended=True)
+        each = wire.StoredItem(kind=kind, name=name, bytes=size, kept_by=holder)
+        stored[kind].append(each)
+    return wire.StorageReport(
+        **disks,
+        kinds=[_describe_kind(kind, things) for kind, things in stored.items()],
+        rules=[_describe_rule(kind, limits) for kind in limits.kinds],
+        nightly_hour=settings.retain_hour if AgeLimits.of(settings).apply_nightly else None,
+        removable=_take_largest(free),
+        removable_items=len(free),
+        removable_bytes=sum(item.bytes for item in free),
+        protected=_take_largest(needed),
+        protected_items=len(needed),
+    )
 
 
-def _measure(settings: Settings) -> Iterator[tuple[str, Iterable[tuple[str, int]]]]:
-    """Yield each kind with the names and bytes of its things."""
-    yield "caches", ((each.fingerprint, each.bytes) for each in list_caches(settings.caches))
-    yield "texts", ((each.folder.name, each.size) for each in list_stores(settings.texts))
-    yield "runs", _measure_folders(settings.runs)
-    yield "evaluations", _measure_folders(settings.home / "evaluations")
-    yield "imports", itertools.chain(*map(_measure_folders, (settings.models, settings.data)))
-    yield "files", _measure_files(settings.files)
+def _measure(scene: Scene) -> Iterator[tuple[str, str, int]]:
+    """Yield the kind, the name and the bytes of each thing on the disk."""
+    for each in list_caches(scene.settings.caches):
+        yield "caches", each.fingerprint, each.bytes
+    roots = {"runs": scene.settings.runs, "evaluations": scene.settings.home / "evaluations"}
+    for kind, root in roots.items():
+        for folder in sorted(root.glob("[!.]*")):
+            if folder.is_dir():
+                yield kind, folder.name, sum_file_sizes(folder)
+    of_any_age = AgeLimits(dict.fromkeys(("texts", "imports", "files"), -math.inf))
+    for item in find_items(replace(scene, limits=of_any_age)):
+        yield item.kind, item.name, item.bytes
 
 
-def _measure_folders(root: Path) -> Iterator[tuple[str, int]]:
-    """Yield the name and the bytes of each folder in ``root``."""
-    for folder in sorted(root.glob("[!.]*")):
-        if folder.is_dir():
-            yield folder.name, sum_file_sizes(folder)
+def _describe_kind(kind: str, things: list[wire.StoredItem]) -> wire.StoredKind:
+    size = sum(each.bytes for each in things)
+    return wire.StoredKind(kind=kind, items=len(things), bytes=size, largest=_take_largest(things))
 
 
-def _measure_files(root: Path) -> Iterator[tuple[str, int]]:
-    files = TrainingFiles(root)
-    for team in sorted(root.iterdir()) if root.is_dir() else ():
-        for file in files.list_files(team.name):
-            yield file.id, sum_file_sizes(team / file.id)
+def _describe_rule(kind: str, limits: AgeLimits) -> wire.RetentionRule:
+    days = min(limits.only({kind}).ages.values()) / DAY_SECONDS
+    keep = limits.keep or None
+    return wire.RetentionRule(
+        kind=kind, after_days=days, keep=keep if kind == "checkpoints" else None
+    )
 
 
-def take_largest(things: Iterable[Sized]) -> list[Sized]:
-    """The largest things of a list, the largest first."""
+def _show(item: Item) -> wire.StoredItem:
+    return wire.StoredItem.model_validate(item, from_attributes=True)
+
+
+def _take_largest(things: list[wire.StoredItem]) -> list[wire.StoredItem]:
     return heapq.nlargest(SHOWN, things, key=lambda each: each.bytes)

@@ -1,10 +1,10 @@
-"""``kd cache diff|stats|gc|rm``: compare, describe and remove caches."""
+"""``kd cache diff|stats|rm``: compare, describe and remove caches."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +26,6 @@ from services.terminal.exit_codes import FAILED
 if TYPE_CHECKING:
     from cache.checking.listing import CacheSummary
     from cache.inspection import CacheStats, Comparison, Histogram
-    from cache.operations import Garbage
     from services.settings import Settings
 
 #: Characters of the longest bar of a histogram.
@@ -75,44 +74,6 @@ def cache_stats(name: CacheName, home: Home = None, as_json: AsJson = False) -> 
     folder = find_cache_or_path(make_settings(home=home).caches, name)
     found = compute_cache_stats(open_cache(folder, memory_bytes=0))
     print_json(found.to_json()) if as_json else _print_stats(found)
-
-
-@app.command("gc")
-def cache_gc(
-    older_than: Annotated[
-        str, typer.Option(help="Remove incomplete caches older than this: 90m, 12h, 7d, 2w.")
-    ] = "7d",
-    yes: Yes = False,
-    home: Home = None,
-    as_json: AsJson = False,
-) -> None:
-    """Remove leftovers of crashes, old incomplete caches, and caches of older versions.
-
-    Caches that unfinished jobs or kept students name are never removed: a paused capture continues
-    from its sealed shards. `kd gc` removes these leftovers, too, and also sealed caches that
-    nothing has read for some time. The command lists what it will remove, and asks first. With
-    --json it removes nothing unless --yes is given.
-    """
-    from cache.operations import find_garbage, remove_garbage
-
-    seconds = parse_age(older_than)
-    settings = make_settings(home=home)
-    garbage = _select_unused(settings, find_garbage(settings.caches, seconds))
-    if not as_json:
-        _print_garbage(garbage)
-    if garbage and not yes and not as_json:
-        typer.confirm("Remove it?", abort=True, err=True)
-    removed = (
-        remove_garbage(_select_unused(settings, garbage), seconds) if yes or not as_json else []
-    )
-    if as_json:
-        print_json(
-            {"removed": yes, "garbage": [each.to_json() for each in (removed if yes else garbage)]}
-        )
-    elif garbage:
-        out.print(
-            f"{len(removed)} of {len(garbage)} removed, {sum(each.bytes for each in removed)} bytes"
-        )
 
 
 @app.command("rm")
@@ -170,44 +131,21 @@ def _require_unused(settings: Settings, fingerprint: str) -> None:
 
     If the store does not answer, no job is known and no error is raised. A `kd run` is in no store.
     """
-    from cache.errors import CacheError
+    from redis.exceptions import RedisError
 
-    if users := _find_users(settings, [fingerprint]).get(fingerprint):
+    from cache.errors import CacheError
+    from services.store.connection import connect_redis
+    from services.store.jobs.store import JobStore
+
+    users: list[str] = []
+    if url := settings.redis_url or find_embedded_url(settings.home / "redis"):
+        with suppress(RedisError), connect_redis(url, STORE_TIMEOUT) as client:
+            users = JobStore(client).find_cache_users(fingerprint)
+    if users:
         raise CacheError(
             f"The cache {fingerprint} is used by unfinished jobs: {', '.join(users[:5])}.",
             "Wait for them, or cancel them with `kd jobs cancel`.",
         )
-
-
-def _select_unused(settings: Settings, garbage: list[Garbage]) -> list[Garbage]:
-    """Return the garbage that no unfinished job and no kept student needs, as `kd gc` does."""
-    from services.store.retention.in_use import InUse, read_students
-    from services.store.retention.leftovers import find_holder_of_garbage
-
-    used = _find_users(settings, {each.folder.name for each in garbage})
-    in_use = InUse({name: jobs[0] for name, jobs in used.items()}, read_students(settings.runs))
-    return [each for each in garbage if find_holder_of_garbage(each, in_use) is None]
-
-
-def _find_users(settings: Settings, fingerprints: Collection[str]) -> dict[str, list[str]]:
-    """Return the unfinished jobs of each cache that has any.
-
-    The result is empty if the job store does not answer.
-    """
-    from redis.exceptions import RedisError
-
-    from services.store.connection import connect_redis
-    from services.store.jobs.store import JobStore
-
-    url = settings.redis_url or find_embedded_url(settings.home / "redis")
-    if url is None or not fingerprints:
-        return {}
-    try:
-        with connect_redis(url, STORE_TIMEOUT) as client:
-            store = JobStore(client)
-            return {name: users for name in fingerprints if (users := store.find_cache_users(name))}
-    except RedisError:
-        return {}
 
 
 def find_embedded_url(folder: Path) -> str | None:
@@ -285,16 +223,6 @@ def _print_histogram(title: str, histogram: Histogram) -> None:
         rows.append([f"{low:g} to {high:g}", f"{count / total:.1%}", bar])
     out.print()
     print_table([title, "SHARE", f"mean {format_value(histogram.mean)}"], rows)
-
-
-def _print_garbage(garbage: list[Garbage]) -> None:
-    if not garbage:
-        out.print("nothing to remove")
-        return
-    print_table(
-        ["BYTES", "PATH", "REASON"],
-        [[str(each.bytes), str(each.path), each.why] for each in garbage],
-    )
 
 
 def _short(value: Any) -> str:

@@ -93,7 +93,7 @@ def test_what_cannot_be_removed_does_not_hold_up_the_rest(
     def refuse(*arguments: Any) -> None:
         raise StorageError("The disk is read-only.", "Make it writable.")
 
-    monkeypatch.setattr("services.store.retention.caches.remove_cache", refuse)
+    monkeypatch.setattr("cache.operations.remove_cache", refuse)
     NightlyRetention(parts.jobs, settings).step(AT_THREE)
     assert folder.is_dir() and parts.jobs.get(job_id) is None
 

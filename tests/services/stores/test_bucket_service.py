@@ -101,8 +101,8 @@ def test_the_commands_work_on_the_bucket(address: str, tmp_path: Path) -> None:
     for words in (("verify",), ("stats",), ("info", "--json")):
         done = command("cache", words[0], folder.name[:8], *words[1:], home=home, store=address)
         assert done.returncode == 0, done.stderr
-    gone = command("cache", "gc", "--json", home=home, store=address)
-    assert json.loads(gone.stdout)["garbage"] == []
+    gone = command("gc", "--store", address, "--json", home=home, store=address)
+    assert json.loads(gone.stdout)["items"] == []
     done = command("cache", "rm", folder.name, "--yes", home=home, store=address)
     assert done.returncode == 0, done.stderr
     assert json.loads(command("cache", "ls", "--json", home=home, store=address).stdout) == []

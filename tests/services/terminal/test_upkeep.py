@@ -1,4 +1,4 @@
-"""The commands ``kd cache diff|stats|gc|rm``: output, exit codes and files."""
+"""The commands ``kd cache diff|stats|rm`` and ``kd gc --store``: output, exit codes and files."""
 
 from __future__ import annotations
 
@@ -55,6 +55,13 @@ def kd_cache(
     return kd("cache", *arguments, answer=answer, KD_HOME=str(home), **environment)
 
 
+def kd_gc(
+    home: Path, *arguments: object, answer: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    place = home / "caches"
+    return kd("gc", "--store", place, *arguments, answer=answer, KD_HOME=str(home), **environment)
+
+
 def names(home: Path) -> set[str]:
     return {path.name for path in (home / "caches").iterdir() if path.is_dir()}
 
@@ -108,33 +115,55 @@ def test_stats_show_histograms_and_the_teacher_s_perplexity(home: Path) -> None:
 
 
 def test_gc_asks_and_removes_what_it_named(home: Path) -> None:
-    nothing = kd_cache(home, "gc")
+    nothing = kd_gc(home)
     assert (nothing.returncode, nothing.stdout) == (0, "nothing to remove\n")
     (home / "caches" / ONE / "manifest.json").unlink()
-    assert kd_cache(home, "gc").stdout == "nothing to remove\n", "it was written to just now"
-    planned = json.loads(kd_cache(home, "gc", "--older-than", "0s", "--json").stdout)
+    assert kd_gc(home).stdout == "nothing to remove\n", "it was written to just now"
+    planned = json.loads(kd_gc(home, "--older-than", "0s", "--json").stdout)
     assert planned["removed"] is False
-    assert [one["fingerprint"] for one in planned["garbage"]] == [ONE]
-    declined = kd_cache(home, "gc", "--older-than", "0s", answer="n\n")
+    assert [one["name"] for one in planned["items"]] == [ONE]
+    declined = kd_gc(home, "--older-than", "0s", answer="n\n")
     assert declined.returncode == 1
     assert str(home / "caches" / ONE) in declined.stdout
     assert names(home) == {ONE, TWO, TOPK}
-    done = kd_cache(home, "gc", "--older-than", "0s", answer="y\n")
+    done = kd_gc(home, "--older-than", "0s", answer="y\n")
     assert (done.returncode, names(home)) == (0, {TWO, TOPK})
     assert "1 of 1 removed" in done.stdout
 
 
+def test_gc_of_a_store_names_leftovers_only_and_the_old_command_is_gone(home: Path) -> None:
+    refused = kd_gc(home, "--caches", "--older-than", "0s", "--yes")
+    assert refused.returncode == 2
+    assert "--store" in refused.stderr and "leftovers only" in refused.stderr
+    assert names(home) == {ONE, TWO, TOPK}
+    gone = kd_cache(home, "gc")
+    assert gone.returncode == 2 and "No such command 'gc'" in gone.stderr
+
+
+def test_a_student_keeps_its_incomplete_cache_and_not_what_was_left_in_it(home: Path) -> None:
+    card = home / "runs" / "mine" / "student" / "README.md"
+    card.parent.mkdir(parents=True)
+    card.write_text(f"- Cache: 19.4 bytes (`{ONE}`), (`{TWO}`).\n")
+    (home / "caches" / ONE / "manifest.json").unlink()
+    (home / "caches" / TWO / ".tmp-manifest.json").touch()
+    done = kd_gc(home, "--older-than", "0s", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert f"{home / 'caches' / ONE} stays: the student of mine" in done.stderr
+    assert names(home) == {ONE, TWO, TOPK}
+    assert not (home / "caches" / TWO / ".tmp-manifest.json").exists()
+
+
 def test_gc_with_yes_does_not_ask(home: Path) -> None:
     (home / "caches" / TWO / "shards" / ".tmp-shards-000000").mkdir()
-    removed = json.loads(kd_cache(home, "gc", "--json", "--yes").stdout)
+    removed = json.loads(kd_gc(home, "--json", "--yes").stdout)
     assert removed["removed"] is True
-    assert [Path(one["path"]).name for one in removed["garbage"]] == [".tmp-shards-000000"]
+    assert [Path(one["path"]).name for one in removed["items"]] == [".tmp-shards-000000"]
     assert verify_cache(home / "caches" / TWO) == []
 
 
 @pytest.mark.parametrize("text", ["7", "d", "-1d", "7 days", "1.5h"])
 def test_an_invalid_age_is_a_usage_error(home: Path, text: str) -> None:
-    refused = kd_cache(home, "gc", f"--older-than={text}")
+    refused = kd_gc(home, f"--older-than={text}")
     assert refused.returncode == 2
     assert "is not an age" in refused.stderr
 
@@ -160,9 +189,7 @@ def test_rm_and_gc_leave_a_capture_alone(tmp_path: Path) -> None:
         refused = kd_cache(tmp_path, "rm", identity.fingerprint, "--yes")
         assert refused.returncode == 1
         assert "is being captured" in refused.stderr
-        assert (
-            kd_cache(tmp_path, "gc", "--older-than", "0s", "--yes").stdout == "nothing to remove\n"
-        )
+        assert kd_gc(tmp_path, "--older-than", "0s", "--yes").stdout == "nothing to remove\n"
         fill_cache(writer)
     assert verify_cache(writer.folder) == []
 
@@ -217,16 +244,14 @@ def test_gc_and_rm_spare_the_part_of_a_cache_that_a_paused_job_has_captured(
     folder = home / "caches" / str(job.cache.fingerprint)
     assert list(folder.glob("seals/*.json"))
     assert not (folder / "manifest.json").exists()
-    assert (
-        kd_cache(home, "gc", "--older-than", "0s", "--yes", **store).stdout == "nothing to remove\n"
-    )
+    assert kd_gc(home, "--older-than", "0s", "--yes", **store).stdout == "nothing to remove\n"
     assert (
         f"is used by unfinished jobs: {job_id}"
         in kd_cache(home, "rm", folder.name, "--yes", **store).stderr
     )
     assert folder.exists()
     parts.jobs.change("cancel", job_id)
-    assert "1 of 1 removed" in kd_cache(home, "gc", "--older-than", "0s", "--yes", **store).stdout
+    assert "1 of 1 removed" in kd_gc(home, "--older-than", "0s", "--yes", **store).stdout
     assert not folder.exists()
 
 
@@ -238,7 +263,7 @@ def test_rm_works_without_a_store(home: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert names(home) == {TWO, TOPK}
     (home / "caches" / TWO / "manifest.json").unlink()
-    assert kd_cache(home, "gc", "--older-than", "0s", "--yes").returncode == 0
+    assert kd_gc(home, "--older-than", "0s", "--yes").returncode == 0
     assert names(home) == {TOPK}
 
 

@@ -33,9 +33,14 @@ from services.loops.teams import TeamRules
 from services.settings import DAY_SECONDS, Settings
 from services.store.jobs.leases import EventBatch
 from services.store.jobs.store import JobStore
-from services.store.retention.collection import find_items, look, remove_items
-from services.store.retention.items import Item
-from services.store.retention.rules import AgeLimits
+from services.store.retention.collector import (
+    AgeLimits,
+    Item,
+    Scene,
+    find_items,
+    look,
+    remove_items,
+)
 from services.store.training_files import TrainingFiles
 from tests.support.records import finished, queued, running
 
@@ -88,13 +93,19 @@ class Home:
         ended = self.store.read_clock_ms() - int(age * 1000)
         self.store.redis.hset(f"kd:job:{job_id}", "finished_at", ended)
 
-    def find(self, force: bool = False, **limits: Any) -> list[Item]:
-        """What these limits would remove."""
-        return find_items(look(self.settings, self.store, AgeLimits(**limits), force))
+    def look(self, force: bool = False, keep: int = 0, **ages: float) -> Scene:
+        """The service as a pass with these ages sees it."""
+        return look(self.settings, self.store, AgeLimits(ages, keep), force)
 
-    def sweep(self, force: bool = False, **limits: Any) -> tuple[list[Item], list[Item]]:
+    def find(self, force: bool = False, keep: int = 0, **ages: float) -> list[Item]:
+        """What these limits would remove."""
+        return find_items(self.look(force, keep, **ages))
+
+    def sweep(
+        self, force: bool = False, keep: int = 0, **ages: float
+    ) -> tuple[list[Item], list[Item]]:
         """Remove it; return what is gone and what stays."""
-        scene = look(self.settings, self.store, AgeLimits(**limits), force)
+        scene = self.look(force, keep, **ages)
         return remove_items(find_items(scene), scene, lambda item: None)
 
 
@@ -128,12 +139,14 @@ def test_a_cache_goes_by_its_last_use_and_by_its_age(home: Home) -> None:
     with held(used):
         pass
     assert [item.name for item in home.find(caches=30 * DAY)] == [unused.name]
-    by_age = home.find(caches_captured=30 * DAY)
+    by_age = home.find(captured=30 * DAY)
     assert {item.name for item in by_age} == {unused.name, used.name}
     assert all(item.kept_by is None for item in by_age)
     (item,) = home.find(caches=30 * DAY)
     assert item.bytes == sum(path.stat().st_size for path in unused.rglob("*") if path.is_file())
-    assert "not used for 100 days" in item.reason and item.age == pytest.approx(OLD, abs=600)
+    assert "not used for 100 days" in item.reason and item.age_seconds == pytest.approx(
+        OLD, abs=600
+    )
     gone, kept = home.sweep(caches=30 * DAY)
     assert ([each.name for each in gone], kept) == ([unused.name], [])
     assert {path.name for path in home.settings.caches.iterdir() if path.is_dir()} == {
@@ -194,7 +207,7 @@ def test_a_cache_that_a_job_or_a_student_names_goes_only_with_force(home: Home) 
 
 def test_a_job_that_is_submitted_after_the_listing_keeps_its_cache(home: Home) -> None:
     folder = home.make_cache()
-    scene = look(home.settings, home.store, AgeLimits(caches=30 * DAY))
+    scene = home.look(caches=30 * DAY)
     items = find_items(scene)
     job_id = queued(home.store, cache={"fingerprint": folder.name})
     gone, kept = remove_items(items, scene, lambda item: None)
@@ -204,7 +217,7 @@ def test_a_job_that_is_submitted_after_the_listing_keeps_its_cache(home: Home) -
 
 def test_a_run_outside_the_store_that_reads_after_the_listing_keeps_its_cache(home: Home) -> None:
     folder = home.make_cache()
-    scene = look(home.settings, home.store, AgeLimits(caches=30 * DAY))
+    scene = home.look(caches=30 * DAY)
     items = find_items(scene)
     with held(folder):
         pass  # it has ended, but its student may need the cache
@@ -220,7 +233,7 @@ def test_an_ended_job_goes_with_its_run_and_then_its_cache_is_free(home: Home) -
     old, young = home.make_run(), home.make_run(age=DAY)
     save_student(old, cache.name)
     waiting = queued(home.store)
-    limits = {"runs": 30 * DAY, "caches": 30 * DAY, "checkpoints": 1, "logs": DAY / 2}
+    limits = {"runs": 30 * DAY, "caches": 30 * DAY, "checkpoints": 0.0, "keep": 1, "logs": DAY / 2}
     gone, kept = home.sweep(**limits)
     assert [(item.kind, item.name) for item in gone if item.name == old.name] == [
         ("runs", old.name)
@@ -234,7 +247,7 @@ def test_an_ended_job_goes_with_its_run_and_then_its_cache_is_free(home: Home) -
 def test_a_run_that_an_open_job_names_or_a_process_holds_stays(home: Home) -> None:
     continued, writing, late = home.make_run(), home.make_run(), home.make_run()
     job_id = queued(home.store, resume={"run": continued.name})
-    scene = look(home.settings, home.store, AgeLimits(runs=30 * DAY))
+    scene = home.look(runs=30 * DAY)
     items = find_items(scene)
     later = queued(home.store, resume={"run": late.name})
     with locked(writing / LOCK):
@@ -250,7 +263,7 @@ def test_a_run_that_an_open_job_names_or_a_process_holds_stays(home: Home) -> No
 
 def test_a_job_that_is_retried_after_the_listing_keeps_its_run(home: Home) -> None:
     run = home.make_run("failed")
-    scene = look(home.settings, home.store, AgeLimits(runs=30 * DAY))
+    scene = home.look(runs=30 * DAY)
     items = find_items(scene)
     assert home.store.change("retry", run.name).outcome == "done"
     gone, _ = remove_items(items, scene, lambda item: None)
@@ -267,12 +280,12 @@ def test_the_newest_checkpoints_stay_and_the_best_of_a_job_that_may_be_retried(h
     (home.settings.run_dir(open_job.id) / "checkpoints" / "step-00000001").mkdir(parents=True)
     for name in (".tmp-step-00000008", ".tmp-old-step-00000006"):
         (done / "checkpoints" / name).mkdir()
-    _, kept = home.sweep(checkpoints=1)
+    _, kept = home.sweep(checkpoints=0.0, keep=1)
     assert kept == []
     assert steps(done) == [".tmp-old-step-00000006", "step-00000006"]
     assert steps(failed) == ["step-00000002", "step-00000006"], "step 2 is the best"
     assert steps(home.settings.run_dir(open_job.id)) == ["step-00000001"]
-    assert home.sweep(checkpoints=1) == ([], [])
+    assert home.sweep(checkpoints=0.0, keep=1) == ([], [])
 
 
 def test_no_checkpoint_stays_beside_a_saved_student_if_the_rule_says_so(home: Home) -> None:
@@ -280,9 +293,9 @@ def test_no_checkpoint_stays_beside_a_saved_student_if_the_rule_says_so(home: Ho
     for run in (saved, failed):
         (run / "student").mkdir()
     with locked(saved / LOCK):
-        gone, kept = home.sweep(student_checkpoints=False)
+        gone, kept = home.sweep(beside=0.0)
     assert gone == [] and {item.kept_by for item in kept} == {"a process writes to it"}
-    gone, kept = home.sweep(student_checkpoints=False)
+    gone, kept = home.sweep(beside=0.0)
     assert {item.name for item in gone} == {saved.name} and steps(saved) == []
     assert len(steps(unsaved)) == len(steps(failed)) == 3, "a failed job may be retried"
 
@@ -338,7 +351,7 @@ def test_a_token_store_goes_unless_it_is_read_or_written(
     del read
     with locked(locate_lock(folder)):
         _, kept = home.sweep(texts=DAY)
-    assert [item.kept_by for item in kept] == ["a process writes it"]
+    assert [item.kept_by for item in kept] == [f"{folder} is being written by a run."]
     gone, kept = home.sweep(texts=DAY)
     assert [item.path for item in gone] == [folder] and kept == []
     assert gone[0].bytes > 1000
@@ -352,7 +365,7 @@ def test_a_token_store_that_was_used_since_it_was_listed_stays(
     text()
     assert home.find(texts=DAY) == []
     folder = make_store_old(home)
-    scene = look(home.settings, home.store, AgeLimits(texts=DAY))
+    scene = home.look(texts=DAY)
     items = find_items(scene)
     text()
     gone, kept = remove_items(items, scene, lambda item: None)
@@ -400,7 +413,7 @@ def test_saved_data_goes_unless_a_job_or_a_student_names_it_or_it_is_saved_again
     run = home.settings.runs / "mine"
     (run / "student").mkdir(parents=True)
     write_json(run / "student" / "distillation.json", {"job": {"data": {"train": [str(carded)]}}})
-    scene = look(home.settings, home.store, AgeLimits(imports=30 * DAY))
+    scene = home.look(imports=30 * DAY)
     items = find_items(scene)
     describe_text(["A text: four"], "/data/train", home.settings.home)
     gone, kept = remove_items(items, scene, lambda item: None)
@@ -429,11 +442,11 @@ def test_leftovers_go_after_some_time(home: Home) -> None:
             make_old(path)
     save_student(home.settings.runs / "mine", needed.name)
     with locked(held_run / LOCK):
-        gone, kept = home.sweep(leftovers=7 * DAY)
+        gone, kept = home.sweep(leftovers=7 * DAY, strays=7 * DAY)
     assert {item.path for item in gone} == {unknown, removed, incomplete}
     assert [(item.path, item.kept_by) for item in kept] == [(needed, "the student of mine")]
     assert held_run.is_dir()
-    assert home.find(leftovers=1000 * DAY) == []
+    assert home.find(leftovers=1000 * DAY, strays=1000 * DAY) == []
 
 
 #: Applies rules in a process that kills itself before the n-th change that it makes to the disk.
@@ -443,12 +456,11 @@ from pathlib import Path
 from services.settings import Settings
 from services.store.connection import connect_redis
 from services.store.jobs.store import JobStore
-from services.store.retention.collection import find_items, look, remove_items
-from services.store.retention.rules import AgeLimits
+from services.store.retention.collector import AgeLimits, find_items, look, remove_items
 
 settings = Settings(home=Path(sys.argv[1]))
 store = JobStore(connect_redis(settings.redis_url))
-scene = look(settings, store, AgeLimits(caches=1.0, runs=1.0, imports=1.0))
+scene = look(settings, store, AgeLimits({"caches": 1.0, "runs": 1.0, "imports": 1.0}))
 items = find_items(scene)
 deadly, changes = int(sys.argv[2]), 0
 
@@ -485,7 +497,7 @@ def test_a_removal_that_is_killed_leaves_nothing_that_is_believed(home: Home, de
         assert json.loads(data.read_text()) == {"text": "A text."}
     for path in home.settings.home.rglob("*"):
         make_old(path)
-    home.sweep(caches=1.0, runs=1.0, imports=1.0, leftovers=DAY)
+    home.sweep(caches=1.0, runs=1.0, imports=1.0, leftovers=DAY, strays=DAY)
     left = [path for path in home.settings.home.rglob("*") if path.is_file()]
     assert left == [], "the next pass removes the rest"
     assert not cache.exists() and home.store.get(run.name) is None
