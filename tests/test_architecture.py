@@ -23,6 +23,7 @@ import kd
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
 from tests.support.each import for_each
+from tests.support.rooms import read_rooms
 
 PACKAGES = ("cache", "kd", "services")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -213,22 +214,8 @@ def test_a_forbidden_import_is_found(package: str, code: str) -> None:
     assert strangers(ast.parse(code), f"{package}/module.py")
 
 
-#: The rooms in the order of their imports: a module imports only from its own room and from rooms
-#: that come before it in this list.
-ROOMS = (
-    "cache",
-    "kd.errors", "kd.addresses", "kd.files", "kd.progress", "kd.buckets",
-    "kd.config", "kd.client", "kd.parallel", "kd.text", "kd.models", "kd.kernels",
-    "kd.loss", "kd.capture",
-    "kd.checks", "kd.optim", "kd.memory", "kd.tracking", "kd.training", "kd.evaluation",
-    "kd.exchange", "kd.search", "kd.preflight", "kd.pipeline", "kd.rank", "kd.overfit_check",
-    "kd.examine", "kd.experiments", "kd.forecast", "kd.planning",
-    "kd.cached", "kd.face",
-    "services.redis_url", "services.settings", "services.store", "services.process",
-    "services.worker",
-    "services.loops", "services.api", "services.terminal", "services.reference",
-)  # fmt: skip
-PLACES = {room: place for place, room in enumerate(ROOMS)}
+#: The rooms of docs/architecture.md. Its table says which room may import which.
+ROOMS = {room.name: room for room in read_rooms()}
 
 
 def module_of(path: Path) -> str:
@@ -243,7 +230,7 @@ FACES = {"cache", "services"}
 def room_of(module: str) -> str:
     if module == "kd":
         return "kd.face"  # it names modules of any room of ``kd``, and no room below imports it
-    return next(room for room in PLACES if module == room or module.startswith(f"{room}."))
+    return next(room for room in ROOMS if module == room or module.startswith(f"{room}."))
 
 
 def modules_imported(tree: ast.AST) -> Iterator[str]:
@@ -258,15 +245,41 @@ def modules_imported(tree: ast.AST) -> Iterator[str]:
                     yield full if full in MODULES else node.module
 
 
-def against_the_order(tree: ast.AST, module: str) -> list[str]:
-    """Return the imports of ``module`` from rooms that come after its own."""
-    own = PLACES[room_of(module)]
-    return sorted({name for name in modules_imported(tree) if PLACES[room_of(name)] > own})
+def find_strays(tree: ast.AST, module: str) -> list[str]:
+    """Return the imports of ``module`` from rooms that its own may not import."""
+    own = ROOMS[room_of(module)]
+    found = {name: ROOMS[room_of(name)] for name in modules_imported(tree) if name not in FACES}
+    return sorted(
+        name for name, room in found.items() if room != own and room.number not in own.allowed
+    )
 
 
 @for_each(sorted(set(MODULES) - FACES))
-def test_no_import_runs_against_the_order_of_the_rooms(module: str) -> None:
-    assert against_the_order(tree_of(MODULES[module]), module) == []
+def test_a_module_imports_only_what_the_table_of_rooms_allows(module: str) -> None:
+    assert find_strays(tree_of(MODULES[module]), module) == []
+
+
+def test_every_arrow_of_the_table_is_drawn_by_an_import() -> None:
+    drawn = {
+        (room_of(module), ROOMS[room_of(name)].number)
+        for module in set(MODULES) - FACES
+        for name in {*modules_imported(tree_of(MODULES[module]))} - {"services"}
+    }
+    spare = [
+        (room.name, number)
+        for room in ROOMS.values()
+        for number in room.allowed
+        if (room.name, number) not in drawn
+    ]
+    assert spare == [], "take the number out of the row"
+
+
+def test_arrows_point_up_and_no_core_room_imports_a_border_room() -> None:
+    border = {room.number for room in ROOMS.values() if room.part == "border"}
+    assert border
+    for room in ROOMS.values():
+        assert all(number < room.number for number in room.allowed), room.name
+        assert room.part != "core" or not room.allowed & border, room.name
 
 
 @pytest.mark.parametrize(
@@ -278,10 +291,12 @@ def test_no_import_runs_against_the_order_of_the_rooms(module: str) -> None:
         ("services.store.jobs.store", "import services.api.app"),
         ("kd.errors", "from kd.files import write_json"),
         ("kd.planning.plan", "import kd"),
+        ("kd.client.sync", "from kd.progress import Monitor"),
+        ("services.api.app", "from kd.experiments.axes import READY"),
     ],
 )
-def test_an_import_that_is_turned_round_is_found(module: str, code: str) -> None:
-    assert against_the_order(ast.parse(code), module)
+def test_an_import_that_the_table_forbids_is_found(module: str, code: str) -> None:
+    assert find_strays(ast.parse(code), module)
 
 
 def private_imports(tree: ast.AST) -> list[str]:
@@ -307,7 +322,7 @@ def test_an_import_of_a_private_name_is_found() -> None:
     )
 
 
-def test_every_room_of_the_order_exists() -> None:
+def test_every_room_of_the_table_exists() -> None:
     assert {room_of(module) for module in set(MODULES) - FACES} == set(ROOMS)
 
 
@@ -469,6 +484,21 @@ def test_git_ignores_none_of_the_packages() -> None:
 def test_every_module_says_what_it_owns(path: Path) -> None:
     assert path.stem not in {"utils", "util", "common", "base", "helpers", "misc", "constants"}
     assert ast.get_docstring(tree_of(path))
+
+
+#: What a profile is stands in ``cache/profiles``; a module asks its rules and not its name.
+COMPARED = re.compile(r"profile\s*(==|!=|in|not in)\s*[\"'(\[{]")
+
+
+def test_few_modules_compare_the_name_of_a_profile() -> None:
+    comparing = [name_of(path) for path in SOURCES if COMPARED.search(path.read_text("utf-8"))]
+    assert len(comparing) <= 6, comparing
+
+
+def test_a_comparison_of_a_profile_s_name_is_found() -> None:
+    assert COMPARED.search('if codec.profile == "hidden":')
+    assert COMPARED.search('if profile in ("topk", "dense"):')
+    assert not COMPARED.search("if codec.rules.sampled:")
 
 
 def test_tests_are_no_package() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from bench.support.paths import ROOT
 from tests.support.each import for_each
+from tests.support.rooms import PAGE, read_rooms
 
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGES = ("cache", "kd", "services")
 TOP_FOLDERS = (*PACKAGES, "bench", "tests", "docs", "examples")
 
@@ -20,8 +20,6 @@ TOP_FOLDERS = (*PACKAGES, "bench", "tests", "docs", "examples")
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOP_FOLDERS)})/[\w./-]*")
 #: The full name of a module, or of something in it.
 FULL_NAME = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)*)`")
-#: A row of the table of rooms: number, name, what it holds, what it may import, where to start.
-ROOM_ROW = re.compile(r"^\| (\d+) \| `([\w.]+)` \| (.+?) \| (-|\d+|1-\d+) \| `(.+?)` \|$", re.M)
 
 
 @functools.cache
@@ -68,19 +66,6 @@ def exists(name: str) -> bool:
     return True
 
 
-def list_order() -> list[str]:
-    """``ROOMS`` of tests/test_architecture.py, which no test imports: it is a test module."""
-    statements = parse_module(ROOT / "tests" / "test_architecture.py").body
-    rooms = list_names(statements)["ROOMS"]
-    assert isinstance(rooms, ast.Assign)
-    return list(ast.literal_eval(rooms.value))
-
-
-def format_allowed(number: int) -> str:
-    """The rooms that the room of this number may import: all above it."""
-    return {1: "-", 2: "1"}.get(number, f"1-{number - 1}")
-
-
 def list_folders() -> list[str]:
     """Every folder of the packages that holds code, with a slash at its end."""
     files = [
@@ -93,19 +78,10 @@ def list_folders() -> list[str]:
     return sorted({f"{path.parent.relative_to(ROOT).as_posix()}/" for path in files})
 
 
-def test_the_rooms_stand_in_the_order_that_the_imports_follow() -> None:
-    assert [row[1] for row in ROOM_ROW.findall(PAGE)] == list_order()
-
-
-def test_each_room_may_import_the_rooms_above_it() -> None:
-    rows = ROOM_ROW.findall(PAGE)
-    assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1))
-    assert [row[3] for row in rows] == [format_allowed(int(row[0])) for row in rows]
-
-
-def test_every_row_starts_in_its_own_room() -> None:
-    rows = ROOM_ROW.findall(PAGE)
-    strays = [row[1] for row in rows if not row[4].replace("/", ".").startswith(row[1])]
+def test_the_rooms_are_numbered_and_every_row_starts_in_its_own_room() -> None:
+    rooms = read_rooms()
+    assert [room.number for room in rooms] == list(range(1, len(rooms) + 1))
+    strays = [room.name for room in rooms if not room.start.replace("/", ".").startswith(room.name)]
     assert strays == []
 
 
