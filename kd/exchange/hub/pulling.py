@@ -70,8 +70,10 @@ def pull(
         if type is None:
             branch = replace(branch, type=_find_type(api, name))
     with hub_errors(branch, "read"):
-        place = replace(branch, revision=str(api.repo_info(**branch.address).sha))
-        entries = api.list_repo_tree(**place.address, recursive=True)
+        place = replace(
+            branch, revision=str(api.repo_info(**branch.address, revision=branch.revision).sha)
+        )
+        entries = api.list_repo_tree(**place.address, revision=place.revision, recursive=True)
         sizes = {each.path: each.size for each in entries if isinstance(each, RepoFile)}
         sizes = {path: sizes[path] for path in sizes if path not in _LEFT_OUT[place.type]}
         _require_plain_names(branch, sizes)
@@ -139,7 +141,9 @@ def _pull_cache(api: HfApi, place: Repository, root: Path) -> tuple[Path, bool]:
         raise HubError("The caches of this place are in a bucket.", remedy)
     staging = root / f"{TEMPORARY_PREFIX}pull-{place.name.replace('/', '--')}"
     with _locked_folder(staging):
-        api.snapshot_download(**place.address, local_dir=staging, allow_patterns=MANIFEST)
+        api.snapshot_download(
+            **place.address, revision=place.revision, local_dir=staging, allow_patterns=MANIFEST
+        )
         folder = root / read_manifest(staging).identity.fingerprint
         if folder.is_dir() and not verify_cache(folder):
             remove_path(staging)
@@ -167,7 +171,9 @@ def _download(api: HfApi, place: Repository, staging: Path) -> None:
     Raises ``HubError`` if a file arrived with other bytes, or if student or cache are damaged.
     """
     left_out = list(_LEFT_OUT[place.type])
-    api.snapshot_download(**place.address, local_dir=staging, ignore_patterns=left_out)
+    api.snapshot_download(
+        **place.address, revision=place.revision, local_dir=staging, ignore_patterns=left_out
+    )
     wrong, others = _compare(api, place, staging)
     for name in wrong | others:
         remove_path(staging / name)
@@ -186,6 +192,6 @@ def _compare(api: HfApi, place: Repository, folder: Path) -> tuple[set[str], set
 
     Returns the names of files that are missing or different, and of those that ``place`` has not.
     """
-    found = api.verify_repo_checksums(**place.address, local_dir=folder)
+    found = api.verify_repo_checksums(**place.address, revision=place.revision, local_dir=folder)
     wrong = {each["path"] for each in found.mismatches} | set(found.missing_paths)
     return wrong - set(_LEFT_OUT[place.type]), set(found.extra_paths)

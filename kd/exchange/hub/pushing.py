@@ -60,12 +60,13 @@ def push(
         place = Repository(name, kind, revision or constants.DEFAULT_REVISION)
         with hub_errors(place, "write to"):
             url = _make_repository(api, place, private)
-            head = api.repo_info(**place.address).sha
+            head = api.repo_info(**place.address, revision=place.revision).sha
             if kind == "dataset":
                 _require_ours(api, place, files)
             tell("sending")
             made = api.upload_folder(
                 **place.address,
+                revision=place.revision,
                 folder_path=files,
                 commit_message="Push with Potstill",
                 parent_commit=head,  # another writer is noticed
@@ -192,11 +193,13 @@ def _require_ours(api: HfApi, place: Repository, files: Path) -> None:
 
     Such files would make the pulled cache an unsound one, and nothing of others is removed.
     """
-    there = set(api.list_repo_files(**place.address)) - set(OWN_FILES)
+    there = set(api.list_repo_files(**place.address, revision=place.revision)) - set(OWN_FILES)
     if others := sorted(there - set(list_file_sizes(files))):
         found = f"files that are not of this cache, such as {', '.join(others[:3])}"
     elif MANIFEST in there:
-        manifest = Path(api.hf_hub_download(**place.address, filename=MANIFEST))
+        manifest = Path(
+            api.hf_hub_download(**place.address, revision=place.revision, filename=MANIFEST)
+        )
         fingerprint = read_manifest(manifest.parent).identity.fingerprint
         if fingerprint == read_manifest(files).identity.fingerprint:
             return

@@ -53,8 +53,8 @@ class Repository:
 
     @property
     def address(self) -> dict[str, Any]:
-        """The arguments that name it in a call of huggingface_hub."""
-        return {"repo_id": self.name, "repo_type": self.type, "revision": self.revision}
+        """The arguments that name it in a call of huggingface_hub, without the revision."""
+        return {"repo_id": self.name, "repo_type": self.type}
 
 
 def connect(name: str, right: Right) -> HfApi:
