@@ -22,6 +22,10 @@ from transformers.pytorch_utils import Conv1D
 from kd.checks.verdict import Verdict, format_names
 from kd.models.layers import find_decoder_layers, removing
 
+#: A channel is dead if its activation stays below the first number over a batch. More than the
+#: second share of a layer's channels are an alarm.
+DEAD_ACTIVATION = 1e-6
+DEAD_SHARE = 0.1
 _REMEDY = (
     "These channels learn nothing: lower train.learning_rate, add train.warmup_steps, or lower "
     "train.weight_decay. A student cut out of its teacher may have inherited them."
@@ -34,10 +38,10 @@ class UnitWatch:
 
     largest: dict[int, Tensor] = field(default_factory=dict)
 
-    def find_dead_shares(self, least: float) -> dict[str, float]:
-        """Return the share of the channels of each layer whose magnitude stayed below ``least``."""
+    def find_dead_shares(self) -> dict[str, float]:
+        """Return the share of the channels of each layer that are dead."""
         return {
-            f"layer {number}": float((most < least).float().mean())
+            f"layer {number}": float((most < DEAD_ACTIVATION).float().mean())
             for number, most in sorted(self.largest.items())
         }
 
@@ -88,15 +92,20 @@ def _read_sizes(module: nn.Module) -> tuple[int, int]:
     return 0, 0
 
 
-def check_dead_units(shares: dict[str, float], least: float, most: float) -> Verdict:
-    """Make the verdict on the shares of dead units by layer; more than ``most`` are an alarm."""
-    over = [name for name, share in shares.items() if share > most]
-    facts = {"shares": shares, "activation": least}
+def find_dead_layers(shares: dict[str, float]) -> list[str]:
+    """Return the layers of which more than ``DEAD_SHARE`` is dead."""
+    return [name for name, share in shares.items() if share > DEAD_SHARE]
+
+
+def check_dead_units(shares: dict[str, float]) -> Verdict:
+    """Make the verdict on the shares of dead units by layer."""
+    over = find_dead_layers(shares)
+    facts = {"shares": shares, "activation": DEAD_ACTIVATION}
     if not over:
         return Verdict("dead_units", True, "The units of the MLPs are alive.", facts=facts)
     shown = format_names([f"{name} ({shares[name]:.0%})" for name in over])
     message = (
-        f"More than {most:.0%} of the MLP's channels stay below {least:g} over an evaluation "
-        f"batch in {shown}."
+        f"More than {DEAD_SHARE:.0%} of the MLP's channels stay below {DEAD_ACTIVATION:g} over an "
+        f"evaluation batch in {shown}."
     )
     return Verdict("dead_units", False, message, _REMEDY, facts)

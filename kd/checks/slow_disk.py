@@ -7,7 +7,7 @@ So the seconds in which files were read must make up half of what the run waited
 from __future__ import annotations
 
 from cache.reading.disk import DiskReads
-from kd.checks.watch import WARM_UP, StepSeconds
+from kd.checks.watch import STARVATION_SHARE, WARM_UP, StepSeconds
 from kd.config.job import JobConfig
 from kd.text.steps.reading import count_loader_threads
 
@@ -20,13 +20,13 @@ DISK_SHARE = 0.5
 class DiskWatch:
     """The watch over the disk of one run, which warns once.
 
-    ``reads`` are those of the source; None where all sequences are in memory.
+    ``reads`` are those of the source; None if all sequences are in memory. Without
+    ``checks.alarms`` it is silent.
     """
 
     def __init__(self, config: JobConfig, reads: DiskReads | None) -> None:
         self._train = config.require_train()
-        self._most = config.checks.starvation_share
-        self._reads = reads
+        self._reads = reads if config.checks.alarms else None
         self._steps = 0
         self._begin()
 
@@ -60,7 +60,7 @@ class DiskWatch:
         # Seconds of threads that read at the same time add up.
         reading = (reads.seconds - self._seconds_before) / max(count_loader_threads(self._train), 1)
         share = self._waited / max(whole, 1e-9)
-        if share <= self._most or reading < DISK_SHARE * self._waited:
+        if share <= STARVATION_SHARE or reading < DISK_SHARE * self._waited:
             return None
         rate = (reads.bytes - self._bytes_before) / max(reading, 1e-9) / 1e6
         taken = self._tokens / max(self._worked, 1e-9)

@@ -2,11 +2,14 @@
 
     spike         loss > spike_factor x max(its moving average, 0.1 nats), and the cross-entropy
                   rose by at least half as much
-    clipping      share of the steps of a window whose gradient was clipped
-    exploding     a layer whose gradient has a large norm
-    vanishing     a layer whose gradient has a small one
-    starvation    share of the time of a window of steps that went into waiting for data
+    clipping      most steps of a window had their gradient clipped
+    exploding     the gradient of a layer has a large norm
+    vanishing     the gradient of a layer has a small one
+    dead_units    many channels of a layer's MLP are dead
+    starvation    the steps of a window waited for data for some share of their time
     agreement     top-1 agreement with the teacher, against the best so far
+
+``checks.alarms`` false turns off all but the spikes.
 
 The loss alone proves no spike: it jumps where alpha or the temperature does, and the cross-entropy
 does not. An alarm sounds once, and again only after its figure has recovered. ``state()`` keeps all
@@ -22,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kd.checks.dead_units import check_dead_units
+from kd.checks.dead_units import check_dead_units, find_dead_layers
 from kd.checks.verdict import Verdict, format_names
 from kd.config.job import JobConfig
 from kd.text.steps.reading import count_loader_threads
@@ -38,6 +41,15 @@ LEAST_LOSS = 0.1
 WINDOW = 50
 #: First steps of a process whose time does not count: they compile and fill caches.
 WARM_UP = 5
+#: Norms of a layer's gradient before clipping, beyond which there is an alarm.
+EXPLODING_NORM = 100.0
+VANISHING_NORM = 1e-7
+#: More than these shares of a window's steps clipped, or of its time spent on waiting for data, are
+#: an alarm.
+CLIPPING_SHARE = 0.5
+STARVATION_SHARE = 0.1
+#: How far the agreement may fall below its best value before there is an alarm.
+AGREEMENT_DROP = 0.1
 
 
 @dataclass
@@ -153,6 +165,8 @@ class TrainingWatch:
         state.losses += 1
         state.average += (1.0 - DECAY) * (loss - state.average)
         state.ce_average += (1.0 - DECAY) * (ce_loss - state.ce_average)
+        if not self._checks.alarms:
+            return []
         alarms = [self._check_clipping(grad_norm), self._check_starvation(seconds)]
         return [alarm for alarm in alarms if alarm is not None]
 
@@ -161,14 +175,15 @@ class TrainingWatch:
 
         A norm that is not finite is an error of its own.
         """
-        least, most = self._checks.vanishing_norm, self._checks.exploding_norm
+        if not self._checks.alarms:
+            return []
         state = self._state
-        large = [name for name, norm in norms.items() if 0 < most < norm < math.inf]
-        small = [name for name, norm in norms.items() if norm < least]
+        large = [name for name, norm in norms.items() if EXPLODING_NORM < norm < math.inf]
+        small = [name for name, norm in norms.items() if norm < VANISHING_NORM]
         alarms = []
         for check, now, before, bound, remedy in (
-            ("exploding", large, state.exploding, f"above {most:g}", _EXPLODING_REMEDY),
-            ("vanishing", small, state.vanishing, f"below {least:g}", _VANISHING_REMEDY),
+            ("exploding", large, state.exploding, f"above {EXPLODING_NORM:g}", _EXPLODING_REMEDY),
+            ("vanishing", small, state.vanishing, f"below {VANISHING_NORM:g}", _VANISHING_REMEDY),
         ):
             if new := [name for name in now if name not in before]:
                 facts = {"norms": {name: norms[name] for name in now}}
@@ -179,9 +194,9 @@ class TrainingWatch:
 
     def observe_units(self, shares: dict[str, float]) -> list[Verdict]:
         """Record the share of each layer's dead units; return an alarm where a layer has many."""
-        checks, state = self._checks, self._state
-        verdict = check_dead_units(shares, checks.dead_activation, checks.dead_share)
-        dead = [name for name, share in shares.items() if share > checks.dead_share]
+        state = self._state
+        verdict = check_dead_units(shares)
+        dead = find_dead_layers(shares)
         new = set(dead) - set(state.dead)
         state.dead = dead
         return [verdict] if new else []
@@ -195,10 +210,9 @@ class TrainingWatch:
         if state.counted < WINDOW:
             return None
         share = state.clipped / state.counted
-        most = self._checks.clipping_share
         before = state.clipping
         state.counted = state.clipped = 0  # the next window
-        state.clipping = share > most
+        state.clipping = share > CLIPPING_SHARE
         if before or not state.clipping:
             return None
         message = (
@@ -219,7 +233,7 @@ class TrainingWatch:
         share = self._waited / max(self._waited + self._worked, 1e-9)
         before = self._starving
         self._waited = self._worked = 0.0
-        self._starving = share > self._checks.starvation_share
+        self._starving = share > STARVATION_SHARE
         return self._make_starvation_verdict(share) if self._starving and not before else None
 
     def _make_starvation_verdict(self, share: float) -> Verdict:
@@ -237,12 +251,12 @@ class TrainingWatch:
         """Record an evaluation; return an alarm where the student drifts away from its teacher."""
         now = found.get("validation_agreement")
         state = self._state
-        if now is None:
+        if now is None or not self._checks.alarms:
             return []
         # The best is kept across checkpoints: a slow drift has no single bad step.
         best = state.best_agreement = max(now, state.best_agreement or 0.0)
         before = state.apart
-        state.apart = best - now > self._checks.agreement_drop
+        state.apart = best - now > AGREEMENT_DROP
         if before or not state.apart:
             return []
         message = (

@@ -1,7 +1,8 @@
 """Parse YAML, JSON and ``--set a.b=c`` into a job, or into a list of everything that is wrong.
 
 A record holds every field of the version that wrote it. A field that it lacks keeps the meaning
-that it had then, which a default of today may not have.
+that it had then, which a default of today may not have. ``kd.config.removed`` has the fields that
+are no more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pydantic import BaseModel, Tag, ValidationError
 
 from kd.config.cache import FINGERPRINT_PATTERN
 from kd.config.job import NAME_PATTERN, JobConfig
+from kd.config.removed import REMOVED, drop_removed
 from kd.errors import ConfigError, Problem
 
 #: The meaning in words of the pattern that a text field must match.
@@ -38,10 +40,8 @@ MEANT_BEFORE: dict[str, dict[str, Any]] = {
     "train": {"lm_head_floor": 0.0},
     "loss": {"tail_control": False},
     "evaluation": {"samples": 0, "continuations": 0},
-    "checks": {
-        "max_skipped": 0, "exploding_norm": 0.0, "vanishing_norm": 0.0, "dead_activation": 0.0,
-    },
-}  # fmt: skip
+    "checks": {"max_skipped": 0},
+}
 
 
 def parse_config(data: Any) -> JobConfig:
@@ -230,6 +230,9 @@ def _translate_error(errors: list[Mapping[str, Any]]) -> Problem:
     pointer = "".join("/" + escape_pointer(part) for part in path)
     reading = _suggest_reading(path)
     if error["type"] == "extra_forbidden" and section is not None:
+        removed = REMOVED.get(".".join(map(str, path)))
+        if removed is not None:
+            return Problem(pointer, "is no field of a job any more.", removed.instead)
         return Problem(
             pointer,
             f"unknown key {path[-1]!r}.",
@@ -355,15 +358,19 @@ def _look_inside(form: Any, key: Any) -> tuple[type[BaseModel] | None, Any]:
 
 
 def fill_record(written: Any) -> Any:
-    """Return the JSON of a job's record with the fields that it lacks, as they were meant."""
+    """Return the JSON of a job's record in the fields of today.
+
+    Fields that the record lacks are there, as they were meant; the removed ones are not.
+    """
     if not isinstance(written, dict):
         return written
+    known = drop_removed(written)
     before = {
-        section: meant | written[section]
+        section: meant | known[section]
         for section, meant in MEANT_BEFORE.items()
-        if isinstance(written.get(section), dict)
+        if isinstance(known.get(section), dict)
     }
-    return written | before
+    return known | before
 
 
 def read_record(written: Any) -> JobConfig:

@@ -209,6 +209,8 @@ def compute_target_hidden_states(forward: nn.Module, batch: Batch, precision: Pr
 #: The number of latest steps in which falls of the scale are counted. A single fall is normal: the
 #: scaler finds the right scale by raising it until gradients overflow.
 ALARM_STEPS = 20
+#: The falls within these steps that are an alarm. Each is an overflow, and a skipped step.
+ALARM_FALLS = 4
 #: The loss scale at which training stops. Gradients that overflow here are above 6e8, too large for
 #: any loss that can still be trained.
 LEAST_SCALE = 1e-4
@@ -268,15 +270,15 @@ class ScalerWatch:
             )
         return False
 
-    def describe_alarm(self, most: int) -> str | None:
-        """Return a warning if the scale fell ``most`` times lately, and start to count anew."""
-        if len(self.falls) < most:
+    def describe_alarm(self) -> str | None:
+        """Return a warning if the scale fell ``ALARM_FALLS`` times lately; then count anew."""
+        if len(self.falls) < ALARM_FALLS:
             return None
         first = self.falls[0]
         last = self.falls[-1]
         self.falls = []
         return (
-            f"The loss scale of float16 fell {most} times "
+            f"The loss scale of float16 fell {ALARM_FALLS} times "
             f"from step {first} to {last}: gradients overflow, and {self.skipped} steps "
             "were skipped so far. Lower train.learning_rate, raise "
             "train.loss_scale.growth_interval, or set train.precision to fp32."

@@ -227,7 +227,7 @@ def check_first_step(run: Run, step: Step) -> list[Verdict]:
     config = run.config
     fresh = config.student is not None and config.student.init is not None
     verdicts = []
-    if config.checks.initial_loss:
+    if config.checks.alarms:
         verdicts.append(check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, fresh))
     if config.checks.gradients:
         scaled = run.loss.precision.scales_loss

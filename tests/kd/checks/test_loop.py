@@ -109,7 +109,7 @@ def test_checks_that_are_switched_off_say_nothing(tmp_path: Path) -> None:
     seen = Seen()
     run(
         tmp_path,
-        make_job({"initial_loss": False, "gradients": False, "parity_tokens": 0}),
+        make_job({"alarms": False, "gradients": False, "parity_tokens": 0}),
         make_student(),
         seen,
     )

@@ -133,7 +133,7 @@ def test_clipping_of_some_steps_is_not_reported() -> None:
     assert observe_norms(TrainingWatch(make_job()), [2.0, 0.5] * WINDOW) == [], (
         "half is not more than half"
     )
-    assert len(observe_norms(TrainingWatch(make_job(clipping_share=0.4)), [2.0, 0.5] * WINDOW)) == 1
+    assert len(observe_norms(TrainingWatch(make_job()), [2.0] * 26 + [0.5] * 24)) == 1
     assert observe_norms(TrainingWatch(make_job({"max_grad_norm": 0})), [9.0] * WINDOW) == [], (
         "no clipping at all"
     )
@@ -169,8 +169,8 @@ def test_the_first_steps_tell_nothing_of_waiting() -> None:
     assert (
         len(
             observe_seconds(
-                TrainingWatch(make_job(starvation_share=0.04)),
-                cold + [StepSeconds(0.05, 0.95)] * 3 * WINDOW,
+                TrainingWatch(make_job()),
+                cold + [StepSeconds(0.11, 0.89)] * 3 * WINDOW,
             )
         )
         == 1
@@ -275,31 +275,38 @@ def test_an_empty_state_starts_anew() -> None:
 
 
 def test_a_layer_s_gradient_that_explodes_or_vanishes_is_an_alarm_once() -> None:
-    watch = TrainingWatch(make_job(exploding_norm=10, vanishing_norm=1e-3))
-    usual = {"embeddings": 1.0, "layer 0": 1e-2, "head": 10.0}
+    watch = TrainingWatch(make_job())
+    usual = {"embeddings": 1.0, "layer 0": 1e-7, "head": 100.0}
     assert watch.observe_layers(usual) == []
-    large, small = watch.observe_layers({"embeddings": 11.0, "layer 0": 1e-4, "head": 12.0})
+    large, small = watch.observe_layers({"embeddings": 101.0, "layer 0": 1e-8, "head": 102.0})
     assert (large.check, small.check) == ("exploding", "vanishing")
-    assert large.message == "The norm of the gradient is above 10 in embeddings, head."
-    assert small.facts == {"norms": {"layer 0": 1e-4}}
+    assert large.message == "The norm of the gradient is above 100 in embeddings, head."
+    assert small.facts == {"norms": {"layer 0": 1e-8}}
     assert "adaptive_clipping" in large.remedy and "learns nothing" in small.remedy
-    assert watch.observe_layers({"embeddings": 11.0, "layer 0": 1e-4, "head": 1.0}) == []
+    assert watch.observe_layers({"embeddings": 101.0, "layer 0": 1e-8, "head": 1.0}) == []
     # A checkpoint keeps which alarms have sounded.
-    resumed = TrainingWatch(make_job(exploding_norm=10, vanishing_norm=1e-3))
+    resumed = TrainingWatch(make_job())
     resumed.restore(json.loads(json.dumps(watch.state())))
-    (again,) = resumed.observe_layers({"embeddings": 11.0, "layer 0": 1e-4, "head": 12.0})
-    assert again.message.endswith("above 10 in head.")
+    (again,) = resumed.observe_layers({"embeddings": 101.0, "layer 0": 1e-8, "head": 102.0})
+    assert again.message.endswith("above 100 in head.")
 
 
-def test_layers_are_not_looked_at_where_the_bounds_are_0_nor_judged_by_infinity() -> None:
-    watch = TrainingWatch(make_job(exploding_norm=0, vanishing_norm=0))
-    assert watch.observe_layers({"layer 0": 1e9, "layer 1": 0.0}) == []
+def test_a_layer_is_not_judged_by_an_infinite_norm() -> None:
     assert TrainingWatch(make_job()).observe_layers({"layer 0": math.inf}) == []
 
 
+def test_without_alarms_the_watch_only_looks_for_spikes() -> None:
+    watch = TrainingWatch(make_job(alarms=False))
+    assert observe_norms(watch, [2.0] * 2 * WINDOW) == []
+    assert observe_seconds(watch, [StepSeconds(1.0, 0.0)] * 2 * WINDOW) == []
+    assert watch.observe_layers({"layer 0": 1e9, "layer 1": 0.0}) == []
+    assert observe_agreement(watch, [0.9, 0.1]) == []
+    assert watch.is_spike(1e9, 1e9)
+
+
 def test_dead_units_are_an_alarm_once_and_again_for_another_layer() -> None:
-    watch = TrainingWatch(make_job(dead_share=0.2))
-    assert watch.observe_units({"layer 0": 0.2, "layer 1": 0.0}) == []
+    watch = TrainingWatch(make_job())
+    assert watch.observe_units({"layer 0": 0.1, "layer 1": 0.0}) == []
     (alarm,) = watch.observe_units({"layer 0": 0.3, "layer 1": 0.0})
     assert alarm.check == "dead_units" and not alarm.ok
     assert watch.observe_units({"layer 0": 0.4, "layer 1": 0.0}) == []

@@ -5,12 +5,22 @@ them.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kd.config.jobfile import MEANT_BEFORE, keep_meaning, parse_config, read_record
+from kd.config.job import JobConfig
+from kd.config.jobfile import (
+    MEANT_BEFORE,
+    keep_meaning,
+    parse_config,
+    read_record,
+    set_value,
+)
+from kd.config.removed import REMOVED, drop_removed
+from kd.errors import ConfigError, Problem
 from kd.pipeline import read_cache_inputs, select_cache_inputs, settle_run
 from kd.progress import SILENT
 from kd.training.resume.identity import compute_resume_identity
@@ -41,7 +51,29 @@ def test_a_field_that_a_record_lacks_means_what_was_done_then() -> None:
                 assert field not in written[section]
                 assert getattr(getattr(config, section), field) == value
     # What a person writes has the defaults of today.
-    assert parse_config(written).require_train().lm_head_floor == 0.1
+    assert parse_config(drop_removed(written)).require_train().lm_head_floor == 0.1
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_field_is_an_error_that_names_the_new_way_and_a_record_may_have_its_default(
+    name: str,
+) -> None:
+    written, _ = read_records("8cefb88")["init"]
+    for value in REMOVED[name].meant:
+        assert read_record(set_value(written, name.split("."), value)) == read_record(written)
+    for problems in (
+        find_problems(read_record, set_value(written, name.split("."), "another")),
+        find_problems(parse_config, set_value({}, name.split("."), REMOVED[name].meant[0])),
+    ):
+        (told,) = [each for each in problems if each.pointer == f"/{name.replace('.', '/')}"]
+        assert told.detail == "is no field of a job any more."
+        assert told.remedy == REMOVED[name].instead
+
+
+def find_problems(read: Callable[[Any], JobConfig], written: Any) -> Sequence[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        read(written)
+    return caught.value.problems
 
 
 def test_the_cache_of_a_run_that_the_version_before_began_is_found_without_its_text() -> None:

@@ -149,7 +149,7 @@ def test_skipped_steps_are_counted_and_the_others_taken() -> None:
     assert taken == [True, False, True, False, True]
     assert watch.skipped == 2
     assert scaler.get_scale() == 2.0**14
-    assert watch.describe_alarm(4) is None
+    assert watch.describe_alarm() is None
 
 
 def test_the_scale_moves_as_the_job_says() -> None:
@@ -175,7 +175,7 @@ def run_watch(
     for step in range(first, steps + 1):
         take_step(scaler, weight, optimizer, step in bad_steps)
         watch.update(scaler, step)
-        if (message := watch.describe_alarm(4)) is not None:
+        if (message := watch.describe_alarm()) is not None:
             alarms.append((step, message))
     return alarms
 

@@ -1,0 +1,50 @@
+"""The fields that a job had in earlier versions: what is done now, and what to do instead.
+
+In a job that a person writes, such a field is an error whose message says what to do instead. A
+record holds every field of the version that wrote it, with its default if nobody set it:
+``drop_removed`` leaves a field out if its value means what is done now. Another value stays, and
+whoever reads the record gets the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RemovedField:
+    """``instead`` tells a user what to do; ``meant`` are the values that mean what is done now."""
+
+    instead: str
+    meant: tuple[Any, ...]
+
+
+_ALARM = "Remove it: the bound of this alarm is fixed, and checks.alarms turns all alarms off."
+#: The removed fields by their dotted names.
+REMOVED: dict[str, RemovedField] = {
+    "checks.initial_loss": RemovedField(_ALARM, (True,)),
+    # 0 has turned off one alarm, which changed no number of a run.
+    "checks.exploding_norm": RemovedField(_ALARM, (100.0, 0.0)),
+    "checks.vanishing_norm": RemovedField(_ALARM, (1e-7, 0.0)),
+    "checks.dead_activation": RemovedField(_ALARM, (1e-6, 0.0)),
+    "checks.dead_share": RemovedField(_ALARM, (0.1,)),
+    "checks.loss_scale_falls": RemovedField(_ALARM, (4,)),
+    "checks.clipping_share": RemovedField(_ALARM, (0.5,)),
+    "checks.starvation_share": RemovedField(_ALARM, (0.1,)),
+    "checks.agreement_drop": RemovedField(_ALARM, (0.1,)),
+}
+
+
+def drop_removed(written: Any, place: str = "") -> Any:
+    """Return the JSON of a job's record without the removed fields that mean what is done now.
+
+    ``place`` is the dotted name of ``written`` itself, with a dot at its end; "" is the job.
+    """
+    if not isinstance(written, dict):
+        return written
+    return {
+        name: drop_removed(value, f"{place}{name}.")
+        for name, value in written.items()
+        if f"{place}{name}" not in REMOVED or value not in REMOVED[f"{place}{name}"].meant
+    }
