@@ -33,6 +33,9 @@ REMOVED: dict[str, RemovedField] = {
     "checks.clipping_share": RemovedField(_ALARM, (0.5,)),
     "checks.starvation_share": RemovedField(_ALARM, (0.1,)),
     "checks.agreement_drop": RemovedField(_ALARM, (0.1,)),
+    "train.pipeline.stages": RemovedField(
+        "Remove it: strategy pipeline has one stage on each of resources.gpus devices.", (None,)
+    ),
 }
 
 

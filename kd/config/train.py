@@ -59,15 +59,6 @@ ROUNDING_OPTIMIZERS = ("adamw", "adamw_8bit")
 class PipelineConfig(Section):
     """How strategy pipeline cuts the student and the step."""
 
-    stages: int | None = Field(
-        None,
-        ge=2,
-        le=64,
-        description=(
-            "Number of parts of consecutive layers, one on each device; null = resources.gpus, the "
-            "only possible number."
-        ),
-    )
     microbatches: int | None = Field(
         None,
         ge=1,

@@ -202,12 +202,6 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
             )
     elif devices > 1 and config.train is not None:
         yield from _find_training_problems(config, config.train, devices)
-    elif config.train is not None and _names_stages(config.train):
-        yield from _find_stage_problems(config, config.train, devices)
-
-
-def _names_stages(train: TrainConfig) -> bool:
-    return train.strategy == "pipeline" and train.pipeline.stages is not None
 
 
 def _find_parallel(config: JobConfig) -> str:
@@ -256,13 +250,6 @@ def _find_sharding_problems(config: JobConfig, train: TrainConfig) -> Iterator[P
 def _find_stage_problems(config: JobConfig, train: TrainConfig, devices: int) -> Iterator[Problem]:
     """Refuse steps that cannot be cut so, and what stages cannot do."""
     wanted = train.pipeline
-    if wanted.stages not in (None, devices):
-        yield Problem(
-            "/train/pipeline/stages",
-            f"each device has one stage, but it is {wanted.stages} and resources.gpus is "
-            f"{devices}.",
-            f"Leave it out, or set resources.gpus to {wanted.stages}.",
-        )
     count = wanted.microbatches or train.gradient_accumulation_steps
     sequences = train.sequences_per_step
     if sequences % count:

@@ -97,7 +97,7 @@ def find_stage_problems(gpus: int | None = 2, **train: Any) -> list[str]:
 def test_a_step_is_cut_into_micro_batches_for_all_stages_or_refused() -> None:
     for gpus in (None, 1, 2, 3):
         assert find_stage_problems(gpus) == []
-    assert find_stage_problems(2, pipeline={"stages": 2, "microbatches": 6}) == []
+    assert find_stage_problems(2, pipeline={"microbatches": 6}) == []
     (found,) = find_stage_problems(2, pipeline={"microbatches": 4})
     assert found == (
         "train.pipeline.microbatches: a step has 6 sequences (batch_size 2 x "
@@ -111,9 +111,6 @@ def test_a_step_is_cut_into_micro_batches_for_all_stages_or_refused() -> None:
         "train.pipeline.schedule to gpipe."
     )
     assert find_stage_problems(4, pipeline={"schedule": "gpipe"}) == []
-    for gpus in (None, 3):
-        (found,) = find_stage_problems(gpus, pipeline={"stages": 2})
-        assert found.startswith("train.pipeline.stages: each device has one stage, but it is 2 and")
 
 
 @pytest.mark.parametrize(
