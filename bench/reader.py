@@ -346,7 +346,7 @@ def measure_wait(folder: Path, limit: int) -> float:
     drop_from_system_memory(folder)
     source = CachedRecords(open_cache(folder, memory_bytes=limit))
     options = choose_options(source.store, "windows").model_copy(
-        update={"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4}
+        update={"dataloader_num_workers": 1}
     )
     steps = min(len(source.store.train) // options.batch_size, 64)
     timed = TimedIterator(read_training_batches(source, options, range(steps)))

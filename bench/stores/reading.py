@@ -65,7 +65,7 @@ def read_epoch(folder: Path) -> tuple[float, float]:
     began = time.perf_counter()
     source = CachedRecords(open_cache(folder))
     options = choose_options(source.store, "windows").model_copy(
-        update={"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4}
+        update={"dataloader_num_workers": 1}
     )
     steps = len(source.store.train) // options.batch_size
     timed = TimedIterator(read_training_batches(source, options, range(steps)))

@@ -240,9 +240,8 @@ class TrainingWatch:
         train = self._train
         message = f"The last {WINDOW} steps waited for data {share:.0%} of their time."
         remedy = (
-            f"Raise train.dataloader_num_workers (now {count_loader_threads(train)}) or "
-            f"dataloader_prefetch_factor (now {train.dataloader_prefetch_factor}). If the cache is "
-            "larger than train.dataloader_memory, raise that or set train.order (now "
+            f"Raise train.dataloader_num_workers (now {count_loader_threads(train)}). If the cache "
+            "is larger than train.dataloader_memory, raise that or set train.order (now "
             f"{train.order}) to windows. Or put the cache on a faster disk."
         )
         return Verdict("starvation", False, message, remedy, {"share": share})

@@ -36,6 +36,12 @@ REMOVED: dict[str, RemovedField] = {
     "train.pipeline.stages": RemovedField(
         "Remove it: strategy pipeline has one stage on each of resources.gpus devices.", (None,)
     ),
+    "train.dataloader_prefetch_factor": RemovedField(
+        "Remove it: each thread reads two steps ahead; raise train.dataloader_num_workers.", (2,)
+    ),
+    "train.dataloader_pin_memory": RemovedField(
+        "Remove it: batches are always copied to a GPU from pinned memory.", (True,)
+    ),
 }
 
 

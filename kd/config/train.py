@@ -333,9 +333,6 @@ class TrainConfig(Section):
             "would slow it down."
         ),
     )
-    dataloader_prefetch_factor: int = Field(
-        2, ge=1, le=64, description="Steps that each of those threads may read ahead."
-    )
     dataloader_memory: Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES] | None = Field(
         None,
         description=(
@@ -343,9 +340,6 @@ class TrainConfig(Section):
             'text such as "4GiB"; 0 = keep none. Sequences that are in memory are read without the '
             "disk. Default 512 MiB, or an eighth of the host's memory where that is less."
         ),
-    )
-    dataloader_pin_memory: bool = Field(
-        True, description="Copy batches to a GPU from pinned memory."
     )
     report_to: tuple[Tracker, ...] = Field(
         (),

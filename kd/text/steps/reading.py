@@ -22,6 +22,8 @@ from kd.text.steps.order import EpochOrder, choose_epoch_order, list_step_epochs
 Item = TypeVar("Item")
 #: Steps whose shards are fetched from a bucket before they are read.
 FAR_STEPS = 16
+#: Steps that each loader thread may read ahead.
+STEPS_AHEAD = 2
 #: Batches of similar length are cut to a multiple of this width. Matrix units are fast at such
 #: widths, and torch.compile compiles for only few of them.
 WIDTH_STEP = 8
@@ -40,7 +42,7 @@ def read_training_batches(
     if isinstance(source, CachedRecords) and source.is_far(options):
         load = partial(_load_far_step, source, options, arrange, load)
     if workers := count_loader_threads(options):
-        return _read_ahead(load, steps, workers, options.dataloader_prefetch_factor)
+        return _read_ahead(load, steps, workers)
     return (load(step) for step in steps)
 
 
@@ -104,7 +106,7 @@ def _load_micro_batch(
 ) -> Batch:
     sequences, records = source.read(indices, epochs)
     batch = make_batch(cut_padding(sequences) if options.order == "length" else sequences, records)
-    return batch.pin() if options.dataloader_pin_memory and torch.cuda.is_available() else batch
+    return batch.pin() if torch.cuda.is_available() else batch
 
 
 def cut_padding(sequences: Sequences) -> Sequences:
@@ -133,16 +135,14 @@ def _cut_columns(sequences: Sequences, width: int) -> Sequences:
     )
 
 
-def _read_ahead(
-    load: Callable[[int], Item], steps: range, workers: int, steps_each: int
-) -> Iterator[Item]:
+def _read_ahead(load: Callable[[int], Item], steps: range, workers: int) -> Iterator[Item]:
     """Yield ``load`` of every step in order, while ``workers`` threads load later steps.
 
-    They are at most ``workers * steps_each`` steps ahead. They live as long as the iterator: epochs
-    do not begin them anew.
+    They are at most ``workers * STEPS_AHEAD`` steps ahead. They live as long as the iterator:
+    epochs do not begin them anew.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="batches")
-    ahead = workers * steps_each
+    ahead = workers * STEPS_AHEAD
     try:
         coming = deque(pool.submit(load, step) for step in steps[:ahead])
         for number in range(len(steps)):

@@ -19,8 +19,8 @@ from kd.training import checkpoint
 #: Fields of the train section that have no influence on the weights.
 FREE_FIELDS = {
     "logging_steps", "save_steps", "save_total_limit", "report_to", "trace_steps", "save_dtype",
-    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_memory",
-    "dataloader_pin_memory", "activation_offload", "strategy", "pipeline", "fsdp_offload",
+    "dataloader_num_workers", "dataloader_memory", "activation_offload", "strategy", "pipeline",
+    "fsdp_offload",
 }  # fmt: skip
 #: Fields that are newer than the first checkpoints, with the values that mean what was done before
 #: they existed: then a checkpoint's identity does not have them.

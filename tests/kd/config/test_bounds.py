@@ -183,7 +183,6 @@ BOUNDS = [
     ("train.logits_chunk", [0, 1_048_577], [1, None]),
     ("train.order", ["random"], ["shuffled", "windows", "length", "curriculum"]),
     ("train.dataloader_num_workers", [-1, 65], [0, 64]),
-    ("train.dataloader_prefetch_factor", [0, 65], [1, 64]),
     ("train.dataloader_memory", ["much", -1, "2PiB"], [0, "4GiB", "1.5 GB", None]),
     ("train.report_to", ["wandb", ["wand"]], [[], ["tensorboard", "wandb", "mlflow", "trackio"]]),
     ("train.trace_steps", [-1, 1001], [0, 1000]),

@@ -25,6 +25,7 @@ from kd.errors import ConfigError
 from kd.text.batches import Batch, CachedRecords, PlainText, make_batch
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, measure_text_lengths, pack_documents
+from kd.text.steps import reading
 from kd.text.steps.order import (
     compute_mean_entropies,
     list_step_epochs,
@@ -267,9 +268,10 @@ def test_the_threads_live_through_all_epochs():
 
 
 @pytest.mark.parametrize("workers, factor", [(1, 1), (1, 4), (3, 1), (2, 3)])
-def test_so_many_steps_are_read_ahead_and_no_more(workers, factor):
+def test_so_many_steps_are_read_ahead_and_no_more(workers, factor, monkeypatch):
+    monkeypatch.setattr(reading, "STEPS_AHEAD", factor)
     read: list[int] = []
-    ahead = {"dataloader_num_workers": workers, "dataloader_prefetch_factor": factor}
+    ahead = {"dataloader_num_workers": workers}
     batches = read_training_batches(
         Watched(64, before=read.append), options(1, 1, 3, **ahead), range(30)
     )
@@ -283,7 +285,7 @@ def test_so_many_steps_are_read_ahead_and_no_more(workers, factor):
 
 def test_the_order_is_kept_whichever_thread_is_first():
     source = Watched(64, before=lambda index: time.sleep(index % 5 / 1000))
-    threads = {"dataloader_num_workers": 6, "dataloader_prefetch_factor": 2}
+    threads = {"dataloader_num_workers": 6}
     found = [
         numbers(batch)
         for (batch,) in read_training_batches(source, options(2, 1, 3, **threads), range(60))
@@ -293,7 +295,7 @@ def test_the_order_is_kept_whichever_thread_is_first():
 
 def test_an_error_among_many_threads_surfaces_at_its_step_and_ends_them():
     broken = int(list_step_indices(20, 4, 0, 3)[1])
-    threads = {"dataloader_num_workers": 4, "dataloader_prefetch_factor": 2}
+    threads = {"dataloader_num_workers": 4}
     batches = read_training_batches(
         Numbered(20, broken=broken), options(4, 1, 0, **threads), range(5)
     )
@@ -303,12 +305,11 @@ def test_an_error_among_many_threads_surfaces_at_its_step_and_ends_them():
     assert not reading_threads()
 
 
-def test_leaving_early_does_not_read_what_was_ahead():
+def test_leaving_early_does_not_read_what_was_ahead(monkeypatch):
+    monkeypatch.setattr(reading, "STEPS_AHEAD", 64)
     read: list[int] = []
     source = Watched(64, before=lambda index: (read.append(index), time.sleep(0.02)))
-    batches = read_training_batches(
-        source, options(1, 1, 0, dataloader_num_workers=1, dataloader_prefetch_factor=64), range(64)
-    )
+    batches = read_training_batches(source, options(1, 1, 0, dataloader_num_workers=1), range(64))
     next(batches)
     batches.close()
     assert len(read) <= 4 and not reading_threads()
@@ -349,15 +350,13 @@ def test_a_starved_consumer_waits_for_a_slow_source_and_a_slow_one_does_not():
     assert sum(waits[1:]) < 0.5 * starved.seconds and sum(waits) == pytest.approx(fed.seconds)
 
 
-@pytest.mark.parametrize("pin", [True, False])
-def test_batches_are_pinned_where_there_is_a_gpu_and_it_is_asked_for(pin, material):
+def test_batches_are_pinned_where_there_is_a_gpu(material):
     source = CachedLike(*material)
-    (batch,), *_ = read_training_batches(
-        source, options(2, 1, 0, dataloader_pin_memory=pin), range(1)
-    )
+    (batch,), *_ = read_training_batches(source, options(2, 1, 0), range(1))
     tensors = [batch.tokens_BL, batch.rows_N, batch.gold_N, *batch.teacher.values()]
-    expected = pin and torch.cuda.is_available()
-    assert all(tensor.is_pinned() == expected for tensor in tensors if tensor.numel())
+    assert all(
+        tensor.is_pinned() == torch.cuda.is_available() for tensor in tensors if tensor.numel()
+    )
 
 
 @pytest.mark.gpu

@@ -309,12 +309,7 @@ def test_checkpointing_and_chunks_change_no_number(
 def test_workers_and_prefetching_change_no_number(
     taught: Taught, plain: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    options = {
-        "dataloader_num_workers": 3,
-        "dataloader_prefetch_factor": 4,
-        "dataloader_memory": 0,
-        "dataloader_pin_memory": False,
-    }
+    options = {"dataloader_num_workers": 3, "dataloader_memory": 0}
     assert same(taught.train(taught.config(train=options), tmp_path), plain)
 
 
