@@ -24,8 +24,6 @@ class EvaluationConfig(Section):
             "compare the two."
         ),
     )
-    top_k: int = Field(5, ge=1, le=100, description="k of top-k agreement.")
-    bins: int = Field(15, ge=2, le=100, description="Bins of the calibration error (ECE).")
     prompts: tuple[str, ...] = Field(
         (), max_length=64, description="Prompts; the report shows how each model continues them."
     )

@@ -42,6 +42,8 @@ REMOVED: dict[str, RemovedField] = {
     "train.dataloader_pin_memory": RemovedField(
         "Remove it: batches are always copied to a GPU from pinned memory.", (True,)
     ),
+    "evaluation.top_k": RemovedField("Remove it: the report compares the 5 best tokens.", (5,)),
+    "evaluation.bins": RemovedField("Remove it: the calibration error has 15 bins.", (15,)),
 }
 
 

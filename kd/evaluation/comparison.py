@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from cache.perplexity import BlockLosses, raise_e
 from kd.config.data import DataConfig
-from kd.config.evaluation import EvaluationConfig
 from kd.config.job import JobConfig
 from kd.loss.decoder import TargetDecoder
 from kd.loss.targets import widen_logprobs
@@ -42,6 +41,8 @@ from kd.training.evaluate import choose_evaluation_temperature, evaluate_student
 CHUNK_ELEMENTS = 2**22
 #: Spans of context: 1 token, 2 to 3, 4 to 7, and so on; the last one has no end.
 CONTEXT_SPANS = 21
+#: k of the agreement of the k best tokens.
+TOP_K = 5
 TEACHER = "teacher"
 
 
@@ -134,7 +135,6 @@ def compare_models(
     teacher: EvaluatedModel | None,
     source: Source,
     batch_size: int,
-    options: EvaluationConfig,
 ) -> dict[str, ComparisonSums]:
     """The sums of every student, and of the teacher where there is one.
 
@@ -146,18 +146,16 @@ def compare_models(
     # TF32 would blur the small differences between models that this measures.
     with float32_products():
         for batch in read_validation_batches(source, batch_size):
-            for name, sums in _sum_batch(everyone, batch, options).items():
+            for name, sums in _sum_batch(everyone, batch).items():
                 totals[name] = totals[name] + sums if name in totals else sums
     return totals
 
 
-def _sum_batch(
-    models: Mapping[str, EvaluatedModel], batch: Batch, options: EvaluationConfig
-) -> dict[str, ComparisonSums]:
+def _sum_batch(models: Mapping[str, EvaluatedModel], batch: Batch) -> dict[str, ComparisonSums]:
     """The sums of every model over a batch."""
     totals: dict[str, ComparisonSums] = {}
     parts: dict[str, list[Tensor]] = {name: [] for name in models}
-    for name, ce_N, sums in _iterate_chunk_sums(models, batch, options):
+    for name, ce_N, sums in _iterate_chunk_sums(models, batch):
         totals[name] = totals[name] + sums if name in totals else sums
         parts[name].append(ce_N)
     targets_B = batch.count_targets()
@@ -169,7 +167,7 @@ def _sum_batch(
 
 
 def _iterate_chunk_sums(
-    models: Mapping[str, EvaluatedModel], batch: Batch, options: EvaluationConfig
+    models: Mapping[str, EvaluatedModel], batch: Batch
 ) -> Iterator[tuple[str, Tensor, ComparisonSums]]:
     """The loss of each position (N,) and the sums of every model, chunk by chunk."""
     first = next(iter(models.values()))
@@ -187,7 +185,7 @@ def _iterate_chunk_sums(
         for name, q_NV in logprobs.items():
             p_NV = widen_logprobs(logprobs.get(TEACHER, q_NV), q_NV.shape[1])
             ce_N = -q_NV.gather(1, gold_N[:, None])[:, 0].double()
-            yield name, ce_N, measure_chunk(p_NV, q_NV, gold_N, context_N[rows], options)
+            yield name, ce_N, measure_chunk(p_NV, q_NV, gold_N, context_N[rows])
 
 
 def _count_context(batch: Batch) -> Tensor:
@@ -198,9 +196,7 @@ def _count_context(batch: Batch) -> Tensor:
     return batch.rows_N % batch.tokens_BL.shape[1] + 1
 
 
-def measure_chunk(
-    p_NV: Tensor, q_NV: Tensor, gold_N: Tensor, context_N: Tensor, options: EvaluationConfig
-) -> ComparisonSums:
+def measure_chunk(p_NV: Tensor, q_NV: Tensor, gold_N: Tensor, context_N: Tensor) -> ComparisonSums:
     """The sums of a student with log-probabilities ``q_NV`` against a teacher with ``p_NV``."""
     kl_N = (p_NV.exp() * (p_NV - q_NV)).sum(1, dtype=torch.float64)
     best_N, place_N = q_NV.max(1)
@@ -214,10 +210,10 @@ def measure_chunk(
         kl=kl_N.sum(),
         variation=(p_NV.exp() - q_NV.exp()).abs().sum(dtype=torch.float64) / 2,
         agreed=(place_N == p_NV.argmax(1)).double().sum(),
-        shared=_sum_top_k_overlap(p_NV, q_NV, min(options.top_k, p_NV.shape[1])),
+        shared=_sum_top_k_overlap(p_NV, q_NV, min(TOP_K, p_NV.shape[1])),
         kl_C=member_CN @ kl_N,
         count_C=member_CN.sum(1),
-        calibration=Calibration.of(best_N.exp(), place_N == gold_N, options.bins),
+        calibration=Calibration.of(best_N.exp(), place_N == gold_N),
     )
 
 

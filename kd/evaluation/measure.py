@@ -15,6 +15,7 @@ from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student, train_baseline
 from kd.evaluation.comparison import (
     TEACHER,
+    TOP_K,
     ComparisonSums,
     EvaluatedModel,
     compare_models,
@@ -211,14 +212,12 @@ def measure_models(
         for name, model in everyone.items()
     }
     reference = learners.pop(TEACHER, None)
-    sums = compare_models(
-        learners, reference, source, _choose_batch_size(config), config.evaluation
-    )
+    sums = compare_models(learners, reference, source, _choose_batch_size(config))
     size = count_held_out_bytes(source, tokenizer)
     return {
         "tokens": int(next(iter(sums.values())).count_C.sum()) if sums else 0,
         "bytes": size,
-        "top_k": config.evaluation.top_k,
+        "top_k": TOP_K,
         "models": {
             name: summarise_sums(each, size, teacher is not None and name != TEACHER)
             for name, each in sums.items()

@@ -197,8 +197,6 @@ BOUNDS = [
     ("checks.spike_factor", [-1, 1001], [0, 1000]),
     ("checks.max_rollbacks", [-1, 101], [0, 100]),
     ("checks.max_skipped", [-1, 10_001], [0, 10_000]),
-    ("evaluation.top_k", [0, 101], [1, 100]),
-    ("evaluation.bins", [1, 101], [2, 100]),
     ("evaluation.prompts", ["text", ["a"] * 65], [[], ["a"] * 64]),
     ("evaluation.max_new_tokens", [0, 4097], [1, 4096]),
     ("evaluation.continuations", [-1, 65], [0, 64]),

@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM
 from cache.perplexity import BlockLosses
 from cache.records import Sequences
 from kd.config.data import DataConfig
-from kd.config.evaluation import EvaluationConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ModelError
 from kd.evaluation.comparison import (
@@ -31,12 +30,12 @@ from kd.models.loading import load_model
 from kd.text.batches import PlainText, make_batch
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
+from kd.training.calibration import BINS
 from tests.support.kd.references import assert_same_facts, by_hand, plain_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PACKED = DataConfig(train="x", sequence_length=128)
-OPTIONS = EvaluationConfig(top_k=3, bins=7)
 
 
 def make_logprobs(seed: int, scale: float = 2.0) -> torch.Tensor:
@@ -65,14 +64,15 @@ def compute_reference(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("k", [1, 3, 29])
-def test_each_number_is_what_its_definition_says(dtype: torch.dtype, k: int) -> None:
+def test_each_number_is_what_its_definition_says(
+    dtype: torch.dtype, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kd.evaluation.comparison.TOP_K", k)
     p_NV = make_logprobs(0)
     q_NV = (make_logprobs(0) + make_logprobs(1, 0.7)).log_softmax(1)
     gold_N = torch.randint(0, 29, (60,))
     context_N = torch.arange(1, 61)
-    sums = measure_chunk(
-        p_NV.to(dtype), q_NV.to(dtype), gold_N, context_N, EvaluationConfig(top_k=k)
-    )
+    sums = measure_chunk(p_NV.to(dtype), q_NV.to(dtype), gold_N, context_N)
     found = summarise_sums(sums, 100, against_teacher=True)
     expected = compute_reference(p_NV, q_NV, gold_N, k)
     assert {name: found[name] for name in expected} == pytest.approx(
@@ -92,7 +92,7 @@ def test_kl_is_of_the_student_from_the_teacher_and_not_the_other_way_round() -> 
     q_NV = make_logprobs(1, 0.5)
     forward, backward = (
         summarise_sums(
-            measure_chunk(*pair, torch.zeros(60, dtype=torch.int64), torch.ones(60), OPTIONS),
+            measure_chunk(*pair, torch.zeros(60, dtype=torch.int64), torch.ones(60)),
             1,
             True,
         )["kl"]
@@ -106,7 +106,7 @@ def test_kl_by_context_is_the_mean_in_spans_of_powers_of_two() -> None:
     p_NV = make_logprobs(0)
     q_NV = make_logprobs(1)
     context_N = torch.tensor([1, 2, 3, 4, 7, 8, 15, 16, 1000, 2**25] * 6)
-    sums = measure_chunk(p_NV, q_NV, torch.zeros(60, dtype=torch.int64), context_N, OPTIONS)
+    sums = measure_chunk(p_NV, q_NV, torch.zeros(60, dtype=torch.int64), context_N)
     kl_N = (p_NV.exp() * (p_NV - q_NV)).sum(1)
     spans: dict[int, list[float]] = {}
     for context, kl in zip(context_N.tolist(), kl_N.tolist(), strict=True):
@@ -118,17 +118,14 @@ def test_kl_by_context_is_the_mean_in_spans_of_powers_of_two() -> None:
         assert row["kl"] == pytest.approx(float(np.mean(spans[row["first"]])))
 
 
-@pytest.mark.parametrize("bins", [4, 20])
-def test_calibration_is_the_student_s_in_the_bins_that_are_asked_for(bins: int) -> None:
+def test_calibration_is_the_student_s() -> None:
     p_NV = make_logprobs(0)
     q_NV = make_logprobs(1)
     gold_N = torch.arange(60) % 29
     confidence_N, place_N = q_NV.exp().max(1)
     gold_N = gold_N.where(torch.arange(60) % 3 > 0, place_N)
-    found = summarise_sums(
-        measure_chunk(p_NV, q_NV, gold_N, torch.ones(60), EvaluationConfig(bins=bins)), 1, True
-    )
-    error, curve = by_hand(confidence_N.tolist(), (place_N == gold_N).tolist(), bins)
+    found = summarise_sums(measure_chunk(p_NV, q_NV, gold_N, torch.ones(60)), 1, True)
+    error, curve = by_hand(confidence_N.tolist(), (place_N == gold_N).tolist(), BINS)
     assert found["calibration_error"] == pytest.approx(error)
     assert [pytest.approx(point) for point in curve] == found["reliability"]
 
@@ -138,9 +135,9 @@ def test_sums_add_up_over_parts() -> None:
     q_NV = make_logprobs(1)
     gold_N = torch.randint(0, 29, (60,))
     context_N = torch.arange(1, 61)
-    whole = measure_chunk(p_NV, q_NV, gold_N, context_N, OPTIONS)
+    whole = measure_chunk(p_NV, q_NV, gold_N, context_N)
     cuts = [slice(0, 13), slice(13, 40), slice(40, 60)]
-    parts = [measure_chunk(p_NV[at], q_NV[at], gold_N[at], context_N[at], OPTIONS) for at in cuts]
+    parts = [measure_chunk(p_NV[at], q_NV[at], gold_N[at], context_N[at]) for at in cuts]
     added: ComparisonSums = parts[0] + parts[1] + parts[2]
     assert_same_facts(summarise_sums(added, 50, True), summarise_sums(whole, 50, True))
 
@@ -195,7 +192,7 @@ def test_models_on_packed_text_are_what_the_library_makes_of_each_document(
     monkeypatch.setattr("kd.evaluation.comparison.CHUNK_ELEMENTS", chunk * 2048)
     teaching = EvaluatedModel.of(teacher, 2048, PACKED, teaches=True)
     readers = {"student": EvaluatedModel.of(student, 2048, PACKED), "itself": teaching}
-    sums = compare_models(readers, teaching, source, 3, OPTIONS)
+    sums = compare_models(readers, teaching, source, 3)
     held_out, _ = source.read(
         np.arange(source.train_count, source.train_count + source.validation_count)
     )
@@ -203,7 +200,7 @@ def test_models_on_packed_text_are_what_the_library_makes_of_each_document(
     p_NV, gold_N, context_N = plain_logprobs(teacher, held_out)
     q_NV, _, _ = plain_logprobs(student, held_out, 2112)
     p_NV = widen_logprobs(p_NV, 2112)
-    expected = summarise_sums(measure_chunk(p_NV, q_NV, gold_N, context_N, OPTIONS), 1000, True)
+    expected = summarise_sums(measure_chunk(p_NV, q_NV, gold_N, context_N), 1000, True)
     assert expected["kl"] > 0.05 and len(expected["kl_by_context"]) >= 4
     ce_N = -q_NV.gather(1, gold_N[:, None])[:, 0].numpy()
     interval = BlockLosses.of(ce_N, held_out.target_mask.sum(axis=1)).perplexity
@@ -230,9 +227,7 @@ def test_where_every_row_is_one_document_context_is_the_place_in_the_row(
     rows = Sequences(tokens, start, target)
     assert make_batch(rows, None).positions_BL is None
     reader = EvaluatedModel.of(teacher, 2048, PACKED)
-    sums = compare_models({"student": reader}, reader, PlainText(Corpus(rows, rows)), 2, OPTIONS)[
-        "student"
-    ]
+    sums = compare_models({"student": reader}, reader, PlainText(Corpus(rows, rows)), 2)["student"]
     spans = [
         (row["first"], row["tokens"]) for row in summarise_sums(sums, None, True)["kl_by_context"]
     ]
@@ -242,9 +237,7 @@ def test_where_every_row_is_one_document_context_is_the_place_in_the_row(
 def test_without_a_teacher_there_is_nothing_to_agree_with(
     student: LlamaForCausalLM, source: PlainText
 ) -> None:
-    sums = compare_models(
-        {"student": EvaluatedModel.of(student, 2048, PACKED)}, None, source, 4, OPTIONS
-    )
+    sums = compare_models({"student": EvaluatedModel.of(student, 2048, PACKED)}, None, source, 4)
     assert set(summarise_sums(sums["student"], None, False)) == {
         "loss", "tokens", "perplexity", "perplexity_interval", "bits_per_byte",
         "calibration_error", "reliability",
@@ -253,9 +246,7 @@ def test_without_a_teacher_there_is_nothing_to_agree_with(
         Corpus(source.corpus.validation, source.corpus.validation.select(slice(0, 0)))
     )
     assert (
-        compare_models(
-            {"student": EvaluatedModel.of(student, 2048, PACKED)}, None, nothing, 4, OPTIONS
-        )
+        compare_models({"student": EvaluatedModel.of(student, 2048, PACKED)}, None, nothing, 4)
         == {}
     )
 
