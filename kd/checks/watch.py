@@ -37,6 +37,8 @@ AVERAGE_WARM_UP = 10
 #: Nats below which a loss is noise. A student close to its teacher has almost no loss, and three
 #: times that is no spike.
 LEAST_LOSS = 0.1
+#: A spike after this many roll-backs fails the run.
+MOST_ROLLBACKS = 2
 #: Steps over which shares are taken.
 WINDOW = 50
 #: First steps of a process whose time does not count: they compile and fill caches.
@@ -127,7 +129,6 @@ class TrainingWatch:
         It is ok where the run goes on from ``checkpoint``, its newest good one. ``rollbacks``
         counts earlier roll-backs. A verdict that is not ok must end the run: call ``require``.
         """
-        most = self._checks.max_rollbacks
         facts = {
             "step": step,
             "loss": loss,
@@ -142,15 +143,15 @@ class TrainingWatch:
         if checkpoint is None:
             message = f"{spike}; there is no checkpoint to go back to."
             return Verdict("spike", False, message, _SPIKE_REMEDY, facts)
-        if rollbacks >= most:
+        if rollbacks >= MOST_ROLLBACKS:
             message = (
-                f"{spike}, after {rollbacks} of at most {most} roll-backs. "
+                f"{spike}, after {rollbacks} of at most {MOST_ROLLBACKS} roll-backs. "
                 f"The last good checkpoint is {checkpoint}."
             )
             return Verdict("spike", False, message, _SPIKE_REMEDY, facts)
         message = (
             f"{spike}: back to {checkpoint.name} with half the learning rate "
-            f"(roll-back {rollbacks + 1} of {most})."
+            f"(roll-back {rollbacks + 1} of {MOST_ROLLBACKS})."
         )
         return Verdict("spike", True, message, facts=facts)
 

@@ -30,15 +30,10 @@ class ChecksConfig(Section):
         3.0,
         ge=0,
         le=1000,
-        description="A loss above this times its moving average is a spike; 0 = do not check.",
-    )
-    max_rollbacks: int = Field(
-        2,
-        ge=0,
-        le=100,
         description=(
-            "At a spike, training returns to the last checkpoint with half the learning rate. "
-            "After this many returns the next spike fails the run."
+            "A loss above this times its moving average is a spike: training returns to the last "
+            "checkpoint with half the learning rate. The third spike fails the run. 0 = do not "
+            "check."
         ),
     )
     max_skipped: int = Field(

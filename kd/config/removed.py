@@ -44,6 +44,11 @@ REMOVED: dict[str, RemovedField] = {
     ),
     "evaluation.top_k": RemovedField("Remove it: the report compares the 5 best tokens.", (5,)),
     "evaluation.bins": RemovedField("Remove it: the calibration error has 15 bins.", (15,)),
+    "checks.max_rollbacks": RemovedField(
+        "Remove it: a run returns to a checkpoint twice, and the next spike fails it. "
+        "checks.spike_factor 0 does not look for spikes.",
+        (2,),
+    ),
 }
 
 

@@ -195,7 +195,6 @@ BOUNDS = [
     ("train.seed", [-1, 2**32], [0]),
     ("checks.parity_tokens", [-1, 4097], [0, 4096]),
     ("checks.spike_factor", [-1, 1001], [0, 1000]),
-    ("checks.max_rollbacks", [-1, 101], [0, 100]),
     ("checks.max_skipped", [-1, 10_001], [0, 10_000]),
     ("evaluation.prompts", ["text", ["a"] * 65], [[], ["a"] * 64]),
     ("evaluation.max_new_tokens", [0, 4097], [1, 4096]),
