@@ -48,6 +48,8 @@ from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
 from kd.progress import SILENT, Monitor
 
+#: Further attempts of a request if the server is unreachable, busy or fails.
+RETRIES = 6
 #: Seconds before the second attempt of a request; they double with each attempt.
 BACKOFF_SECONDS = 0.5
 #: The most seconds between two attempts, before the random factor.
@@ -356,7 +358,7 @@ class RemoteTeacher:
 
         Retry while the server is unreachable, busy or broken.
         """
-        for attempt in range(1, self.config.retries + 2):
+        for attempt in range(1, RETRIES + 2):
             try:
                 response = await self.client.post(path, json=body)
             except httpx.RequestError as error:
@@ -367,12 +369,12 @@ class RemoteTeacher:
                     return response
                 failure = self._describe_answer(response)
                 pause = _parse_retry_after(response)
-            if attempt <= self.config.retries:
+            if attempt <= RETRIES:
                 await asyncio.sleep(max(pause, _choose_backoff(attempt)))
         raise ModelError(
             f"{find_server_url(self.config)} gave no answer to {attempt} requests, "
             f"the last time: {failure}.",
-            "Check that the server runs. Raise teacher.retries or teacher.timeout, or lower "
+            "Check that the server runs. Raise teacher.timeout, or lower "
             "teacher.concurrency if the server is overloaded. The next attempt continues after the "
             "last whole shard.",
         )

@@ -50,27 +50,11 @@ class LearnedTemperature(Section):
     max: float = Field(2.0, ge=0.05, le=100.0, description="Highest temperature.")
     init: float = Field(1.0, ge=0.05, le=100.0, description="Temperature at the first step.")
     learning_rate: float = Field(0.01, gt=0.0, le=10.0, description="Learning rate of theta.")
-    prior: float = Field(
-        0.1,
-        ge=0.0,
-        le=1000.0,
-        description=(
-            "Weight of (log(T / init))^2, which pulls T back to init; unused in mode entropy."
-        ),
-    )
     target_entropy: float | None = Field(
         None,
         gt=0.0,
         le=20.0,
         description="Mode entropy: the teacher's mean entropy, in nats, that T keeps.",
-    )
-    ramp_steps: int = Field(
-        100,
-        ge=0,
-        le=10_000_000,
-        description=(
-            "Mode adversarial: steps over which the reversed gradient grows to its full size."
-        ),
     )
     interval: int = Field(
         10,

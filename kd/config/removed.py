@@ -14,10 +14,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RemovedField:
-    """``instead`` tells a user what to do; ``meant`` are the values that mean what is done now."""
+    """A field that is gone.
+
+    ``instead`` tells a user what to do. ``meant`` are the values that mean what is done now, the
+    default first. ``after`` is the field behind which it stood, if a checkpoint's identity has it.
+    """
 
     instead: str
     meant: tuple[Any, ...]
+    after: str | None = None
 
 
 _ALARM = "Remove it: the bound of this alarm is fixed, and checks.alarms turns all alarms off."
@@ -49,6 +54,22 @@ REMOVED: dict[str, RemovedField] = {
         "checks.spike_factor 0 does not look for spikes.",
         (2,),
     ),
+    "teacher.retries": RemovedField(
+        "Remove it: a request is repeated 6 times; teacher.timeout and teacher.concurrency suit a "
+        "slow server.",
+        (6,),
+        after="timeout",
+    ),
+    "loss.temperature.prior": RemovedField(
+        "Remove it: the pull back to init is fixed; loss.temperature.min and max bound T.",
+        (0.1,),
+        after="learning_rate",
+    ),
+    "loss.temperature.ramp_steps": RemovedField(
+        "Remove it: the reversed gradient grows to its full size over 100 steps.",
+        (100,),
+        after="target_entropy",
+    ),
 }
 
 
@@ -64,3 +85,26 @@ def drop_removed(written: Any, place: str = "") -> Any:
         for name, value in written.items()
         if f"{place}{name}" not in REMOVED or value not in REMOVED[f"{place}{name}"].meant
     }
+
+
+def restore_removed(sections: Any, place: str = "") -> Any:
+    """Return the JSON of a job's sections with the removed fields that a checkpoint's identity has.
+
+    So the identity is the one that the version before has computed. ``place`` as above.
+    """
+    if not isinstance(sections, dict):
+        return sections
+    restored: dict[str, Any] = {}
+    for name, value in sections.items():
+        restored[name] = restore_removed(value, f"{place}{name}.")
+        _append_removed(restored, place, name)
+    return restored
+
+
+def _append_removed(restored: dict[str, Any], place: str, name: str) -> None:
+    """Append the removed fields that stood behind the field ``name`` of the section ``place``."""
+    for dotted, field in REMOVED.items():
+        section, _, removed = dotted.rpartition(".")
+        if f"{section}." == place and field.after == name:
+            restored[removed] = field.meant[0]
+            _append_removed(restored, place, removed)

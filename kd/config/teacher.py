@@ -126,12 +126,6 @@ class TeacherConfig(Section):
     timeout: float = Field(
         120.0, gt=0, le=3600, description="Backend http: seconds to wait for one answer."
     )
-    retries: int = Field(
-        6,
-        ge=0,
-        le=100,
-        description="Backend http: further attempts if the server is unreachable, busy or fails.",
-    )
     concurrency: int = Field(
         8, ge=1, le=256, description="Backend http: requests that may run at the same time."
     )

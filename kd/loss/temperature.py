@@ -6,7 +6,7 @@ student's optimiser never sees it. With u = log T, theta descends this slope:
 
     adversarial     -c d log(T^2 KL) / du   T increases what the student decreases (gradient
                                             reversal). c grows to ``ADVERSARY_WEIGHT`` over
-                                            ``ramp_steps``. The slope is divided by the loss, so
+                                            ``RAMP_STEPS``. The slope is divided by the loss, so
                                             that the prior weighs the same for a student near its
                                             teacher and for one far away.
     entropy         E[H(p_T)] - target      dual ascent: a teacher above the target entropy lowers
@@ -17,7 +17,7 @@ student's optimiser never sees it. With u = log T, theta descends this slope:
                                             (``kd.training.lookahead``), every ``interval`` steps.
     teacher_only    -d cos / du             like lookahead, with the student at T = 1.
 
-All modes but entropy add 2 prior log(T / init), the slope of prior log(T / init)^2.
+All modes but entropy add the slope of ``PRIOR`` log(T / init)^2, which pulls T back to init.
 
 Minimising the loss itself over T is not offered: KL falls to 0 as T grows, for any student, and T^2
 KL falls as T shrinks, so both end at a bound. A KL in which only the teacher is tempered falls as
@@ -40,6 +40,10 @@ from kd.parallel.group import ALONE, Group
 BETAS = (0.9, 0.99)
 #: Weight of the adversary. At 1, T stays at its upper bound under any prior that lets T move.
 ADVERSARY_WEIGHT = 0.1
+#: Steps over which the weight of the adversary grows from 0.
+RAMP_STEPS = 100
+#: Weight of (log(T / init))^2, which pulls T back to init.
+PRIOR = 0.1
 #: Decay of the running mean of the loss, by which the adversary's gradient is divided.
 LEVEL_DECAY = 0.99
 #: Largest |theta|, at 1 % from a bound. Farther out the sigmoid is so flat that T cannot come back.
@@ -192,13 +196,16 @@ class TemperatureControl(nn.Module):
         if not isinstance(config, LearnedTemperature) or self.crossed.item() != 1:
             return None
         bound = "min" if self._used**2 < config.min * config.max else "max"
-        pull = "target_entropy" if config.mode == "entropy" else "prior"
+        target = (
+            f", change loss.temperature.target_entropy (now {config.target_entropy:g})"
+            if config.mode == "entropy"
+            else ""
+        )
         return (
             f"The learned temperature is {self._used:.3g} and was within {NEAR_BOUND:.0%} of a "
             f"bound in {self.near.item() / self.taken.item():.1%} of the steps; at most "
             f"{TOLERATED_SHARE:.0%} is expected. Widen loss.temperature.{bound} (now "
-            f"{getattr(config, bound):g}), change loss.temperature.{pull} (now "
-            f"{getattr(config, pull):g}), or set a fixed temperature."
+            f"{getattr(config, bound):g}){target}, or set a fixed temperature."
         )
 
     def _compute_slope(
@@ -217,7 +224,7 @@ class TemperatureControl(nn.Module):
                 if seen.lookahead_slope is None:
                     return None
                 slope = seen.lookahead_slope
-        return slope + 2.0 * config.prior * math.log(self._used / config.init)
+        return slope + 2.0 * PRIOR * math.log(self._used / config.init)
 
     def _reverse_gradient(
         self, config: LearnedTemperature, step: int, seen: StepStatistics
@@ -230,7 +237,7 @@ class TemperatureControl(nn.Module):
             self.level.lerp_(_make_scalar(abs(seen.kd)), 1.0 - LEVEL_DECAY)
         # The mean begins at 0; dividing by the weight of its terms corrects that, as in Adam.
         level = self.level.item() / (1.0 - LEVEL_DECAY ** (self.taken.item() + 1))
-        grown = min(step / config.ramp_steps, 1.0) if config.ramp_steps else 1.0
+        grown = min(step / RAMP_STEPS, 1.0) if RAMP_STEPS else 1.0
         gradient = self._leaf.grad if self._leaf is not None else None
         d_loss = gradient.item() / seen.loss_scale if gradient is not None else 0.0
         return -ADVERSARY_WEIGHT * grown * d_loss * self._used / max(level, 1e-6)

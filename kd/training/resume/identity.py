@@ -7,10 +7,13 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from kd.capture.codec_identity import make_codec_identity
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.config.optimisation.loss_scale import LossScale
+from kd.config.removed import restore_removed
 from kd.config.teacher import SPREAD_FIELDS
 from kd.errors import ConfigError, TrainingError
 from kd.files import read_json
@@ -78,8 +81,9 @@ def compute_resume_identity(
     if lora is not None and lora.base == "float32":
         unset["student"] = {"lora": {"base"}}
     unused = {name for name, value in NEWER_FIELDS.items() if getattr(train, name) == value}
+    sections = config.model_dump(mode="json", include=_list_shaping_sections(config), exclude=unset)
     content = [
-        config.model_dump_json(include=_list_shaping_sections(config), exclude=unset),
+        to_json(restore_removed(sections)).decode(),
         train.model_dump_json(exclude=FREE_FIELDS | unused | free),
         source_identity,
     ]

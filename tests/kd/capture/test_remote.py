@@ -275,22 +275,24 @@ def test_what_may_pass_is_tried_again(server, twists):
 @pytest.mark.parametrize(
     "twists", [value * 3 for value in TEMPORARY.values()][:5], ids=list(TEMPORARY)[:5]
 )
-def test_after_the_last_attempt_the_failure_is_told(server, twists):
+def test_after_the_last_attempt_the_failure_is_told(server, twists, monkeypatch):
+    monkeypatch.setattr(remote, "RETRIES", 1)
     server.twists.extend(twists)
     with pytest.raises(
         ModelError, match=rf"{server.url} gave no answer to 2 requests, the last time: \S+"
     ) as caught:
-        ask(server.url, packed([[]]), timeout=0.5, retries=1)
-    assert "teacher.retries" in caught.value.remedy and len(server.asked) == 2
+        ask(server.url, packed([[]]), timeout=0.5)
+    assert "teacher.timeout" in caught.value.remedy and len(server.asked) == 2
 
 
-def test_a_server_that_is_not_there_is_told():
+def test_a_server_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setattr(remote, "RETRIES", 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(
         ModelError, match="gave no answer to 1 requests, the last time: ConnectError"
     ):
-        ask(url, packed([[]]), retries=0)
+        ask(url, packed([[]]))
 
 
 def test_the_server_says_how_long_to_wait(server):
@@ -673,7 +675,6 @@ def test_the_name_of_a_teacher_is_where_and_what_it_is():
             "http://host:8000/v1/",
             revision="v1",
             timeout=1,
-            retries=0,
             concurrency=1,
             api_key_env="KD_TEACHER_KEY",
         ),
@@ -692,7 +693,7 @@ def test_the_name_of_a_teacher_is_where_and_what_it_is():
 
 
 def test_an_address_below_a_path_is_kept(server):
-    with teacher("http://127.0.0.1:1/lab/v1", retries=0) as connected:
+    with teacher("http://127.0.0.1:1/lab/v1") as connected:
         assert str(connected.client.build_request("POST", "/v1/completions").url) == (
             "http://127.0.0.1:1/lab/v1/completions"
         )
@@ -717,7 +718,6 @@ HTTP = {"backend": "http", "model": "m", "url": "https://host/v1", "tokenizer": 
         ({"api_key_env": "KD_REDIS_URL"}, "pattern"),
         ({"timeout": 0}, "greater than 0"),
         ({"concurrency": 0}, "greater than or equal to 1"),
-        ({"retries": -1}, "greater than or equal to 0"),
     ],
 )
 def test_a_backend_has_the_fields_it_needs_and_no_others(changes, message):

@@ -59,11 +59,13 @@ def test_a_removed_field_is_an_error_that_names_the_new_way_and_a_record_may_hav
     name: str,
 ) -> None:
     written, _ = read_records("8cefb88")["init"]
+    learned = {"loss": {"temperature": {"mode": "adversarial"}}}
+    written |= {"cache": {"profile": "hidden"}, "loss": written["loss"] | learned["loss"]}
     for value in REMOVED[name].meant:
         assert read_record(set_value(written, name.split("."), value)) == read_record(written)
     for problems in (
         find_problems(read_record, set_value(written, name.split("."), "another")),
-        find_problems(parse_config, set_value({}, name.split("."), REMOVED[name].meant[0])),
+        find_problems(parse_config, set_value(learned, name.split("."), REMOVED[name].meant[0])),
     ):
         (told,) = [each for each in problems if each.pointer == f"/{name.replace('.', '/')}"]
         assert told.detail == "is no field of a job any more."

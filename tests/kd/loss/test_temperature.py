@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kd.config.jobfile import parse_config
 from kd.config.loss import LearnedTemperature, LossConfig, Ramp
 from kd.errors import ConfigError
+from kd.loss import temperature as rules
 from kd.loss.temperature import (
     ADVERSARY_WEIGHT,
     BETAS,
@@ -181,15 +182,19 @@ def compute_reference(
         slope = slopes(step, T)
         if slope is not None:
             adam.zero_grad()
-            prior = 0.0 if config.mode == "entropy" else config.prior * (T / config.init).log() ** 2
+            prior = 0.0 if config.mode == "entropy" else rules.PRIOR * (T / config.init).log() ** 2
             (slope.detach() * T.log() + prior).backward()
             adam.step()
     return found
 
 
-def test_adversarial_is_adam_on_the_reversed_gradient_of_the_log_of_the_loss() -> None:
-    config = make_learned_config("adversarial", ramp_steps=20, prior=0.3, learning_rate=0.05)
+def test_adversarial_is_adam_on_the_reversed_gradient_of_the_log_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ramp = 20
+    monkeypatch.setattr(rules, "RAMP_STEPS", ramp)
+    monkeypatch.setattr(rules, "PRIOR", 0.3)
+    config = make_learned_config("adversarial", learning_rate=0.05)
     task = Task()
     level = [0.0]
 
@@ -212,7 +217,7 @@ def test_adversarial_is_adam_on_the_reversed_gradient_of_the_log_of_the_loss() -
 
 
 def test_entropy_is_adam_on_what_is_above_the_target() -> None:
-    config = make_learned_config("entropy", target_entropy=1.2, learning_rate=0.05, prior=5.0)
+    config = make_learned_config("entropy", target_entropy=1.2, learning_rate=0.05)
     task = Task()
     expected = compute_reference(
         config, lambda _, T: torch.tensor(task.entropy(task.draw()[1], T.item()) - 1.2), 60
@@ -224,7 +229,7 @@ def test_entropy_is_adam_on_what_is_above_the_target() -> None:
 
 @pytest.mark.parametrize("mode", ["lookahead", "teacher_only"])
 def test_held_out_modes_move_every_interval_with_as_much_as_its_steps(mode: str) -> None:
-    config = make_learned_config(mode, interval=3, prior=0.2, learning_rate=0.02)
+    config = make_learned_config(mode, interval=3, learning_rate=0.02)
     faster = config.model_copy(update={"learning_rate": 0.06})
     temperature = TemperatureControl.of(config, 30)
     found = []
@@ -246,10 +251,13 @@ def test_held_out_modes_move_every_interval_with_as_much_as_its_steps(mode: str)
     assert found == pytest.approx(expected, rel=1e-9) and found[2] != found[3] == found[5]
 
 
-def test_the_scale_of_the_loss_changes_nothing_and_an_overflow_moves_nothing() -> None:
+def test_the_scale_of_the_loss_changes_nothing_and_an_overflow_moves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rules, "RAMP_STEPS", 0)
     moved = []
     for scale in (1.0, 2.0**16):
-        temperature = make_control("adversarial", ramp_steps=0)
+        temperature = make_control("adversarial")
         for step in range(5):
             T = temperature.track(step)
             assert isinstance(T, Tensor)
@@ -265,8 +273,9 @@ def test_the_scale_of_the_loss_changes_nothing_and_an_overflow_moves_nothing() -
     assert all(bool(value.isfinite()) for value in temperature.state_dict().values())
 
 
-def test_the_prior_alone_brings_it_back_to_where_it_began() -> None:
-    temperature = make_control("teacher_only", interval=1, prior=1.0, init=0.8, learning_rate=0.03)
+def test_the_prior_alone_brings_it_back_to_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "PRIOR", 1.0)
+    temperature = make_control("teacher_only", interval=1, init=0.8, learning_rate=0.03)
     for step in range(40):
         temperature.step(step, StepStatistics(1.0, 1.0, lookahead_slope=-1.5))
     assert temperature.evaluate(0) > 1.1
@@ -309,12 +318,13 @@ def test_a_target_that_no_temperature_meets_rings_the_alarm() -> None:
 
 @pytest.mark.parametrize(("sharpness", "best"), [(0.6, 1 / 0.6), (1.0, 1.0), (1.6, 1 / 1.6)])
 def test_a_teacher_alone_tempered_is_made_as_sure_as_it_is_right(
-    sharpness: float, best: float
+    sharpness: float, best: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rules, "PRIOR", 0.001)
     task = Task(sharpness, teacher_only=True)
     used = train(
         task,
-        make_control("teacher_only", 300, interval=5, prior=0.001, learning_rate=0.02),
+        make_control("teacher_only", 300, interval=5, learning_rate=0.02),
         range(300),
     )
     assert used[-1] == pytest.approx(best, rel=0.03)
@@ -336,11 +346,12 @@ def test_looking_ahead_moves_both_temperatures_towards_the_truth(
 
 @pytest.mark.parametrize(("teacher_only", "bound"), [(False, 0.5), (True, 2.0)])
 def test_plain_minimisation_which_is_not_offered_runs_to_a_bound(
-    teacher_only: bool, bound: float
+    teacher_only: bool, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason that there is no such mode: theta that descends the loss ends where T ends."""
+    monkeypatch.setattr(rules, "PRIOR", 0.0)
     task = Task(teacher_only=teacher_only)
-    temperature = make_control("teacher_only", interval=1, prior=0.0, learning_rate=0.02)
+    temperature = make_control("teacher_only", interval=1, learning_rate=0.02)
     for step in range(500):
         x, z = task.draw()
         leaf = torch.tensor(temperature.evaluate(step), dtype=torch.float64, requires_grad=True)
@@ -395,9 +406,7 @@ def test_the_alarm_rings_once_each_time_the_share_of_steps_at_a_bound_crosses() 
         if message := temperature.describe_alarm():
             rung.append((step, message))
     assert len(rung) == 2 and rung[0][0] < 12 and rung[1][0] > 220
-    assert all(
-        "loss.temperature.max (now 2)" in message and "prior" in message for _, message in rung
-    )
+    assert all("loss.temperature.max (now 2), or set a fixed" in message for _, message in rung)
 
 
 def test_no_alarm_rings_where_no_mode_hugs_a_bound() -> None:
@@ -415,7 +424,7 @@ def test_no_alarm_rings_where_no_mode_hugs_a_bound() -> None:
 @pytest.mark.parametrize("mode", ["adversarial", "entropy", "lookahead", "teacher_only"])
 def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(mode: str, tmp_path: Path) -> None:
     """Through safetensors into a new control, with the alarm's memory."""
-    options = {"interval": 7, "ramp_steps": 30, "max": 1.2, "learning_rate": 0.5}
+    options = {"interval": 7, "max": 1.2, "learning_rate": 0.5}
     whole = make_control(mode, **options)
     train(Task(), whole, range(60))
 

@@ -121,7 +121,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "temperature's schedule": {
         "loss": {"temperature": {"schedule": "linear", "start": 2.0, "end": 1.0}}
     },
-    "adversarial": {"loss": {"temperature": {"mode": "adversarial", "ramp_steps": 1, **LEARNED}}},
+    "adversarial": {"loss": {"temperature": {"mode": "adversarial", **LEARNED}}},
     "entropy": {"loss": {"temperature": {"mode": "entropy", "target_entropy": 2.0, **LEARNED}}},
     "lookahead": {"loss": {"temperature": {"mode": "lookahead", "interval": 2, **LEARNED}}},
     "teacher_only": {"loss": {"temperature": {"mode": "teacher_only", "interval": 2, **LEARNED}}},
@@ -222,7 +222,7 @@ def test_everything_at_once_resumes_bit_for_bit(
     taught: Taught, tmp_path: Path, mode: str | None
 ) -> None:
     """Loss scaler, average, curriculum, one cycle, Muon, features and a temperature that learns."""
-    temperature = {"mode": mode, "ramp_steps": 1, "interval": 2, **LEARNED} if mode else 1.0
+    temperature = {"mode": mode, "interval": 2, **LEARNED} if mode else 1.0
     config = taught.config(
         loss={"temperature": temperature, "features": {"weight": 0.5}, "z_loss": 1e-3,
               "alpha": 0.3},
@@ -243,7 +243,7 @@ def test_everything_at_once_resumes_bit_for_bit(
 def test_a_learned_temperature_is_told_at_every_step(
     taught: Taught, tmp_path: Path, profile: str, mode: str
 ) -> None:
-    learned = {"mode": mode, "ramp_steps": 1, "interval": 1, **LEARNED}
+    learned = {"mode": mode, "interval": 1, **LEARNED}
     learned |= {"target_entropy": 2.0} if mode == "entropy" else {}
     config = taught.config(profile, loss={"temperature": learned}, train={"logging_steps": 5})
     taught.train(config, tmp_path)
@@ -284,7 +284,7 @@ def test_a_learned_temperature_is_no_argument_of_the_module_that_ddp_wraps(
         if isinstance(module, WholeLoss):
             given.extend(inputs)
 
-    config = taught.config(loss={"temperature": {"mode": "adversarial", "ramp_steps": 1}})
+    config = taught.config(loss={"temperature": {"mode": "adversarial"}})
     hook = nn.modules.module.register_module_forward_pre_hook(see)
     try:
         taught.train(config, tmp_path)
