@@ -273,7 +273,7 @@ _EXPLODING_REMEDY = (
     "train.adaptive_clipping to 0.01."
 )
 _VANISHING_REMEDY = (
-    "The layer learns nothing. With precision fp16 raise train.loss_scale.initial or use bf16; "
+    "The layer learns nothing. With precision fp16 raise train.initial_loss_scale or use bf16; "
     "else look for a layer that the loss does not reach, or raise train.learning_rate."
 )
 _CLIPPING_REMEDY = (

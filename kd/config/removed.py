@@ -70,6 +70,18 @@ REMOVED: dict[str, RemovedField] = {
         (100,),
         after="target_entropy",
     ),
+    "train.loss_scale": RemovedField(
+        "Use train.initial_loss_scale; the scale doubles after 2,000 steps, and halves at an "
+        "overflow.",
+        (
+            {
+                "initial": 65536.0,
+                "growth_factor": 2.0,
+                "growth_interval": 2000,
+                "backoff_factor": 0.5,
+            },
+        ),
+    ),  # fmt: skip
 }
 
 

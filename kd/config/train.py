@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kd.config.loss import Ramp, find_ramp
-from kd.config.optimisation.loss_scale import LossScale
 from kd.config.optimisation.rates import (
     BatchScaling,
     ScheduleArgument,
@@ -198,8 +197,15 @@ class TrainConfig(Section):
             "{schedule, start, end, steps}; default: the value in the student's config.json."
         ),
     )
-    loss_scale: LossScale = Field(
-        default_factory=LossScale, description="The scale of the loss with precision fp16."
+    initial_loss_scale: float = Field(
+        65536.0,
+        ge=1e-3,
+        le=2.0**40,
+        description=(
+            "Precision fp16: the factor of the loss at the first step. It halves when gradients "
+            "overflow, and that step is skipped; it doubles after 2,000 steps whose gradients are "
+            "finite."
+        ),
     )
     precision: Literal["auto", "bf16", "bf16_pure", "fp16", "fp32"] = Field(
         "auto",

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.config.optimisation.loss_scale import LossScale
 from kd.errors import ConfigError, Problem, TrainingError
 from kd.models.layers import compute_hidden_states
 from kd.text.batches import Batch
@@ -216,14 +215,14 @@ ALARM_FALLS = 4
 LEAST_SCALE = 1e-4
 
 
-def make_scaler(options: LossScale, precision: Precision) -> torch.amp.GradScaler:
-    """Make the scaler of the loss; it does nothing where ``precision`` needs none."""
+def make_scaler(initial: float, precision: Precision) -> torch.amp.GradScaler:
+    """Make the scaler of the loss; it does nothing if ``precision`` needs none."""
     return torch.amp.GradScaler(
         precision.device,
-        init_scale=options.initial,
-        growth_factor=options.growth_factor,
-        growth_interval=options.growth_interval,
-        backoff_factor=options.backoff_factor,
+        init_scale=initial,
+        growth_factor=2.0,
+        growth_interval=2000,
+        backoff_factor=0.5,
         enabled=precision.scales_loss,
     )
 
@@ -280,6 +279,5 @@ class ScalerWatch:
         return (
             f"The loss scale of float16 fell {ALARM_FALLS} times "
             f"from step {first} to {last}: gradients overflow, and {self.skipped} steps "
-            "were skipped so far. Lower train.learning_rate, raise "
-            "train.loss_scale.growth_interval, or set train.precision to fp32."
+            "were skipped so far. Lower train.learning_rate, or set train.precision to fp32."
         )

@@ -460,7 +460,7 @@ def _make_state(setting: _Setting, parts: _StepParts, schedule_began: int) -> Tr
         scheduler=make_resumed_scheduler(
             parts.optimizer, setting.config, loss.steps, schedule_began
         ),
-        scaler=make_scaler(setting.options.loss_scale, loss.precision),
+        scaler=make_scaler(setting.options.initial_loss_scale, loss.precision),
         progress=TrainingProgress(),
         extras={name: module for name, module in extras.items() if module is not None},
         group=setting.group,

@@ -640,7 +640,7 @@ def test_fp16_skips_the_steps_whose_gradients_overflow(teacher: Path, tmp_path: 
             teacher,
             tmp_path,
             precision="fp16",
-            loss_scale={"initial": 2.0**40},
+            initial_loss_scale=2.0**40,
             max_steps=steps,
             save_steps=100,
             eval_steps=100,

@@ -12,7 +12,6 @@ from pydantic_core import to_json
 from kd.capture.codec_identity import make_codec_identity
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
-from kd.config.optimisation.loss_scale import LossScale
 from kd.config.removed import restore_removed
 from kd.config.teacher import SPREAD_FIELDS
 from kd.errors import ConfigError, TrainingError
@@ -33,7 +32,7 @@ NEWER_FIELDS: dict[str, Any] = {
     "adaptive_clipping": None,
     "dropout": None,
     "fp8": False,
-    "loss_scale": LossScale(),
+    "initial_loss_scale": 65536.0,
 }
 #: Fields that a longer run may change, and those that it may change where its schedule restarts.
 LENGTH_FIELDS = frozenset({"max_steps", "epochs", "eval_steps", "early_stopping_patience"})

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from kd.config.optimisation.loss_scale import LossScale
 from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, TrainingError
 from kd.models.loading import choose_teacher_dtype
@@ -152,19 +151,18 @@ def test_skipped_steps_are_counted_and_the_others_taken() -> None:
     assert watch.describe_alarm() is None
 
 
-def test_the_scale_moves_as_the_job_says() -> None:
-    half = Precision("cpu", torch.float16)
-    options = LossScale(initial=64, growth_factor=4, growth_interval=2, backoff_factor=0.25)
-    scaler = make_scaler(options, half)
+def test_the_scale_begins_where_the_job_says_and_halves_at_an_overflow() -> None:
+    scaler = make_scaler(64, Precision("cpu", torch.float16))
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], 0.1)
     scales = []
-    for bad in (False, False, True, False, False):
+    for bad in (False, True, False):
         take_step(scaler, weight, optimizer, bad)
         scaler.update()
         scales.append(scaler.get_scale())
-    assert scales == [64, 256, 64, 64, 256]
-    assert not make_scaler(options, Precision("cpu", torch.bfloat16)).is_enabled()
+    assert scales == [64, 32, 32]
+    assert scaler.get_growth_interval() == 2000 and scaler.get_growth_factor() == 2
+    assert not make_scaler(64, Precision("cpu", torch.bfloat16)).is_enabled()
 
 
 def run_watch(

@@ -522,7 +522,7 @@ def test_a_step_that_overflows_in_half_precision_changes_nothing(
         logging_steps=1,
         eval_steps=40,
         save_steps=40,
-        loss_scale={"initial": 2.0**40, "growth_interval": 99},
+        initial_loss_scale=2.0**40,
     )
     student, _ = run(job, tmp_path, dropout=0.0)
     rates = [

@@ -16,7 +16,6 @@ from kd.config.evaluation import EvaluationConfig
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.loss import FeatureConfig, LearnedTemperature, LossConfig, Ramp
-from kd.config.optimisation.loss_scale import LossScale
 from kd.config.optimisation.rates import BatchScaling
 from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.placement import Resources
@@ -111,7 +110,6 @@ LEVELS = [
     ("train", TrainConfig, JOB),
     ("train.batch_scaling", BatchScaling, SCALED),
     ("train.dropout", Ramp, DROPPING),
-    ("train.loss_scale", LossScale, JOB),
     ("train.pipeline", PipelineConfig, JOB),
     ("checks", ChecksConfig, JOB),
     ("evaluation", EvaluationConfig, JOB),

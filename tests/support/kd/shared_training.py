@@ -144,7 +144,7 @@ def train_half(
 
     The first loss scale is so large that gradients overflow.
     """
-    half = job | {"train": job["train"] | {"loss_scale": {"initial": 2.0**30}}}
+    half = job | {"train": job["train"] | {"initial_loss_scale": 2.0**30}}
     with mock.patch.object(Precision, "choose", return_value=Precision("cpu", torch.float16)):
         return train_student(group, half, *arguments, **options)
 
