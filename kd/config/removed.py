@@ -81,7 +81,12 @@ REMOVED: dict[str, RemovedField] = {
                 "backoff_factor": 0.5,
             },
         ),
-    ),  # fmt: skip
+    ),
+    "train.batch_scaling": RemovedField(
+        "Set train.learning_rate for the batch: times the ratio of the sequences of a step (rule "
+        "linear), or times its square root (rule sqrt).",
+        (None,),
+    ),
 }
 
 

@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kd.config.loss import Ramp, find_ramp
 from kd.config.optimisation.rates import (
-    BatchScaling,
     ScheduleArgument,
     Scheduler,
     require_schedule_arguments,
@@ -100,13 +99,6 @@ class TrainConfig(Section):
         ),
     )
     learning_rate: float = Field(3e-4, gt=0, le=10, description="Peak learning rate.")
-    batch_scaling: BatchScaling | None = Field(
-        None,
-        description=(
-            "Scale learning_rate with the number of sequences in a step (batch_size times "
-            "gradient_accumulation_steps); default: learning_rate is not scaled."
-        ),
-    )
     lr_scheduler_type: Scheduler = Field(
         "cosine",
         description=(
@@ -430,13 +422,6 @@ class TrainConfig(Section):
                 "other strategies keep whole weights on the device"
             )
         return self
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """The peak of the learning rate, scaled with the sequences of a step."""
-        if self.batch_scaling is None:
-            return self.learning_rate
-        return self.batch_scaling.scale(self.learning_rate, self.sequences_per_step)
 
     @property
     def checkpoints_kept(self) -> int:

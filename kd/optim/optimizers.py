@@ -70,16 +70,14 @@ def _make_groups(
     """Groups of parameters with the same rate and decay; those with the full rate come first."""
     rates: dict[Parameter, float] = dict.fromkeys(
         (parameter for parameter in student.parameters() if parameter.requires_grad),
-        options.peak_learning_rate,
+        options.learning_rate,
     )
     if options.layer_lr_decay < 1:
         for _, parameters, depth in list_layer_parameters(student):
             rates.update(
-                dict.fromkeys(
-                    parameters, options.peak_learning_rate * options.layer_lr_decay**depth
-                )
+                dict.fromkeys(parameters, options.learning_rate * options.layer_lr_decay**depth)
             )
-    rates.update(dict.fromkeys(extra, options.peak_learning_rate))
+    rates.update(dict.fromkeys(extra, options.learning_rate))
     if not rates:
         raise TrainingError("The student has no parameter to train.", "Do not freeze all of it.")
     biases = _find_biases(student)
@@ -145,9 +143,7 @@ def _make_one_optimizer(
     factory, settings = _choose_class_and_settings(name, options, device)
     arguments = _read_arguments(name, options)
     try:
-        optimizer: Optimizer = factory(
-            groups, lr=options.peak_learning_rate, **settings, **arguments
-        )
+        optimizer: Optimizer = factory(groups, lr=options.learning_rate, **settings, **arguments)
     except ValueError as error:
         raise TrainingError(
             f"train.optim {name} cannot be made with optim_args {arguments}: {error}",
@@ -217,7 +213,7 @@ def _make_halves(
         for name, chosen, mine in (("adamw", adam, False), (options.optim, options, True))
         if (part := _select_parameters(groups, own, mine))
     ]
-    return CombinedOptimizer(halves, options.peak_learning_rate)
+    return CombinedOptimizer(halves, options.learning_rate)
 
 
 def _select_parameters(

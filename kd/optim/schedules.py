@@ -176,7 +176,7 @@ def list_rates(options: TrainConfig, steps: int) -> list[float]:
     A schedule that follows the held-out loss never falls here. Raises ``TrainingError`` where the
     schedule cannot be made.
     """
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], options.peak_learning_rate)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], options.learning_rate)
     scheduler = make_scheduler(optimizer, options, steps)
     rates = []
     for _ in range(steps):

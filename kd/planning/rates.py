@@ -18,7 +18,7 @@ ROWS = 12
 
 @dataclass(frozen=True)
 class RatePlan:
-    """The rate at each step of a run; ``peak`` is what ``batch_scaling`` makes of the job's."""
+    """The rate at each step of a run; ``peak`` is the rate of the job."""
 
     rates: tuple[float, ...]
     schedule: str
@@ -64,6 +64,6 @@ def plan_rates(config: JobConfig, root: Path, home: Path) -> RatePlan:
     return RatePlan(
         tuple(list_rates(options, steps)),
         options.lr_scheduler_type,
-        options.peak_learning_rate,
+        options.learning_rate,
         options.sequences_per_step,
     )

@@ -1,4 +1,4 @@
-"""The learning rate over a run: the schedules, their arguments, and the scaling with the batch."""
+"""The learning rate over a run: the schedules and their arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field
-
-from kd.config.section import Section
 
 Scheduler = Literal[
     "linear",
@@ -62,25 +60,6 @@ _BOUNDS = {
 }
 #: The arguments that count steps or evaluations.
 _COUNTS = {"step_size", "patience", "cooldown", "milestones"}
-
-
-class BatchScaling(Section):
-    """``learning_rate`` is for steps of ``batch`` sequences, and larger steps get a larger rate."""
-
-    rule: Literal["linear", "sqrt"] = Field(
-        description=(
-            "linear: twice the sequences, twice the rate (for SGD and LARS); sqrt: twice the "
-            "sequences, 1.41 times the rate (for AdamW and the like)."
-        )
-    )
-    batch: int = Field(
-        ge=1, le=100_000_000, description="Sequences of a step for which learning_rate was chosen."
-    )
-
-    def scale(self, rate: float, sequences: int) -> float:
-        """Return the rate of steps of ``sequences``."""
-        ratio = sequences / self.batch
-        return rate * (ratio if self.rule == "linear" else math.sqrt(ratio))
 
 
 def require_schedule_arguments(name: Scheduler, given: Mapping[str, ScheduleArgument]) -> None:

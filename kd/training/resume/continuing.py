@@ -122,7 +122,7 @@ def lengthen(state: TrainState, config: JobConfig, steps: int) -> TrainState:
             progress.schedule_began = 0
         case "restart":
             progress.schedule_began = progress.step
-            _raise_rates(state, config.require_train().peak_learning_rate)
+            _raise_rates(state, config.require_train().learning_rate)
             scheduler = make_resumed_scheduler(state.optimizer, config, steps, progress.step)
             state = replace(state, scheduler=scheduler)
         case "constant":

@@ -28,7 +28,6 @@ FREE_FIELDS = {
 #: they existed: then a checkpoint's identity does not have them.
 NEWER_FIELDS: dict[str, Any] = {
     "lm_head_floor": 0.0,
-    "batch_scaling": None,
     "adaptive_clipping": None,
     "dropout": None,
     "fp8": False,
@@ -37,7 +36,7 @@ NEWER_FIELDS: dict[str, Any] = {
 #: Fields that a longer run may change, and those that it may change where its schedule restarts.
 LENGTH_FIELDS = frozenset({"max_steps", "epochs", "eval_steps", "early_stopping_patience"})
 RATE_FIELDS = frozenset(
-    {"learning_rate", "batch_scaling", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"}
+    {"learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"}
 )
 #: The rule by which windows are chosen. A run that began by another rule would read some sequences
 #: of its epoch twice and others never.

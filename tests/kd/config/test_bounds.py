@@ -22,7 +22,6 @@ from tests.support.kd.jobs import (
     LORA,
     RAMP,
     RAMPED,
-    SCALED,
     SEARCH,
     SEARCHING,
     all_sections,
@@ -129,8 +128,6 @@ BOUNDS = [
         [{"num_cycles": "b"}, {"num_cycles": float("inf")}, {"a": 1}, 3],
         [{}, {"num_cycles": 1}],
     ),
-    ("train.batch_scaling.rule", ["cubic", None], ["linear", "sqrt"]),
-    ("train.batch_scaling.batch", [0, 100_000_001, None], [1, 100_000_000]),
     ("train.warmup_steps", [-1], [0]),
     (
         "train.optim",
@@ -239,7 +236,6 @@ HOLDERS = {
     "loss.temperature.e": COOLING,
     "loss.temperature.": LEARNING,
     "search.": SEARCHING,
-    "train.batch_scaling.": SCALED,
     "train.dropout.": DROPPING,
     "": JOB,
 }

@@ -241,11 +241,3 @@ def test_the_rate_falls_where_the_held_out_loss_does_not() -> None:
 @pytest.mark.parametrize("cut", range(0, len(LOSSES), 2))
 def test_a_restored_plateau_goes_on_as_it_was(cut: int) -> None:
     assert follow(LOSSES, cut) == follow(LOSSES)
-
-
-@pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
-def test_the_rate_follows_the_sequences_of_a_step(rule: str, factor: float) -> None:
-    scaling = {"batch_scaling": {"rule": rule, "batch": 4}, "lr_scheduler_type": "constant"}
-    asked = {"learning_rate": 0.01, "batch_size": 8, "gradient_accumulation_steps": 2, **scaling}
-    options = TrainConfig(max_steps=3, **asked)
-    assert list_rates(options, 3) == pytest.approx([0.01 * factor] * 3)

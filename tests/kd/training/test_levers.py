@@ -171,7 +171,6 @@ LEVERS: dict[str, dict[str, Any]] = {
             "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.2, "factor": 0.5},
         },
     },
-    "batch_scaling": {"train": {"batch_scaling": {"rule": "sqrt", "batch": 1}}},
     "adaptive_clipping": {"train": {"adaptive_clipping": 1e-4}},
     "dropout": {"train": {"dropout": {"schedule": "linear", "start": 0.4, "end": 0.0}}},
     "ema_decay": {"train": {"ema_decay": 0.9}},

@@ -19,8 +19,7 @@ def job_file(tiny_teacher: Path, tiny_text: Path, tmp_path: Path) -> Path:
         "student": {"init": {"layers": 2, "hidden_size": 16}},
         "data": {"train": str(tiny_text), "sequence_length": 64, "max_train_samples": 20},
         "train": {
-            "epochs": 5, "batch_size": 4, "warmup_steps": 5, "learning_rate": 0.01,
-            "batch_scaling": {"rule": "linear", "batch": 2},
+            "epochs": 5, "batch_size": 4, "warmup_steps": 5, "learning_rate": 0.02,
         },
     }  # fmt: skip
     path = tmp_path / "job.yaml"

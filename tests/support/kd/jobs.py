@@ -16,7 +16,6 @@ from kd.config.evaluation import EvaluationConfig
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.loss import FeatureConfig, LearnedTemperature, LossConfig, Ramp
-from kd.config.optimisation.rates import BatchScaling
 from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.placement import Resources
 from kd.config.search import Dimension, SearchConfig
@@ -62,7 +61,6 @@ CUT_OUT = JOB | {"student": {"from_teacher": {"layers": 1}}}
 RAMPED = changed("loss.alpha", RAMP)
 COOLING = JOB | {"cache": {"profile": "dense"}, "loss": {"temperature": RAMP}}
 DROPPING = changed("train.dropout", RAMP)
-SCALED = changed("train.batch_scaling", {"rule": "sqrt", "batch": 8})
 LEARNING = JOB | {"cache": {"profile": "dense"}, "loss": {"temperature": LEARNED}}
 SEARCHING = JOB | {"kind": "search", "search": SEARCH}
 
@@ -108,7 +106,6 @@ LEVELS = [
     ("loss.temperature", LearnedTemperature, LEARNING),
     ("loss.features", FeatureConfig, JOB),
     ("train", TrainConfig, JOB),
-    ("train.batch_scaling", BatchScaling, SCALED),
     ("train.dropout", Ramp, DROPPING),
     ("train.pipeline", PipelineConfig, JOB),
     ("checks", ChecksConfig, JOB),
