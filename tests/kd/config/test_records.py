@@ -92,7 +92,7 @@ def test_a_run_that_does_not_tell_what_its_cache_was_made_from(known: Any) -> No
 
 def test_the_job_file_of_a_run_that_an_earlier_version_began_continues_it() -> None:
     written, identity = read_records("2f65502")["init"]
-    body = {name: written[name] for name in ("teacher", "data")}
+    body = drop_removed({name: written[name] for name in ("teacher", "data")})
     body |= {"student": {"init": {"layers": 1, "hidden_size": 32, "num_attention_heads": 2}}}
     job = parse_config(body | {"train": {"max_steps": 10}})
     assert compute_resume_identity(job, "src") != identity
