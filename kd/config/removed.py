@@ -17,38 +17,38 @@ class RemovedField:
     """A field that is gone.
 
     ``instead`` tells a user what to do. ``meant`` are the values that mean what is done now, the
-    default first. ``after`` is the field behind which it stood, if a checkpoint's identity has it.
+    default first; None if no value changes a number of a run. ``after`` is the field behind which
+    it stood, if a checkpoint's identity has it.
     """
 
     instead: str
-    meant: tuple[Any, ...]
+    meant: tuple[Any, ...] | None
     after: str | None = None
 
 
 _ALARM = "Remove it: the bound of this alarm is fixed, and checks.alarms turns all alarms off."
 #: The removed fields by their dotted names.
 REMOVED: dict[str, RemovedField] = {
-    "checks.initial_loss": RemovedField(_ALARM, (True,)),
-    # 0 has turned off one alarm, which changed no number of a run.
-    "checks.exploding_norm": RemovedField(_ALARM, (100.0, 0.0)),
-    "checks.vanishing_norm": RemovedField(_ALARM, (1e-7, 0.0)),
-    "checks.dead_activation": RemovedField(_ALARM, (1e-6, 0.0)),
-    "checks.dead_share": RemovedField(_ALARM, (0.1,)),
-    "checks.loss_scale_falls": RemovedField(_ALARM, (4,)),
-    "checks.clipping_share": RemovedField(_ALARM, (0.5,)),
-    "checks.starvation_share": RemovedField(_ALARM, (0.1,)),
-    "checks.agreement_drop": RemovedField(_ALARM, (0.1,)),
+    "checks.initial_loss": RemovedField(_ALARM, None),
+    "checks.exploding_norm": RemovedField(_ALARM, None),
+    "checks.vanishing_norm": RemovedField(_ALARM, None),
+    "checks.dead_activation": RemovedField(_ALARM, None),
+    "checks.dead_share": RemovedField(_ALARM, None),
+    "checks.loss_scale_falls": RemovedField(_ALARM, None),
+    "checks.clipping_share": RemovedField(_ALARM, None),
+    "checks.starvation_share": RemovedField(_ALARM, None),
+    "checks.agreement_drop": RemovedField(_ALARM, None),
     "train.pipeline.stages": RemovedField(
-        "Remove it: strategy pipeline has one stage on each of resources.gpus devices.", (None,)
+        "Remove it: strategy pipeline has one stage on each of resources.gpus devices.", None
     ),
     "train.dataloader_prefetch_factor": RemovedField(
-        "Remove it: each thread reads two steps ahead; raise train.dataloader_num_workers.", (2,)
+        "Remove it: each thread reads two steps ahead; raise train.dataloader_num_workers.", None
     ),
     "train.dataloader_pin_memory": RemovedField(
-        "Remove it: batches are always copied to a GPU from pinned memory.", (True,)
+        "Remove it: batches are always copied to a GPU from pinned memory.", None
     ),
-    "evaluation.top_k": RemovedField("Remove it: the report compares the 5 best tokens.", (5,)),
-    "evaluation.bins": RemovedField("Remove it: the calibration error has 15 bins.", (15,)),
+    "evaluation.top_k": RemovedField("Remove it: the report compares the 5 best tokens.", None),
+    "evaluation.bins": RemovedField("Remove it: the calibration error has 15 bins.", None),
     "checks.max_rollbacks": RemovedField(
         "Remove it: a run returns to a checkpoint twice, and the next spike fails it. "
         "checks.spike_factor 0 does not look for spikes.",
@@ -100,8 +100,12 @@ def drop_removed(written: Any, place: str = "") -> Any:
     return {
         name: drop_removed(value, f"{place}{name}.")
         for name, value in written.items()
-        if f"{place}{name}" not in REMOVED or value not in REMOVED[f"{place}{name}"].meant
+        if not _is_dropped(REMOVED.get(f"{place}{name}"), value)
     }
+
+
+def _is_dropped(field: RemovedField | None, value: Any) -> bool:
+    return field is not None and (field.meant is None or value in field.meant)
 
 
 def restore_removed(sections: Any, place: str = "") -> Any:
@@ -122,6 +126,6 @@ def _append_removed(restored: dict[str, Any], place: str, name: str) -> None:
     """Append the removed fields that stood behind the field ``name`` of the section ``place``."""
     for dotted, field in REMOVED.items():
         section, _, removed = dotted.rpartition(".")
-        if f"{section}." == place and field.after == name:
+        if f"{section}." == place and field.after == name and field.meant:
             restored[removed] = field.meant[0]
             _append_removed(restored, place, removed)
