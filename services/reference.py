@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import typer
 
 import kd
-from kd.config.fields import (
+from kd.config.fields.described import (
     FieldHelp,
     Schema,
     SectionHelp,

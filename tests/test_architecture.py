@@ -23,7 +23,7 @@ import kd
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
 from tests.support.each import for_each
-from tests.support.rooms import read_rooms
+from tests.support.house.rooms import read_rooms
 
 PACKAGES = ("cache", "kd", "services")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

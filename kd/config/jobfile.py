@@ -1,8 +1,8 @@
 """Parse YAML, JSON and ``--set a.b=c`` into a job, or into a list of everything that is wrong.
 
 A record holds every field of the version that wrote it. A field that it lacks keeps the meaning
-that it had then, which a default of today may not have. ``kd.config.removed`` has the fields that
-are no more.
+that it had then, which a default of today may not have. ``kd.config.fields.removed`` has the
+fields that are no more.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import yaml
 from pydantic import BaseModel, Tag, ValidationError
 
 from kd.config.cache import FINGERPRINT_PATTERN
+from kd.config.fields.removed import REMOVED, drop_removed
 from kd.config.job import NAME_PATTERN, JobConfig
-from kd.config.removed import REMOVED, drop_removed
 from kd.errors import ConfigError, Problem
 
 #: The meaning in words of the pattern that a text field must match.

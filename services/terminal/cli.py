@@ -59,7 +59,7 @@ from services.terminal.console import (
 from services.terminal.exit_codes import FAILED, INVALID, UNREACHABLE
 
 if TYPE_CHECKING:
-    from kd.config.fields import FieldHelp
+    from kd.config.fields.described import FieldHelp
     from services.settings import Settings
 
 #: Settings of every command: -h, and the width of help where no terminal has one.
@@ -300,7 +300,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Explain an error, with its cause and remedy, or a field of a job and the fields in it."""
-    from kd.config.fields import explain_field
+    from kd.config.fields.described import explain_field
     from services.terminal.explanations import find_entry, list_codes
 
     if not code:

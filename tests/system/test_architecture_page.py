@@ -11,7 +11,7 @@ import pytest
 
 from bench.support.paths import ROOT
 from tests.support.each import for_each
-from tests.support.rooms import PAGE, read_rooms
+from tests.support.house.rooms import PAGE, read_rooms
 
 PACKAGES = ("cache", "kd", "services")
 TOP_FOLDERS = (*PACKAGES, "bench", "tests", "docs", "examples")

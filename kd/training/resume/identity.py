@@ -7,12 +7,12 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic import TypeAdapter
 
 from kd.capture.codec_identity import make_codec_identity
+from kd.config.fields.removed import restore_removed
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
-from kd.config.removed import restore_removed
 from kd.config.teacher import SPREAD_FIELDS
 from kd.errors import ConfigError, TrainingError
 from kd.files import read_json
@@ -81,7 +81,7 @@ def compute_resume_identity(
     unused = {name for name, value in NEWER_FIELDS.items() if getattr(train, name) == value}
     sections = config.model_dump(mode="json", include=_list_shaping_sections(config), exclude=unset)
     content = [
-        to_json(restore_removed(sections)).decode(),
+        TypeAdapter(dict[str, Any]).dump_json(restore_removed(sections)).decode(),
         train.model_dump_json(exclude=FREE_FIELDS | unused | free),
         source_identity,
     ]

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from bench.support.paths import ROOT
 from kd.config.data import DatasetSpec
-from kd.config.fields import explain_field
+from kd.config.fields.described import explain_field
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from tests.support.kd.jobs import (

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from bench.support.paths import ROOT
 from kd.config.cache import CacheConfig
 from kd.config.data import DatasetSpec
-from kd.config.fields import explain_field
+from kd.config.fields.described import explain_field
 from kd.config.job import JobConfig
 from kd.config.jobfile import apply_overrides, load_config, parse_config, parse_yaml
 from kd.config.loss import LossConfig

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kd.config.fields.removed import REMOVED, drop_removed
 from kd.config.job import JobConfig
 from kd.config.jobfile import (
     MEANT_BEFORE,
@@ -19,7 +20,6 @@ from kd.config.jobfile import (
     read_record,
     set_value,
 )
-from kd.config.removed import REMOVED, drop_removed
 from kd.errors import ConfigError, Problem
 from kd.pipeline import read_cache_inputs, select_cache_inputs, settle_run
 from kd.progress import SILENT
