@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from cache.store import open_cache
+from kd.config.fields.removed import restore_removed
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.teacher import SPREAD_FIELDS
@@ -146,8 +148,11 @@ def test_checkpoints_from_before_the_field_are_resumed(tiny_teacher: Path, tiny_
         "teacher": {"quantization", *SPREAD_FIELDS},
     }
     newer = NEWER_FIELDS.keys() - {"lm_head_floor"}
+    sections = jobs[0].model_dump(
+        mode="json", include={"student", "loss", "teacher"}, exclude=unknown
+    )
     content = [
-        jobs[0].model_dump_json(include={"student", "loss", "teacher"}, exclude=unknown),
+        TypeAdapter(dict[str, Any]).dump_json(restore_removed(sections)).decode(),
         jobs[0].require_train().model_dump_json(exclude=newer | FREE_FIELDS),
         "source",
     ]
