@@ -21,7 +21,6 @@ from torch import Tensor
 
 from cache.checking.verify import verify_cache
 from cache.manifest import FidelityOverride, Manifest
-from cache.operations import merge_caches
 from cache.reading.arrays import make_chunk_memory
 from cache.records import Sequences
 from cache.store import Cache, open_cache, read_manifest, replace_fidelity
@@ -229,15 +228,8 @@ def test_a_faithful_cache_is_the_same_with_the_field(
     assert b"overruled" not in manifest and json.loads(manifest)["version"] == 5
 
 
-def test_a_merged_cache_keeps_the_verdicts_of_its_parts(tmp_path: Path) -> None:
-    plain = make_identity()
-    folders = [
-        make_cache(tmp_path, replace(plain, data=replace(plain.data, sha256=text * 64)))
-        for text in "de"
-    ]
-    assert merge_caches(tmp_path / "faithful", folders).manifest.overruled is None
+def test_a_manifest_keeps_an_overruled_verdict(tmp_path: Path) -> None:
+    folder = make_cache(tmp_path, make_identity())
     verdict = FidelityOverride(0.2, ("kl is large",), "cache.fidelity: warn")
-    manifest = replace(read_manifest(folders[1]), overruled=verdict)
-    (folders[1] / "manifest.json").write_bytes(manifest.to_bytes())
+    manifest = replace(read_manifest(folder), overruled=verdict)
     assert Manifest.from_bytes(manifest.to_bytes(), "it") == manifest
-    assert merge_caches(tmp_path / "merged", folders).manifest.overruled == verdict
