@@ -106,9 +106,11 @@ def _explain(error: BaseException | None, place: Repository, right: Right) -> tu
         remedy = "Give a branch, a tag or a commit that it has."
         return f"{place.name} has no revision {place.revision!r}.", remedy
     if isinstance(error, errors.RepositoryNotFoundError):
-        what = f"There is no {place.type} {place.name} at {hub}"
         remedy = f"Check the name and the type. {log_in}"
-        return f"{what}, or it is private and the token may not see it.", remedy
+        return (
+            f"There is no {place.type} {place.name} at {hub}, "
+            "or it is private and the token may not see it."
+        ), remedy
     if isinstance(error, errors.HfHubHTTPError):
         status, said = error.response.status_code, error.server_message or "no reason given"
     elif isinstance(error, (RuntimeError, ValueError)):
