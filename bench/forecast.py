@@ -12,9 +12,9 @@ The jobs:
     short     adapters on the example's teacher, with packed rows of 256 tokens
     lora      the same with rows of 2,048 tokens
 
-Each job is forecast in one process; capture and training then run in processes of their own, as in
+Each job is rehearsed in one process; capture and training then run in processes of their own, as in
 the service. The row ``plan`` is the training with the best settings of ``kd plan --devices cpu``.
-The memory is that above the imports: the forecast's total and the peak of the process, each less
+The memory is that above the imports: the peak that was told and the peak of the process, each less
 what the process took after its imports. The seconds are those of reading the text (capture) and of
 all steps (training).
 """
@@ -38,12 +38,12 @@ from bench.support.paths import ROOT
 from bench.support.timing import MIB, fresh_processes
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
-from kd.forecast import estimate_job
+from kd.forecast.device_names import DeviceGroup
+from kd.forecast.rehearsal import estimate_job
+from kd.forecast.strategies import plan_job
 from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
 from kd.models.loading import hide_progress_bars
 from kd.pipeline import run_stage
-from kd.planning.devices import DeviceName
-from kd.planning.here import plan_training
 from kd.progress import Event, Monitor
 
 CPU = torch.device("cpu")
@@ -103,17 +103,25 @@ def tell(config: dict[str, Any], home: str) -> dict[str, tuple[float, float]]:
     """Forecast the job: bytes above the imports, and seconds, by phase."""
     hide_progress_bars()
     before = read_resident_memory()
-    (device,) = estimate_job(parse_config(config), Path(home)).devices
-    return {each.phase: (each.memory_bytes - before, each.seconds) for each in device.phases}
+    forecast = estimate_job(parse_config(config), Path(home))
+    (device,) = forecast.devices
+    told = {each.phase: (each.memory_bytes - before, each.seconds) for each in device.phases}
+    training = forecast.training
+    assert training is not None, "every job here trains"
+    # Without the evaluations.
+    seconds = training.steps * training.step_seconds
+    return told | {"training": (told["training"][0], seconds)}
 
 
 def tell_plan(config: dict[str, Any], home: str) -> tuple[tuple[float, float], dict[str, Any]]:
-    """Plan the job: bytes above the imports and seconds of the best settings, and the settings."""
+    """Plan the job: bytes and seconds of the best settings, and the settings."""
     hide_progress_bars()
-    before = read_resident_memory()
-    plan = plan_training(parse_config(config), ROOT, Path(home), DeviceName("cpu", 1))
-    best = plan.candidates[0]
-    return (best.memory_bytes - before, best.seconds), best.settings
+    best = plan_job(parse_config(config), ROOT, Path(home), DeviceGroup.parse("cpu")).strategies[0]
+    settings = {
+        name: getattr(best, name)
+        for name in ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
+    }
+    return (best.memory_bytes, best.seconds), settings
 
 
 def measure(config: dict[str, Any], home: str, stage: str) -> tuple[float, float]:
@@ -186,7 +194,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = [f"{read_cpu_name()}, {torch.get_num_threads()} threads; memory in MiB.", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "--:|" * (len(COLUMNS) - 2)]
-    with fresh_processes(["torch", "kd.forecast", "kd.planning.here"]) as pool:
+    with fresh_processes(["torch", "kd.forecast.rehearsal", "kd.forecast.strategies"]) as pool:
         for name, job in make_jobs(arguments).items():
             lines += [f"| {' | '.join(row)} |" for row in compare(pool, name, job)]
             print("\n".join(lines[-3:]), file=sys.stderr)

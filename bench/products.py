@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kd.loss.chunk_size import choose_gpu_chunk_positions
-from kd.memory.work import count_head_gradient_bytes
+from kd.loss.chunk_size import choose_gpu_chunk_positions, count_head_gradient_bytes
 from kd.models.lm_head import LMHead, SplitLMHead
 from kd.models.products.split import split_into_halves
 from kd.models.products.wide import add_product_, write_product_

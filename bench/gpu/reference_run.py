@@ -42,8 +42,7 @@ from bench.speed import name_machine
 from bench.support.paths import AUSTEN
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.forecast import estimate_job
-from kd.memory.phases import PhaseForecast
+from kd.forecast.rehearsal import PhaseForecast, estimate_job
 from kd.memory.step_memory import read_peak_memory, reset_peak_memory
 from kd.models.loading import hide_progress_bars
 from kd.models.precision import pick_device

@@ -1,13 +1,13 @@
-"""The stages of a job, each with the work of its tokens and the memory that it needs.
+"""The stages of a job, each with the FLOP of its tokens and the memory that it needs.
 
-The arithmetic is that of ``kd.memory.phases`` and ``kd.memory.work``. A model is named by the sizes
-of a Llama; nothing of its weights is in memory.
+The arithmetic is that of ``kd plan``. A model is named by the sizes of a Llama; nothing of its
+weights is in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,14 +17,10 @@ from kd.capture.codec_identity import make_codec_identity
 from kd.capture.estimate.storage import estimate_cache_size
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
+from kd.memory.devices import CUDA_CONTEXT, DeviceRates
 from kd.memory.model_work import count_model_work
-from kd.memory.phases import CapturePhase
-from kd.memory.step_bytes import SavedBytesFit
-from kd.memory.step_memory import describe_student, fit_saved_bytes
-from kd.memory.training_phase import Place, TrainingPhase
-from kd.memory.work import ModelWork, Pass, Work
-from kd.models.attention.isolation import isolate_documents
-from kd.models.precision import Precision
+from kd.memory.step_bytes import StepShape, compute_group_sizes
+from kd.memory.step_memory import describe_student
 
 #: Ways to keep fewer activations, from the fastest on.
 CHECKPOINTING = ("none", "sqrt", "full")
@@ -93,16 +89,16 @@ SMALL = Sizes(
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to run a stage: its name, and its work and memory on a device."""
+    """A way to run a stage: its name, the FLOP of a token, and its memory on a device."""
 
     name: str
-    count_work: Callable[[Place], Work]
-    count_memory: Callable[[Place], int]
+    flops: float
+    count_memory: Callable[[DeviceRates], int]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage with the formulas of a token's FLOP and bytes, and its settings, the fastest first.
+    """A stage with the formula of a token's FLOP, and its settings, the fastest first.
 
     ``kind`` is capture, step or head; ``document`` and ``row`` are the tokens of a document and of
     a row.
@@ -114,13 +110,13 @@ class Stage:
     document: int
     row: int
     tokens: int
-    formulas: tuple[str, str]
+    formula: str
     settings: tuple[Setting, ...]
 
 
-def choose_setting(stage: Stage, place: Place) -> Setting | None:
+def choose_setting(stage: Stage, rates: DeviceRates) -> Setting | None:
     """Choose the first setting that fits into the memory of the device; None where none does."""
-    fitting = (each for each in stage.settings if each.count_memory(place) <= place.rates.memory)
+    fitting = (each for each in stage.settings if each.count_memory(rates) <= rates.memory)
     return next(fitting, None)
 
 
@@ -135,8 +131,7 @@ def list_stages(sizes: Sizes) -> list[Stage]:
         for model in sizes.teachers
         for name, lengths in rows.items()
     ]
-    training = make_training(sizes)
-    steps = [make_step_stage(sizes, training, name, row) for name, (_, row) in rows.items()]
+    steps = [make_step_stage(sizes, name, row) for name, (_, row) in rows.items()]
     return [*captures, *steps, make_head_stage(sizes)]
 
 
@@ -165,32 +160,14 @@ def make_hollow(sizes: Sizes, model: str) -> LlamaForCausalLM:
         return LlamaForCausalLM(make_config(sizes, model))
 
 
-# ---------------------------------------------------------------------- capture
+# ---------------------------------------------------------------------- the stages
 
 
 def make_capture_stage(sizes: Sizes, model: str, rows: str, document: int, row: int) -> Stage:
-    """Make a capture of one micro-batch."""
+    """Make a capture of one micro-batch; the memory is that of the weights in 16 bits."""
     hollow = make_hollow(sizes, model)
-
-    def describe(place: Place) -> CapturePhase:
-        count = sizes.tokens // document
-        return CapturePhase(
-            teacher=hollow,
-            vocabulary=sizes.vocabulary,
-            batch_size=count,
-            length=document,
-            sequences=count,
-            targets=document - 1,
-            item_bytes=4 if place.auto == "fp32" else 2,
-            quantization=None,
-            records=0,
-            seconds=None,
-        )
-
-    def count_memory(place: Place) -> int:
-        return describe(place).estimate_memory(place).count_device_bytes(place.is_gpu)
-
-    setting = Setting("-", lambda place: describe(place).work, count_memory)
+    weights = 2 * sum(each.numel() for each in hollow.parameters())
+    flops = count_model_work(hollow, sizes.vocabulary).count_forward(document)
     return Stage(
         name=f"capture, {model}, {rows}",
         kind="capture",
@@ -198,42 +175,33 @@ def make_capture_stage(sizes: Sizes, model: str, rows: str, document: int, row: 
         document=document,
         row=row,
         tokens=sizes.tokens,
-        formulas=("2 N + 2 A C + 2 D V", "w P / M + 8 V"),
-        settings=(setting,),
+        formula="2 N + 2 A C + 2 D V",
+        settings=(Setting("-", flops, lambda rates: weights + CUDA_CONTEXT),),
     )
 
 
-# ---------------------------------------------------------------------- step
-
-
-def make_training(sizes: Sizes) -> TrainingPhase:
-    """Make a training of one step of one micro-batch, document by document."""
-    hollow = make_hollow(sizes, sizes.student)
-    return TrainingPhase(
-        student=describe_student(hollow),
-        options=TrainConfig(max_steps=1, batch_size=sizes.tokens // sizes.document),
-        vocabulary=sizes.vocabulary,
-        length=sizes.document,
-        targets=sizes.document - 1,
-        steps=1,
-        evaluations=0,
-        held_out=0,
-        loader=0,
-        saved={name: fit_layers(sizes, name) for name in ("fp32", "bf16")},
-        model=count_model_work(hollow, sizes.vocabulary),
-        suits_kernels=True,
-    )
-
-
-def make_step_stage(sizes: Sizes, training: TrainingPhase, rows: str, row: int) -> Stage:
+def make_step_stage(sizes: Sizes, rows: str, row: int) -> Stage:
     """Make a step of the student in rows of ``row`` tokens; documents cost the same in any row."""
+    hollow = make_hollow(sizes, sizes.student)
+    student = describe_student(hollow)
+    work = count_model_work(hollow, sizes.vocabulary)
 
-    def count_memory(how: str, place: Place) -> int:
-        changed = training.change(gradient_checkpointing=how)
-        return changed.estimate_training_memory(place).count_device_bytes(place.is_gpu)
+    def make_setting(how: str) -> Setting:
+        options = TrainConfig(
+            max_steps=1, batch_size=sizes.tokens // sizes.document, gradient_checkpointing=how
+        )
+        step = partial(
+            StepShape, student, options, sizes.document, sizes.vocabulary, chunk=1, kernels=True
+        )
+        count = student.layer_count
+        recomputed = sum(compute_group_sizes(count, options.gradient_checkpointing)) / count
 
-    def count_work(how: str, place: Place) -> Work:
-        return training.change(gradient_checkpointing=how).count_training(place)
+        def count_memory(rates: DeviceRates) -> int:
+            item = 2 if rates.half > rates.single else 4
+            return step(item=item).estimate().total + CUDA_CONTEXT
+
+        flops = work.count_training(sizes.document, recomputed)
+        return Setting(f"checkpointing {how}", flops, count_memory)
 
     return Stage(
         name=f"step, {sizes.student}, {rows}",
@@ -242,55 +210,17 @@ def make_step_stage(sizes: Sizes, training: TrainingPhase, rows: str, row: int) 
         document=sizes.document,
         row=row,
         tokens=sizes.tokens,
-        formulas=(
-            "3 (2 N + 2 A C + 2 D V)",
-            "3 w P / M + 16 V + 2 S + 28 P / M + (8 k + 4) D V / M",
-        ),
-        settings=tuple(
-            Setting(f"checkpointing {how}", partial(count_work, how), partial(count_memory, how))
-            for how in CHECKPOINTING
-        ),
+        formula="3 (2 N + 2 A C + 2 D V)",
+        settings=tuple(map(make_setting, CHECKPOINTING)),
     )
-
-
-def fit_layers(sizes: Sizes, precision: str) -> SavedBytesFit:
-    """Fit what autograd keeps of all layers of a student, from passes of one of them."""
-    config = make_config(sizes, sizes.student)
-    layers = config.num_hidden_layers
-    config.num_hidden_layers = 1
-    config.vocab_size = 64
-    student = LlamaForCausalLM(config)
-    isolate_documents(student)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    one = fit_saved_bytes(student, sizes.document, Precision("cpu", dtype))
-    fixed, linear, square = (layers * part for part in one.layers)
-    return replace(one, layers=(fixed, linear, square))
-
-
-# ---------------------------------------------------------------------- LM head, reader
 
 
 def make_head_stage(sizes: Sizes) -> Stage:
     """Make the fused loss of some positions, forward and backward, without a model around it."""
     positions, width, vocabulary = sizes.head
     size = width * vocabulary
-    model = ModelWork(products=0, attention=0, head=size, vocabulary=vocabulary, stored=size)
-
-    def count_memory(place: Place) -> int:
-        # The weight, its gradient and its copy in 16 bits; the hidden states and their gradient.
-        held = place.process + 10 * size + 8 * positions * width
-        chunk = place.choose_chunk(vocabulary, held)
-        return held + 8 * chunk * vocabulary
-
-    def count_work(place: Place) -> Work:
-        chunk = place.choose_chunk(vocabulary, place.process + 10 * size)
-        chunks = -(-positions // chunk)
-        run = Pass(positions, positions, 0, micro_batches=chunks, trains=True)
-        found = Work.of(model, run, 4)
-        # A chunk reads the weight twice in 16 bits, and reads and writes its gradient in float32:
-        # together the 12 bytes of three reads in float32, so the gradient is counted already.
-        return replace(found, bytes=found.bytes - found.head_gradient, head_gradient=0.0)
-
+    # The weight, its gradient and its copy in 16 bits; the hidden states and their gradient.
+    held = 10 * size + 8 * positions * width
     return Stage(
         name="LM head",
         kind="head",
@@ -298,8 +228,8 @@ def make_head_stage(sizes: Sizes) -> Stage:
         document=positions,
         row=positions,
         tokens=positions,
-        formulas=("6 D V", "12 D V / c + 16 V"),
-        settings=(Setting("-", count_work, count_memory),),
+        formula="6 D V",
+        settings=(Setting("-", 6 * size, lambda rates: held + CUDA_CONTEXT),),
     )
 
 

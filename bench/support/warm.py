@@ -243,7 +243,7 @@ def import_models() -> None:
     import typer  # noqa: F401
 
     import kd.examine
-    import kd.forecast
+    import kd.forecast.rehearsal
     import kd.pipeline
     import kd.preflight.validate  # noqa: F401
     import services.store.jobs.store  # noqa: F401

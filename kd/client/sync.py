@@ -118,11 +118,10 @@ class Client:
         body = encode_json(describe_job(job))
         return self._create_job("/jobs", idempotency_key, body)
 
-    def validate(self, job: JobLike, *, devices: str | None = None) -> JobPlan:
-        """Return what a job would do and need; none is created. ``devices`` is like ``8xh100``."""
-        query = {"devices": devices}
+    def validate(self, job: JobLike) -> JobPlan:
+        """Return what a job would do and need; none is created."""
         body = encode_json(describe_job(job))
-        request = Request("POST", "/jobs/validate", query, body, read_seconds=600.0)
+        request = Request("POST", "/jobs/validate", body=body, read_seconds=600.0)
         return self._retrier.fetch(JobPlan, request)
 
     def clone(

@@ -1,7 +1,7 @@
 """How many positions have their logits in memory at a time.
 
 On a GPU the size follows the memory that is free. Every chunk reads and writes the gradient of the
-LM head's weight once more (``kd.memory.work.count_head_gradient_bytes``), so large chunks move
+LM head's weight once more (``count_head_gradient_bytes``), so large chunks move
 fewer bytes. Their number also decides the order in which the terms of that gradient are added, and
 so its last bits. Therefore the size is a power of two: it stays the same while the free memory
 changes by less than half, as between two steps or two runs of a job. ``train.logits_chunk`` fixes
@@ -26,6 +26,8 @@ CPU_POSITIONS = 1024
 GPU_ELEMENTS = 2**30
 #: Share of the free GPU memory that a chunk may take.
 GPU_SHARE = 1 / 8
+#: Bytes of a number of the gradient of the LM head's weight.
+_GRADIENT_BYTES = 4
 #: Bytes of a logit and its copies where plain operations process the chunk.
 PLAIN_LOGIT_BYTES = 16
 
@@ -62,6 +64,15 @@ def choose_gpu_chunk_positions(
     """
     elements = min(int(free * GPU_SHARE) // logit_bytes, GPU_ELEMENTS)
     return 1 << (max(elements // vocabulary, 1).bit_length() - 1)
+
+
+def count_head_gradient_bytes(numbers: int, chunks: int) -> int:
+    """Count the bytes that the gradient of an LM head's weight of ``numbers`` moves, in float32.
+
+    The first chunk of logits writes it, every other one reads and writes it, and the backward pass
+    scales it. The least is that of one chunk.
+    """
+    return _GRADIENT_BYTES * numbers * (1 + 2 * (chunks - 1) + 2)
 
 
 def suits_kernels(codec: Codec | None, divergence: str) -> bool:

@@ -29,7 +29,7 @@ def make_out_of_memory(
     return OutOfMemory(
         f"Memory ran out with {options.batch_size} sequences a forward pass: {_reason(error)}."
         + f" {estimate}" * bool(estimate),
-        "Any of these needs less: " + "; ".join(_list_remedies(options)) + ".",
+        "Any of these needs less: " + "; ".join(list_remedies(options)) + ".",
     )
 
 
@@ -38,7 +38,8 @@ def _reason(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).partition("\n")[0]
 
 
-def _list_remedies(options: TrainConfig) -> Iterator[str]:
+def list_remedies(options: TrainConfig) -> Iterator[str]:
+    """List the settings that need less memory; those that do not change the result come first."""
     reduced = reduce_micro_batch(options)
     if reduced is not None:
         yield (

@@ -1,7 +1,7 @@
 """Kinds of devices, by the figures of their makers. Imports no torch.
 
 The figures are those of dense products with sums in float32. A job never reaches them: see
-``kd.memory.work.ASSUMED_UTILIZATION``.
+``kd.forecast``.
 """
 
 from __future__ import annotations
@@ -55,11 +55,6 @@ class DeviceRates:
         crosses to the next host by each of them.
         """
         return self.neighbour if ranks <= HOST_DEVICES else min(self.neighbour, self.network)
-
-    def find_pair_rate(self, ranks: int) -> float:
-        """The bytes/s from one of ``ranks`` devices to the next: beyond a host by one adapter."""
-        adapter = self.network / HOST_DEVICES
-        return self.neighbour if ranks <= HOST_DEVICES else min(self.neighbour, adapter)
 
 
 #: Devices of a host, as in the DGX and HGX systems of NVIDIA.

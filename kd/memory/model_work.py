@@ -1,23 +1,61 @@
-"""What a token costs in a model: its products, and the tensors of a pass without gradients.
+"""What a token costs in a model: FLOP of its products, and bytes of a pass without gradients.
 
-The model's weights may have no memory (``torch.device("meta")``).
+For a model whose layers have N parameters that a token meets, D hidden width, V vocabulary, A the
+width of all heads of all layers, C tokens of context:
+
+    forward   2 N + 4 A C / 2 for each token (causal attention sees half of the context), and 2 D V
+    backward  twice that; once where the weights are frozen
+    again     a forward pass of the layers that activation checkpointing recomputes
+
+These are the 2 N D and 6 N D of Kaplan et al. 2020 (arXiv 2001.08361), with the attention and the
+LM head apart. The model's weights may have no memory (``torch.device("meta")``).
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kd.memory.work import ModelWork, count_forward_bytes, find_expert_share
 from kd.models.adapters import find_expert_weights, has_adapters
 from kd.models.layers import find_decoder_layers, read_layer_sizes
 from kd.models.quantization.groups import choose_int4_group
 from kd.models.quantization.rounding import find_rounded_layers
 
+#: Widths of a layer's tensors that are in memory at once in a pass without gradients: of the
+#: hidden states (the residual, its norm, queries, output) and of the MLP (gate, up, product).
+_HIDDEN_COPIES = 4
+_MLP_COPIES = 3
 #: Rows in int4 are filled up to a multiple of this.
 _INT4_TILE = 1024
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What one token costs in a model.
+
+    ``products`` are the parameters of its layers that a token meets, ``attention`` is the width of
+    all heads, summed over the layers, and ``head`` is D V. ``frozen`` says that adapters are
+    trained and not these weights.
+    """
+
+    products: int
+    attention: int
+    head: int
+    frozen: bool = False
+
+    def count_forward(self, context: int) -> float:
+        """FLOP of a token in a forward pass over rows of ``context`` tokens."""
+        return self._count_body(context) + 2 * self.head
+
+    def count_training(self, context: int, recomputed: float = 0.0) -> float:
+        """FLOP of a token in a training; ``recomputed`` layers, as a share, run forward twice."""
+        passes = 2 if self.frozen else 3
+        return self._count_body(context) * (passes + recomputed) + 2 * self.head * passes
+
+    def _count_body(self, context: int) -> int:
+        return 2 * self.products + 2 * self.attention * context
 
 
 def count_model_work(model: PreTrainedModel, vocabulary: int) -> ModelWork:
@@ -28,7 +66,7 @@ def count_model_work(model: PreTrainedModel, vocabulary: int) -> ModelWork:
     config = model.config.get_text_config()
     experts = find_expert_weights(model)
     inside = {id(p) for layer in find_decoder_layers(model) for p in layer.parameters()}
-    share = find_expert_share(lambda name: getattr(config, name, None))
+    share = find_expert_share(config)
     products = sum(
         parameter.numel() * (share if name in experts else 1.0)
         for name, parameter in model.named_parameters()
@@ -38,8 +76,6 @@ def count_model_work(model: PreTrainedModel, vocabulary: int) -> ModelWork:
         products=round(products),
         attention=sum(map(measure_attention_width, find_decoder_layers(model))),
         head=config.hidden_size * vocabulary,
-        vocabulary=vocabulary,
-        stored=sum(parameter.numel() for parameter in model.parameters()),
         frozen=has_adapters(model),
     )
 
@@ -57,25 +93,6 @@ def count_weight_bytes(model: PreTrainedModel, item_bytes: int, quantization: st
     return whole - sum(saved)
 
 
-def count_shared_bytes(model: PreTrainedModel, item_bytes: int, parallel: str, ranks: int) -> int:
-    """Bytes of the weights on rank 0 of ``ranks`` that share ``model``: it has the whole LM head.
-
-    tensor divides all else. fsdp divides the layers, and has two of them whole while it gathers
-    the next.
-    """
-    head = item_bytes * model.get_output_embeddings().weight.numel()
-    layers = [_count_numbers(layer) for layer in find_decoder_layers(model)]
-    divided = item_bytes * sum(layers)
-    rest = item_bytes * _count_numbers(model) - divided
-    if parallel == "tensor":
-        return math.ceil((divided + rest - head) / ranks) + head
-    return math.ceil(divided / ranks) + rest + 2 * item_bytes * max(layers, default=0)
-
-
-def _count_numbers(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _count_rounded_bytes(rows: int, width: int, item_bytes: int, quantization: str) -> int:
     if quantization == "int8":
         return rows * (width + item_bytes)
@@ -90,7 +107,8 @@ def _count_rounded_bytes(rows: int, width: int, item_bytes: int, quantization: s
 def estimate_forward_bytes(model: PreTrainedModel, tokens: int, item_bytes: int) -> int:
     """Bytes of the tensors of one layer in a pass without gradients over ``tokens``."""
     config = model.config.get_text_config()
-    return count_forward_bytes(config.hidden_size, find_mlp_width(config), tokens * item_bytes)
+    width = _HIDDEN_COPIES * config.hidden_size + _MLP_COPIES * _find_mlp_width(config)
+    return tokens * item_bytes * width
 
 
 def measure_attention_width(layer: nn.Module) -> int:
@@ -107,7 +125,16 @@ def measure_attention_width(layer: nn.Module) -> int:
     return max(found)
 
 
-def find_mlp_width(config: PreTrainedConfig) -> int:
+def _find_mlp_width(config: PreTrainedConfig) -> int:
     """The width of the widest MLP; four times that of the hidden states where none is named."""
     width: int = config.hidden_size
     return max(read_layer_sizes(config, "intermediate_size"), default=4 * width)
+
+
+def find_expert_share(config: PreTrainedConfig) -> float:
+    """The share of a layer's experts that a token meets; 1 without experts."""
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    picks = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    count = next((n for name in counts if isinstance(n := getattr(config, name, None), int)), 1)
+    picked = next((n for name in picks if isinstance(n := getattr(config, name, None), int)), 1)
+    return min(picked / max(count, 1), 1.0)

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 import torch
 
 from kd.capture.plan import CapturePlan
+from kd.capture.recording import LOGIT_ELEMENTS
+from kd.capture.sampling import PASS_ELEMENTS
 from kd.errors import ConfigError, Problem
 from kd.files import format_bytes
 from kd.memory.host import read_memory_bytes
 from kd.memory.model_memory import compute_device_share
 from kd.memory.model_work import count_weight_bytes, estimate_forward_bytes
-from kd.memory.phases import estimate_logit_bytes
 from kd.models.loading import choose_teacher_dtype, outline_teacher
+
+#: Copies of the elements of a pass of the sampler, in float32.
+_PASS_COPIES = 16
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class LeastCapture:
         return cls(
             compute_device_share(plan.config, weights),
             estimate_forward_bytes(hollow, length, dtype.itemsize)
-            + estimate_logit_bytes(device.type, length, vocabulary),
+            + _count_logit_bytes(device.type, length, vocabulary),
         )
 
     def find_problems(self, memory: int, length: int) -> list[Problem]:
@@ -67,6 +71,13 @@ class LeastCapture:
                 "take a device with more memory (resources.memory).",
             )
         ]
+
+
+def _count_logit_bytes(device: str, tokens: int, vocabulary: int) -> int:
+    """Bytes of a chunk of a teacher's logits, and of the passes of the sampler over it."""
+    rows = min(max(LOGIT_ELEMENTS[device] // vocabulary, 1), tokens)
+    passes = _PASS_COPIES * min(PASS_ELEMENTS[device], rows * vocabulary)
+    return 4 * (rows * vocabulary + passes)
 
 
 def require_capture_memory(plan: CapturePlan, device: torch.device) -> None:

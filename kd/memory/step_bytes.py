@@ -2,8 +2,10 @@
 
 A step holds weights, their gradients, the optimiser's state, what autograd keeps, and a chunk of
 logits. ``StepShape.estimate`` counts them on one device; ``kd.memory.parallel`` splits them over
-the ranks of several. What autograd keeps is measured by short passes of the student
-(``kd.memory.step_memory``), or told by its shape (``kd.planning.shapes``).
+the ranks of several. ``kd plan``, strategy "auto" and the warning before a training count with it.
+
+What autograd keeps is told by the matrices of the layers: each keeps its input and its output, and
+norms, rotations and activations a little more.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from kd.config.train import Checkpointing, TrainConfig
@@ -23,10 +25,20 @@ from kd.optim.state_size import (
     count_trained_bytes,
 )
 
+#: Bytes of a number in float32.
+FLOAT32 = 4
 #: Bytes of a number of the sum over chunks that becomes the gradient of the LM head.
 _SUM_BYTES = 4
 #: Bytes of a logit and its gradient in float32, where plain operations compute the loss.
 _LOGIT_AND_GRADIENT = 8
+#: Bytes that autograd keeps for each number of the inputs and outputs of a layer's matrices: in
+#: float32, in a narrower precision, and there with weights in bfloat16 too. Measured on tiny
+#: Llamas; in a narrower precision norms and residuals stay in float32.
+_KEPT_FLOAT32 = 4.6
+_KEPT_HALF = 3.3
+_KEPT_PURE = 2.6
+#: Hidden states that are kept outside of the layers.
+_OUTSIDE_COPIES = 2
 
 
 @dataclass(frozen=True)
@@ -49,11 +61,6 @@ class StepMemoryEstimate:
         """All bytes of the step."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.head
 
-    def row(self) -> str:
-        """The fields in their order, and the total, as a row of a Markdown table."""
-        sizes = (*asdict(self).values(), self.total)
-        return "| " + " | ".join(format_bytes(size) for size in sizes) + " |"
-
     def __str__(self) -> str:
         parts = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in asdict(self).items() if size
@@ -75,12 +82,14 @@ class StepMemoryEstimate:
 class BlockShape:
     """Parameters that belong together: those of a decoder layer, or those outside of all layers.
 
-    ``frozen`` counts numbers that are not trained, and ``frozen_bytes`` are their bytes.
+    ``frozen`` counts numbers that are not trained, and ``frozen_bytes`` are their bytes. ``widths``
+    are the rows and columns of all matrices that a token meets.
     """
 
     trained: tuple[ParameterShape, ...] = ()
     frozen: int = 0
     frozen_bytes: int = 0
+    widths: float = 0.0
 
     @property
     def trained_numbers(self) -> int:
@@ -129,17 +138,15 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class StudentShape:
-    """The parameters of a student by layer, and the widths of its tensors.
+    """The parameters of a student by layer, and ``width``, that of its hidden states.
 
-    ``width`` is that of the hidden states and ``inner`` that of an MLP. A tied LM head is counted
-    once, in ``outside``.
+    A tied LM head is counted once, in ``outside``.
     """
 
     layers: tuple[BlockShape, ...]
     outside: BlockShape
     head: HeadShape
     width: int
-    inner: int
     buffer_bytes: int = 0
 
     @property
@@ -165,60 +172,6 @@ class StudentShape:
     def layer_count(self) -> int:
         """The number of its decoder layers, at least 1."""
         return max(len(self.layers), 1)
-
-
-# ---------------------------------------------------------------------- what autograd keeps
-
-
-@dataclass(frozen=True)
-class SavedBytes:
-    """Bytes that a forward pass keeps for the backward pass.
-
-    Those kept in the layers and outside them; ``boundary`` is the output of one layer.
-    """
-
-    layers: float
-    outside: float
-    boundary: float
-
-
-@dataclass(frozen=True)
-class SavedBytesFit:
-    """The bytes that a pass of B sequences of L positions keeps: c + B (a L + b L^2).
-
-    The constant c is weights that autocast casts, b is attention masks, and the rest grows with
-    the length. Each tuple holds c, a and b of one field of ``SavedBytes``.
-    """
-
-    layers: tuple[float, float, float]
-    outside: tuple[float, float, float]
-    boundary: tuple[float, float, float]
-
-    def at(self, batch: int, length: int) -> SavedBytes:
-        """The bytes that ``batch`` sequences of ``length`` positions keep."""
-        kept = (
-            fixed + batch * (linear * length + square * length**2)
-            for fixed, linear, square in (self.layers, self.outside, self.boundary)
-        )
-        return SavedBytes(*kept)
-
-    def scale(self, factor: float) -> SavedBytesFit:
-        """The fit of passes that keep ``factor`` times as many bytes."""
-        parts = (self.layers, self.outside, self.boundary)
-        return SavedBytesFit(*(_scale(part, factor) for part in parts))
-
-    def take_layers(self, share: float) -> SavedBytesFit:
-        """The fit of passes through this share of the layers."""
-        return replace(self, layers=_scale(self.layers, share))
-
-    def without_casts(self) -> SavedBytesFit:
-        """The fit of a pass whose weights are in the precision of the products already."""
-        return replace(self, layers=(0.0, *self.layers[1:]))
-
-
-def _scale(parts: tuple[float, float, float], factor: float) -> tuple[float, float, float]:
-    fixed, linear, square = parts
-    return factor * fixed, factor * linear, factor * square
 
 
 def compute_group_sizes(count: int, how: Checkpointing) -> list[int]:
@@ -248,7 +201,6 @@ class StepShape:
     length: int
     vocabulary: int
     item: int
-    saved: SavedBytesFit
     chunk: int
     kernels: bool = False
 
@@ -264,27 +216,50 @@ class StepShape:
             head=self.estimate_head(),
         )
 
-    def estimate_activations(self, in_flight: int = 1) -> int:
+    def estimate_activations(self) -> int:
         """Bytes of all activations, with checkpointing, while one group is recomputed.
 
         Of layers whose activations are offloaded only one is on the device, and the cast weights
-        of all. ``in_flight`` micro-batches are between their forward and backward passes at the
-        same time: more than one in a pipeline.
+        of all.
         """
-        kept = self.saved.at(self.options.batch_size, self.length)
         count = self.student.layer_count
-        layer = kept.layers / count
+        layer = self._count_kept() / count
         groups = compute_group_sizes(count, self.options.gradient_checkpointing)
         recomputed = max(groups, default=0) * layer
         unchecked = count - sum(groups)
+        if self.options.activation_offload:
+            stored = max(recomputed, layer * min(unchecked, 1))
+        else:
+            stored = unchecked * layer + len(groups) * self.count_boundary() + recomputed
         # In the backward pass of a layer about half of its activations have a gradient at the same
         # time.
-        working = kept.outside + layer / 2
-        if self.options.activation_offload:
-            casts = self.saved.layers[0] / count * unchecked
-            return round(working + casts + max(recomputed, layer * min(unchecked, 1)))
-        stored = unchecked * layer + len(groups) * kept.boundary
-        return round(working + in_flight * stored + recomputed)
+        working = _OUTSIDE_COPIES * self.count_boundary() + layer / 2
+        return round(working + stored + self.count_kept_casts())
+
+    def _count_kept(self) -> float:
+        """Bytes that autograd keeps in all layers, cast weights apart."""
+        narrow = _KEPT_PURE if self.options.is_pure_bfloat16 else _KEPT_HALF
+        each = _KEPT_FLOAT32 if self.item == FLOAT32 else narrow
+        widths = sum(block.widths * times for block, times in self.student.kinds)
+        return each * self.options.batch_size * self.length * widths
+
+    def count_boundary(self) -> int:
+        """Bytes of the hidden states between two layers."""
+        item = self.item if self.options.is_pure_bfloat16 else FLOAT32
+        return item * self.options.batch_size * self.length * self.student.width
+
+    def count_kept_casts(self) -> float:
+        """Bytes of the casts of the layers' weights that autograd keeps at the same time.
+
+        Weights are cast where the precision is narrower than they are; a layer that is recomputed
+        casts them anew.
+        """
+        if self.item >= count_trained_bytes(1, self.options):
+            return 0.0
+        count = self.student.layer_count
+        groups = compute_group_sizes(count, self.options.gradient_checkpointing)
+        layers = count - sum(groups) + max(groups, default=0)
+        return self.item * sum(each.numbers for each in self.student.layers) / count * layers
 
     def estimate_head(self) -> int:
         """Bytes of the LM head beside its weight, and of a chunk of logits.
@@ -306,16 +281,6 @@ class StepShape:
         head = self.student.head
         own = count_trained_bytes(1, self.options) if head.trained else head.item
         return head.numbers * self.item if self.item < own else 0
-
-    def count_offloaded_bytes(self) -> float:
-        """Bytes that a micro-batch moves to the host, and later back."""
-        if not self.options.activation_offload:
-            return 0.0
-        kept = self.saved.at(self.options.batch_size, self.length)
-        count = self.student.layer_count
-        groups = compute_group_sizes(count, self.options.gradient_checkpointing)
-        unchecked = (count - sum(groups)) / count
-        return unchecked * (kept.layers - self.saved.layers[0]) + len(groups) * kept.boundary
 
 
 def resize_micro_batch(options: TrainConfig, batch_size: int) -> TrainConfig:

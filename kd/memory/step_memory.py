@@ -1,8 +1,6 @@
 """The memory of a training step: estimated before the run, and measured during it.
 
-``kd.memory.step_bytes`` has the arithmetic; a student is described and measured for it here.
-
-Shapes: B sequences, L positions.
+``kd.memory.step_bytes`` has the arithmetic; a student is described for it here.
 """
 
 from __future__ import annotations
@@ -10,34 +8,26 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from kd.config.train import TrainConfig
 from kd.loss.chunk_size import PLAIN_LOGIT_BYTES, choose_chunk_positions
-from kd.memory.model_work import find_mlp_width
-from kd.memory.step_bytes import (
-    BlockShape,
-    HeadShape,
-    SavedBytes,
-    SavedBytesFit,
-    StepShape,
-    StudentShape,
-)
-from kd.models.layers import compute_hidden_states, find_decoder_layers
+from kd.memory.devices import CUDA_CONTEXT
+from kd.memory.model_work import find_expert_share
+from kd.memory.step_bytes import BlockShape, HeadShape, StepShape, StudentShape
+from kd.models.adapters import find_expert_weights
+from kd.models.layers import find_decoder_layers
 from kd.models.precision import Precision
 from kd.optim.optimizers import list_trained_shapes
 from kd.optim.state_size import ParameterShape
-from kd.text.packed_rows import PackedRows
 
 
 def describe_step(
@@ -49,12 +39,10 @@ def describe_step(
     kernels: bool = False,
     device: torch.device | None = None,
 ) -> StepShape:
-    """Describe a step of ``student``, with what autograd keeps of short passes.
+    """Describe a step of ``student``, whose weights may have no memory.
 
-    Call it before ``checkpoint_activations`` and ``compile_student``, which hide those tensors. No
-    state of the model changes. With ``kernels`` those of a GPU compute the loss
-    (``kd.loss.chunk_size.suits_kernels``). The step is taken on ``device`` (None: where the student
-    is).
+    With ``kernels`` those of a GPU compute the loss (``kd.loss.chunk_size.suits_kernels``). The
+    step is taken on ``device`` (None: where the student is).
     """
     item = precision.dtype.itemsize
     logit_bytes = item if kernels else PLAIN_LOGIT_BYTES
@@ -64,7 +52,6 @@ def describe_step(
         length=sequence_length,
         vocabulary=vocabulary,
         item=item,
-        saved=fit_saved_bytes(student, sequence_length, precision),
         chunk=options.logits_chunk
         or choose_chunk_positions(vocabulary, device or student.device, logit_bytes),
         kernels=kernels,
@@ -81,12 +68,17 @@ def describe_student(student: PreTrainedModel) -> StudentShape:
     trained = list_trained_shapes(student)
     config = student.config.get_text_config()
     *layers, outside = _list_blocks(student)
+    names = find_expert_weights(student)
+    experts = {each for name, each in student.named_parameters() if name in names}
+    share = find_expert_share(config)
     return StudentShape(
-        layers=tuple(_describe_block(layer, trained) for layer in layers),
+        layers=tuple(
+            replace(_describe_block(layer, trained), widths=_sum_widths(layer, experts, share))
+            for layer in layers
+        ),
         outside=_describe_block(outside, trained),
         head=_describe_head(student),
         width=config.hidden_size,
-        inner=find_mlp_width(config),
         buffer_bytes=sum(map(_count_bytes, student.buffers())),
     )
 
@@ -113,6 +105,15 @@ def _describe_block(
     )
 
 
+def _sum_widths(parameters: list[Parameter], experts: Set[Parameter], share: float) -> float:
+    """The rows and columns of matrices; of ``experts`` only the ``share`` that a token meets."""
+    return sum(
+        (share if each in experts else 1.0) * math.prod(each.shape[:-2]) * sum(each.shape[-2:])
+        for each in parameters
+        if each.ndim >= 2
+    )
+
+
 def _describe_head(student: PreTrainedModel) -> HeadShape:
     weight = student.get_output_embeddings().weight
     rows, width = weight.shape
@@ -122,109 +123,6 @@ def _describe_head(student: PreTrainedModel) -> HeadShape:
 
 def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-# ---------------------------------------------------------------------- activations
-
-
-def fit_saved_bytes(
-    student: PreTrainedModel, sequence_length: int, precision: Precision
-) -> SavedBytesFit:
-    """Fit what autograd keeps to passes of one sequence at three lengths, where the student is."""
-    precision = replace(precision, device=student.device.type)
-    step = max(min(64, sequence_length // 3), 2)
-    lengths = [step, 2 * step, 3 * step]
-    measured = [_measure_saved_bytes(student, each, precision) for each in lengths]
-
-    def fit(name: str) -> tuple[float, float, float]:
-        values = [getattr(each, name) for each in measured]
-        fixed, linear, square = np.linalg.solve(np.vander(lengths, 3, increasing=True), values)
-        return float(fixed), float(linear), float(square)
-
-    return SavedBytesFit(fit("layers"), fit("outside"), fit("boundary"))
-
-
-def _measure_saved_bytes(student: PreTrainedModel, length: int, precision: Precision) -> SavedBytes:
-    """The bytes that a pass of one packed sequence of two documents keeps.
-
-    A student of fake tensors, which have no values, reads one document: where documents begin is a
-    value.
-    """
-    training = student.training
-    device = student.device
-    mode = getattr(next(student.parameters()), "fake_mode", None)
-    ledger = _StorageCounter(student.parameters())
-    lengths = (length - length // 2, length // 2)
-    positions_BL = torch.cat([torch.arange(each) for each in lengths])[None]
-    packed = PackedRows.of(positions_BL).map(lambda each: each.to(device))
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.enable_grad(),
-        mode or nullcontext(),
-        precision.autocast(),
-    ):
-        tokens_BL = torch.zeros(1, length, dtype=torch.int64, device=device)
-        with ledger.watching(find_decoder_layers(student)):
-            try:
-                hidden = compute_hidden_states(
-                    student.train(), tokens_BL, None if mode is not None else packed
-                )
-            finally:
-                student.train(training)
-        del hidden
-    return SavedBytes(ledger.inside, ledger.total - ledger.inside, ledger.boundary)
-
-
-def _refuse(kept: None) -> Tensor:
-    raise AssertionError("the graph of a short pass has no backward pass")
-
-
-def _name_storage(tensor: Tensor) -> int:
-    """The place of the object that owns the bytes of ``tensor``; fake tensors have such, too."""
-    return tensor.untyped_storage()._cdata
-
-
-class _StorageCounter:
-    """Counts the storages that autograd keeps, each once, and those of them that a layer keeps."""
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        # Not counted, because they are in memory anyway: the parameters, and later each storage
-        # seen. They are held, so that no other takes the place of one in memory.
-        self._known = {_name_storage(each): each.untyped_storage() for each in known}
-        self._within = False
-        self.total = self.inside = self.boundary = 0
-
-    @contextmanager
-    def watching(self, layers: list[nn.Module]) -> Iterator[None]:
-        """Count while the block runs a forward pass; its graph must live until the block ends."""
-        with ExitStack() as stack:
-            for layer in layers:
-                for handle in (
-                    layer.register_forward_pre_hook(self._enter),
-                    layer.register_forward_hook(self._leave),
-                ):
-                    stack.callback(handle.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, _refuse))
-            yield
-
-    def _keep(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor``, and give the graph nothing of it to keep.
-
-        A node that kept its own output would keep itself, and the graph would never be freed.
-        """
-        name = _name_storage(tensor)
-        if name not in self._known:
-            storage = tensor.untyped_storage()
-            self._known[name] = storage
-            self.total += storage.nbytes()
-            self.inside += storage.nbytes() * self._within
-
-    def _enter(self, layer: nn.Module, inputs: Any) -> None:
-        self._within = True
-
-    def _leave(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        self._within = False
-        self.boundary = _count_bytes(output[0] if isinstance(output, tuple) else output)
 
 
 # ---------------------------------------------------------------------- measured
@@ -247,6 +145,11 @@ def read_peak_memory(device: torch.device) -> int:
         return _read_field("/proc/self/status", "VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def read_device_peak(device: torch.device) -> int:
+    """The most bytes that the device must have had for this process: on a GPU with its context."""
+    return read_peak_memory(device) + (CUDA_CONTEXT if device.type == "cuda" else 0)
 
 
 def read_resident_memory() -> int:

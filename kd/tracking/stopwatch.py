@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from kd.memory.devices import find_device_kind
 from kd.memory.model_work import count_model_work
-from kd.memory.work import Pass, Work
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,9 @@ class Stopwatch:
 def count_flops_per_token(student: PreTrainedModel, vocabulary: int, sequence_length: int) -> float:
     """Floating-point operations of forward and backward pass for one token.
 
-    ``kd.memory.work`` has the formula. Recomputed activations do not count.
+    ``kd.memory.model_work`` has the formula. Recomputed activations do not count.
     """
-    run = Pass(tokens=1, targets=1, context=sequence_length, micro_batches=0, trains=True)
-    return Work.of(count_model_work(student, vocabulary), run, 0).flops
+    return count_model_work(student, vocabulary).count_training(sequence_length)
 
 
 def compute_utilisation(

@@ -23,7 +23,6 @@ from kd.files import format_bytes
 from services.api.answers.accounts import (
     describe_account,
     find_quota_warnings,
-    read_planned_cost,
 )
 from services.api.answers.problems import ApiProblem
 from services.api.plan_process import Wish
@@ -49,14 +48,14 @@ class Admission:
     service: Service
     caller: Caller
 
-    def plan(self, config: JobConfig, devices: str | None = None) -> JobPlan:
-        """Return the plan of the job on ``devices``; raise what the check finds."""
-        plan = JobPlan.model_validate(self._ask_process("plan", config, devices))
+    def plan(self, config: JobConfig) -> JobPlan:
+        """Return the plan of the job; raise what the check finds."""
+        plan = JobPlan.model_validate(self._ask_process("plan", config))
         account = self.read_account()
         new_bytes = 0 if plan.capture is None else plan.capture.bytes
         return plan.model_copy(
             update={
-                "cost": read_planned_cost(plan) or self._estimate_cost(config),
+                "cost": self._estimate_cost(config),
                 "account": account,
                 "warnings": [*plan.warnings, *find_quota_warnings(account, new_bytes)],
             }
@@ -84,9 +83,7 @@ class Admission:
         mean = store.read_mean_use(config.kind)
         return estimate_new_job(config.stages[-1], needs, store.list_workers(), mean)
 
-    def _ask_process(
-        self, wish: Wish, config: JobConfig, devices: str | None = None
-    ) -> dict[str, Any]:
+    def _ask_process(self, wish: Wish, config: JobConfig) -> dict[str, Any]:
         """Let the process check the job; raise all its problems, or 507 if the disk is full."""
         settings = self.service.settings
         require_space(settings)
@@ -98,7 +95,7 @@ class Admission:
             *self._find_cache_problems(config),
         ]
         try:
-            result = self.service.plans.ask(wish, config, self.caller, devices)
+            result = self.service.plans.ask(wish, config, self.caller)
         except ConfigError as error:
             told = {each.pointer for each in error.problems}
             more = [each for each in own if each.pointer not in told]

@@ -3,8 +3,7 @@
 It writes a line once it is ready, then reads one order a line from stdin and writes one answer a
 line to stdout, both JSON:
 
-    {"wish": "plan" | "estimate" | "check" | "size", "config": {...}, "owner": "...",
-     "devices": "..." | null}
+    {"wish": "plan" | "estimate" | "check" | "size", "config": {...}, "owner": "...", "team": "..."}
     {"result": {...}} | {"problems": [...]} | {"store_error": "..."} | {"limit": "memory"}
     | {"failure": {"type": "...", "detail": "...", "remedy": "..."}}
 """
@@ -53,7 +52,7 @@ def answer_order(
         if order["wish"] == "estimate":
             caches = settings.locate_caches(config.cache.store)
             return {"result": estimate_by_table(config, settings.root, caches).to_json()}
-        plan = plan_job(config, settings, store.list_workers(), kept, order["devices"])
+        plan = plan_job(config, settings, store.list_workers(), kept)
         return {"result": plan.model_dump(mode="json")}
     except ConfigError as error:
         return {"problems": [problem.to_json() for problem in error.problems]}

@@ -29,10 +29,8 @@ class PlanProcess:
             "services.api.plan_child", settings.environment(), settings.plan_seconds
         )
 
-    def ask(
-        self, wish: Wish, config: JobConfig, caller: Caller, devices: str | None = None
-    ) -> dict[str, Any]:
-        """Return the plan on ``devices``, or the estimate, of a job of ``caller`` as JSON.
+    def ask(self, wish: Wish, config: JobConfig, caller: Caller) -> dict[str, Any]:
+        """Return the plan, or the estimate, of a job of ``caller`` as JSON.
 
         ``check`` returns the memory that it needs at least, ``size`` also the bytes of its cache.
         Raises ``ConfigError`` with all problems of the job, ``RedisError`` if the job store does
@@ -43,7 +41,6 @@ class PlanProcess:
             "config": config.model_dump(mode="json"),
             "owner": caller.name,
             "team": caller.team,
-            "devices": devices,
         }
         try:
             answer = self._process.ask(order, caller.team)

@@ -6,9 +6,8 @@ Runs no model and imports no torch: what is not known without them stays null.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from cache.errors import CacheError, PotstillError
 from cache.store import read_manifest
@@ -24,21 +23,14 @@ from kd.capture.estimate.text import CaptureSize
 from kd.client.wire.plans import JobEstimate, JobPlan, LearnedText, MemoryEstimate
 from kd.client.wire.service import WorkerState
 from kd.config.job import JobConfig
-from kd.errors import ConfigError, ModelError
+from kd.errors import ConfigError
 from kd.files import measure_free_bytes
-from kd.memory.devices import DeviceRates, find_device_kind
-from kd.memory.host import read_memory_bytes
 from kd.memory.model_memory import estimate_least_memory, estimate_model_memory
-from kd.memory.training_phase import Place
-from kd.planning.by_files import plan_by_files
-from kd.planning.devices import CPU, DeviceGroup, DeviceName
-from kd.planning.texts import TextFiles
 from kd.preflight.learned_rows import LearnedRow, find_row_problems
 from kd.progress import Notice
 from kd.text.rows import COLUMNS
 from services.api.kept_answers import KeptAnswers
 from services.settings import SEARCH, Settings
-from services.store.costs import find_price
 from services.store.jobs.workers import explain_small_memory
 
 
@@ -47,12 +39,10 @@ def plan_job(
     settings: Settings,
     workers: list[WorkerState],
     kept: KeptAnswers | None = None,
-    devices: str | None = None,
 ) -> JobPlan:
     """Return the plan of a valid job.
 
-    What takes long is taken from ``kept``, as long as the files are the same. The training is
-    planned for ``devices``, such as 8xh100; None means those of a worker that trains.
+    What takes long is taken from ``kept``, as long as the files are the same.
     """
     kept = kept or KeptAnswers()
     capture = estimate_capture(config, settings, kept)
@@ -65,7 +55,6 @@ def plan_job(
         steps=steps,
         tokens=_count_tokens(config, steps),
         memory=_estimate_memory(config, settings.root, kept),
-        training=_plan_training(config, settings, workers, kept, devices),
         free_bytes=measure_free_bytes(settings.home),
         warnings=[
             *_find_warnings(config, capture, steps),
@@ -171,88 +160,6 @@ def _make_vocabulary_finder(config: JobConfig, root: Path, kept: KeptAnswers) ->
         list_teacher_files(config, root),
         lambda: estimate_vocabulary_size(config, root),
     )
-
-
-# ---------------------------------------------------------------------- training
-
-
-#: Memory of a worker's process beside its job: the libraries that it imports. An assumption.
-_PROCESS_BYTES = 512 << 20
-#: Rates of a processor that is not at hand, to compare settings by; no time is told of them.
-_CORE = DeviceRates("cpu", 0, half=1e11, single=1e11, tf32=1e11, bandwidth=1e10)
-
-
-def _plan_training(
-    config: JobConfig,
-    settings: Settings,
-    workers: list[WorkerState],
-    kept: KeptAnswers,
-    devices: str | None,
-) -> dict[str, Any] | None:
-    """Plan the training for ``devices``, or for a worker that trains.
-
-    None without a training or a device, and where only a loaded model tells the student. Devices
-    that were asked for must suit the job; those of a worker need not.
-    """
-    group = _choose_devices(config, workers, devices)
-    if group is None:
-        return None
-    files = TextFiles(
-        settings.root,
-        settings.home,
-        lambda job, root: _measure_capture(job, root, kept)[0],
-        _make_vocabulary_finder(config, settings.root, kept),
-    )
-    try:
-        kind = "cuda" if group.place.is_gpu else CPU
-        price = find_price(settings.prices, kind, group.place.rates.name)
-        plan = plan_by_files(config, files, group, price)
-    except ConfigError:
-        if devices is not None:
-            raise
-        return None
-    except ModelError:
-        return None
-    return None if plan is None else _hide_times(plan.to_json(), group)
-
-
-def _choose_devices(
-    config: JobConfig, workers: list[WorkerState], devices: str | None
-) -> DeviceGroup | None:
-    """The devices that were asked for; else the largest of a worker that trains."""
-    training = [each.device for each in workers if "train" in each.stages]
-    largest = max(training, key=lambda each: each.total_bytes, default=None)
-    if devices is not None:
-        name = DeviceName.parse(devices)
-        if name.kind != CPU:
-            return DeviceGroup.of_kind(name)
-        memory = 0 if largest is None or largest.count else largest.memory_bytes
-        return _make_processor(memory or read_memory_bytes(), name.count)
-    if largest is None or not largest.memory_bytes:
-        return None
-    if not largest.count:
-        return _make_processor(largest.memory_bytes, 1)
-    kind = find_device_kind(largest.name)
-    if kind is None:
-        return None
-    rates = replace(kind, name=largest.name, memory=largest.memory_bytes)
-    return DeviceGroup(Place.named(rates), config.resources.gpus or largest.count)
-
-
-def _make_processor(memory: int, count: int) -> DeviceGroup:
-    place = Place(replace(_CORE, memory=memory), False, _PROCESS_BYTES, "fp32", is_timed=False)
-    return DeviceGroup.of_host(place, count)
-
-
-def _hide_times(plan: dict[str, Any], group: DeviceGroup) -> dict[str, Any]:
-    """Leave the times of a processor out: nobody measured its rates."""
-    if group.place.is_gpu:
-        return plan
-    least = [] if plan["shortfall"] is None else [plan["shortfall"]["least"]]
-    for candidate in (*plan["candidates"], *least):
-        candidate |= {"step_seconds": None, "step": None, "seconds": None, "efficiency": None}
-        candidate |= {"cost": None, "why": ""}
-    return plan
 
 
 # ---------------------------------------------------------------------- warnings

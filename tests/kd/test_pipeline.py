@@ -22,7 +22,7 @@ from kd.capture.plan import plan_capture, set_packing
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch, TrainingError
 from kd.files import read_json, write_json
-from kd.forecast import estimate_job
+from kd.forecast.rehearsal import estimate_job
 from kd.memory.host import choose_chunk_memory
 from kd.models.loading import load_model
 from kd.pipeline import run_stage, run_stages, settle_run

@@ -2,8 +2,7 @@
 
 by table   counts tokens in a sample of the text; bytes per token were measured once, on another
 teacher
-by trial   counts all tokens; measures bytes and seconds of a few micro-batches
-(``kd.capture.probe``)
+by trial   measures bytes and seconds of a few micro-batches (``kd.forecast.trial``)
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from cache.disk import list_file_sizes
 from cache.errors import StorageError
 from cache.manifest import CacheIdentity
 from cache.profiles.table import PROFILES
-from cache.records import AXES
 from cache.rounding import choose_id_dtype
 from kd.files import Disk, format_bytes
 
@@ -62,10 +61,6 @@ _SHARD_BYTES = {
     "dense": 6_000,
     "hidden": 6_000,
 }
-#: Share of the entries of a record that are heads, and numbers of the log-partition at its
-#: temperatures: measured on the example at thresholds of 0.04 and 0.01.
-_HEAD_SHARE = 0.22
-_PARTITION_NUMBERS = 8
 #: Arrays of a shard that every profile has: tokens, starts of documents, mask of the targets.
 _SEQUENCE_ARRAYS = 3
 #: Bytes of a shard's frequency table, for each token of the vocabulary.
@@ -113,36 +108,6 @@ def estimate_cache_size(codec: Codec, width: int = 0) -> CacheSize:
     }
     lm_head = codec.vocabulary_size * width * 4 if codec.profile == "hidden" else 0
     return CacheSize(float(every + own[codec.profile]), shard, lm_head)
-
-
-def estimate_entries(codec: Codec) -> float:
-    """Estimate the head and tail entries of a record of one draw; 0 where nothing is sampled."""
-    if codec.profile not in _MEASURED:
-        return 0.0
-    return _interpolate(codec.profile, codec.threshold)[2]
-
-
-def estimate_decoded_bytes(codec: Codec, width: int = 0) -> float:
-    """Estimate the bytes of a decoded record in memory; ``width`` is D of a profile hidden."""
-    entries = estimate_entries(codec)
-    rows = {
-        "position": 1.0,
-        "head": _HEAD_SHARE * entries,
-        "tail": (1 - _HEAD_SHARE) * entries * codec.draws,
-    }
-    # Columns with more than one number for each row of their axis.
-    numbers = {
-        "known": 1 + len(codec.always_keep),
-        "partition": _PARTITION_NUMBERS,
-        "top_ids": codec.k,
-        "top_logprobs": codec.k,
-        "logprobs": codec.vocabulary_size,
-        "hidden": width,
-    }
-    return sum(
-        dtype.itemsize * rows[AXES[name]] * numbers.get(name, 1)
-        for name, (dtype, _) in codec.schema().items()
-    )
 
 
 def _interpolate(profile: str, threshold: float) -> tuple[float, float, float]:

@@ -142,10 +142,10 @@ class Cost(View):
     estimated: float | None = Field(
         None, description="Estimated cost of the whole job; null if it has ended, or if unknown."
     )
-    basis: Literal["plan", "pace", "earlier_jobs"] | None = Field(
+    basis: Literal["pace", "earlier_jobs"] | None = Field(
         None,
-        description="plan: the training alone, by the plan's best settings; pace: from the job's "
-        "own pace; earlier_jobs: from the mean of the jobs of its kind that have succeeded.",
+        description="pace: from the job's own pace; earlier_jobs: from the mean of the jobs of "
+        "its kind that have succeeded.",
     )
 
 

@@ -88,14 +88,6 @@ class JobPlan(View):
     )
     tokens: int | None = Field(None, description="Tokens that training will read.")
     memory: MemoryEstimate
-    training: dict[str, Any] | None = Field(
-        None,
-        description="Settings that train the student on the devices, the best first, with memory "
-        "by part, time and cost, or by how much none fits and what to change: as `kd plan --json` "
-        "prints it. What autograd keeps is estimated from the shapes of the student's tensors, and "
-        "not measured. Null without a training or a device to plan for, and where only a loaded "
-        "model tells the student's shape.",
-    )
     free_bytes: int = Field(description="Bytes left on the disk of the data folder.")
     cost: Cost | None = Field(
         None, description="Estimated cost; null without a price, or if no time is known."

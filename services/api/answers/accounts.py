@@ -7,8 +7,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 
 from kd.client.wire.accounts import DiskUse, QuotaUse, TeamAccount
-from kd.client.wire.jobs import Cost
-from kd.client.wire.plans import JobPlan
 from kd.files import format_bytes
 from services.store.jobs.teams import Account
 
@@ -56,11 +54,3 @@ def find_quota_warnings(account: TeamAccount, new_bytes: int) -> Iterator[str]:
             f"The cache needs about {format_bytes(new_bytes)}, and team {account.team} has"
             f" {format_bytes(left)} left of its quota: the job will be refused."
         )
-
-
-def read_planned_cost(plan: JobPlan) -> Cost | None:
-    """The cost of the plan's best settings; None if it has no time or no price."""
-    candidates = (plan.training or {}).get("candidates") or [{}]
-    if (cost := candidates[0].get("cost")) is None:
-        return None
-    return Cost(amount=0.0, final=False, estimated=cost, basis="plan")

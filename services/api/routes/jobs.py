@@ -158,20 +158,9 @@ def create_job(
     dependencies=VALIDATE,
     responses=describe_problems(400, 413, 415, 422, 429, 503, 507),
 )
-def validate_job(
-    config: JobBody,
-    admission: TheAdmission,
-    devices: Annotated[
-        str | None,
-        Query(
-            max_length=64,
-            description="Devices to plan the training for: 8xh100, h100 or cpu. Default: the "
-            "devices of a worker that trains.",
-        ),
-    ] = None,
-) -> JobPlan:
+def validate_job(config: JobBody, admission: TheAdmission) -> JobPlan:
     """Show the plan of a job, or all of its problems; no job is created."""
-    return admission.plan(config, devices)
+    return admission.plan(config)
 
 
 @router.post(

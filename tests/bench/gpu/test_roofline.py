@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from bench.gpu.stage_work import REAL, SMALL, ModelShape, Stage, list_stages
-from bench.roofline import Expected, describe_place, expect, render_expected, render_measured
+from bench.roofline import Expected, expect_on_gpu, find_rates, render_expected, render_measured
 from bench.support.paths import ROOT
 from kd.memory.devices import DEVICE_KINDS
-from kd.memory.training_phase import Place
 from kd.models.precision import pick_device
 from tests.support.stages import TINY
 
@@ -26,7 +25,7 @@ def stages() -> dict[str, Stage]:
 
 
 def find_rate(stage: Stage, device: str) -> Expected:
-    found = expect(stage, Place.named(DEVICE_KINDS[device]))
+    found = expect_on_gpu(stage, DEVICE_KINDS[device])
     assert isinstance(found, Expected)
     return found
 
@@ -49,36 +48,22 @@ def test_a_capture_s_formulas_give_its_numbers(stages: dict[str, Stage], model: 
     shape = REAL.teachers[model]
     layers = count_layers(shape)
     head = shape.width * REAL.vocabulary
-    stored = layers + head * (1 if shape.tied else 2)
     found = find_rate(stages[f"capture, {model}, 1k"], "h100")
     flops = 2 * layers + 2 * shape.layers * shape.width * REAL.document + 2 * head
-    moved = 2 * stored / REAL.tokens + 8 * REAL.vocabulary
     assert found.flops == pytest.approx(flops, rel=TOLERANCE)
-    assert found.bytes == pytest.approx(moved, rel=TOLERANCE)
-    kind = DEVICE_KINDS["h100"]
-    rate = 0.4 * min(kind.half / flops, kind.bandwidth / moved)
-    assert found.rate == pytest.approx(rate, rel=TOLERANCE)
-    assert found.bound == "FLOP"
+    assert found.rate == pytest.approx(0.4 * DEVICE_KINDS["h100"].half / flops, rel=TOLERANCE)
 
 
 @pytest.mark.long
-def test_a_step_costs_three_forward_passes_and_its_states(stages: dict[str, Stage]) -> None:
+def test_a_step_costs_three_forward_passes(stages: dict[str, Stage]) -> None:
     step = find_rate(stages["step, 1B, 1k"], "h100")
     capture = find_rate(stages["capture, 1B, 1k"], "h100")
     assert step.flops == pytest.approx(3 * capture.flops)
-    shape = REAL.teachers["1B"]
-    stored = count_layers(shape) + shape.width * REAL.vocabulary
-    weights_and_logits = (12 + 28) * stored / REAL.tokens + 16 * REAL.vocabulary
-    # 8,192 positions of logits of 2 bytes are less than an eighth of what is free: one chunk.
-    weights_and_logits += (8 + 4) * shape.width * REAL.vocabulary / REAL.tokens
-    # Autograd keeps some 16-bit numbers for each: between 10 D and 10 (D + 3 inner) of a layer.
-    kept = (step.bytes - weights_and_logits) / (2 * shape.layers * 2)
-    assert 10 * shape.width < kept < 10 * (shape.width + 3 * shape.inner)
 
 
 @pytest.mark.long
 def test_what_does_not_fit_has_no_rate(stages: dict[str, Stage]) -> None:
-    found = expect(stages["capture, 8B, 1k"], Place.named(DEVICE_KINDS["t4"]))
+    found = expect_on_gpu(stages["capture, 8B, 1k"], DEVICE_KINDS["t4"])
     assert isinstance(found, str) and found.startswith("does not fit: ")
     # A step that fits with fewer activations is slower.
     step = stages["step, 1B, 1k"]
@@ -93,7 +78,7 @@ def test_every_stage_is_measured_beside_its_expected_rate() -> None:
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
     assert [row[0] for row in rows] == [*(stage.name for stage in list_stages(TINY)), "reader"]
     for row in rows:
-        expected, measured, ratio = (float(cell.replace(",", "")) for cell in row[4:])
+        expected, measured, ratio = (float(cell.replace(",", "")) for cell in row[3:])
         assert expected > 0 and measured > 0 and math.isfinite(ratio), row
     assert lines[0].startswith("Machine: ") and ", load " in lines[0]
 
@@ -104,4 +89,4 @@ def test_every_stage_runs_on_a_gpu() -> None:
     text = render_measured(SMALL, 2)
     assert "does not fit" not in text
     assert text.count("\n| ") == len(list_stages(SMALL)) + 2, "the heading, the stages, the reader"
-    assert describe_place(pick_device()).is_gpu
+    assert find_rates(pick_device()).half > 0

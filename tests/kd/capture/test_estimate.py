@@ -24,7 +24,6 @@ from cache.records import Records, Sequences
 from cache.remote.address import bind_caches
 from cache.store import open_cache
 from cache.testing import make_codec, make_identity
-from kd.capture import probe as trial
 from kd.capture.estimate import storage, text
 from kd.capture.estimate.job import Estimate, estimate_by_table
 from kd.capture.estimate.storage import (
@@ -35,11 +34,12 @@ from kd.capture.estimate.storage import (
 )
 from kd.capture.estimate.text import CaptureSize
 from kd.capture.plan import plan_capture
-from kd.capture.probe import open_trial
 from kd.capture.teacher import Teacher
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
 from kd.errors import ConfigError, DataError
+from kd.forecast import trial
+from kd.forecast.trial import open_trial
 from kd.pipeline import run_precompute
 from kd.progress import SILENT, Event, Monitor
 
@@ -88,17 +88,13 @@ def test_a_trial_foretells_the_capture(
     fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
     store = open_cache(tmp_path / "caches" / fingerprint)
     data = store.identity.data
-    assert (estimate.positions, estimate.shards) == (
-        store.manifest.positions,
-        len(store.manifest.shards),
-    )
-    assert (estimate.train_sequences, estimate.validation_sequences) == (
-        data.train_sequences,
-        data.validation_sequences,
-    )
-    assert estimate.tokens == data.sequences * 64
+    assert estimate.positions == pytest.approx(store.manifest.positions, rel=0.1)
+    assert estimate.shards == pytest.approx(len(store.manifest.shards), rel=0.1)
+    assert estimate.train_sequences == pytest.approx(data.train_sequences, rel=0.1)
+    assert estimate.validation_sequences == pytest.approx(data.validation_sequences, abs=2)
+    assert estimate.tokens == pytest.approx(data.sequences * 64, rel=0.1)
     assert estimate.bytes_per_token == pytest.approx(store.bytes_per_token, rel=0.15)
-    assert estimate.method == "trial" and estimate.tokens_counted and estimate.fits
+    assert estimate.method == "trial" and not estimate.tokens_counted and estimate.fits
     assert estimate.seconds is not None and estimate.seconds > 0
     assert estimate.hours == pytest.approx(estimate.seconds / 3600, abs=1e-3)
     assert estimate.device == "cpu, 1 threads"

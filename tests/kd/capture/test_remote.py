@@ -28,13 +28,13 @@ from cache.codec import Codec
 from cache.manifest import TokenizerProbe
 from cache.records import Sequences
 from cache.rounding import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
-from kd.capture import probe as trial
 from kd.capture import remote
-from kd.capture.probe import open_trial
 from kd.capture.remote import RemoteTeacher, TopEntries, find_server_url, hash_remote_teacher
 from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.errors import Interrupted, ModelError, TokenizerMismatch
+from kd.forecast import trial
+from kd.forecast.trial import open_trial
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_model

@@ -15,12 +15,12 @@ from kd.loss.chunk_size import (
     GPU_SHARE,
     PLAIN_LOGIT_BYTES,
     choose_gpu_chunk_positions,
+    count_head_gradient_bytes,
     suits_kernels,
 )
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.targets import Targets
-from kd.memory.work import count_head_gradient_bytes
 from kd.models.lm_head import LMHead
 
 pytestmark = pytest.mark.usefixtures("one_thread")

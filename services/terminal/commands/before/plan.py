@@ -1,17 +1,16 @@
-"""``kd plan``: settings that train a job's student on given devices; the plan of a distillation."""
+"""``kd plan``: the strategies that train a job's student on given devices."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from services.terminal.commands.before.distillation import print_distillation
 from services.terminal.console import (
     AsJson,
     Home,
+    JobFile,
     Overrides,
     format_value,
     load_job_file,
@@ -23,16 +22,6 @@ from services.terminal.console import (
 )
 from services.terminal.exit_codes import FAILED
 
-if TYPE_CHECKING:
-    from kd.planning.devices import DeviceName
-    from services.settings import Settings
-
-OptionalJobFile = Annotated[
-    Path | None,
-    typer.Argument(
-        help="Job file, in YAML or JSON. Not needed for --tokens if --teacher is given."
-    ),
-]
 Devices = Annotated[
     str | None,
     typer.Option(
@@ -43,278 +32,133 @@ Devices = Annotated[
 ]
 Price = Annotated[
     float | None,
-    typer.Option(min=0, help="Price of an hour of one device; the cost is in the same currency."),
-]
-Runs = Annotated[
-    list[Path] | None,
     typer.Option(
-        help="Folder of a finished run, or of several runs; may be repeated. With five or more "
-        "runs a law is fitted, and the expected held-out loss is printed."
+        min=0,
+        help="Price of an hour of one device; the cost is in the same currency. Default: "
+        "KD_DEVICE_PRICES.",
     ),
 ]
 Tokens = Annotated[
-    str | None,
-    typer.Option(
-        help="Plan a whole distillation of this many tokens, such as 1e12, before there is a "
-        "text: shards, bytes, hours, cost, and which resource is exhausted first. Needs --devices."
-    ),
-]
-Teacher = Annotated[
-    str | None,
-    typer.Option(
-        help="With --tokens: the teacher, instead of the job's: a folder, a config.json, or a "
-        "size such as 70B."
-    ),
-]
-Student = Annotated[
-    str | None,
-    typer.Option(
-        help="With --tokens: the student, instead of the job's, in the same forms. Without a "
-        "student only the capture is planned."
-    ),
-]
-Profile = Annotated[
-    str | None,
-    typer.Option(
-        help="With --tokens: the profile, instead of the job's: threshold, tempered, topk, dense "
-        "or hidden."
-    ),
-]
-Within = Annotated[
     float | None,
     typer.Option(
-        min=0.01,
-        max=1e6,
-        help="With --tokens: hours that the capture may take; prints how many workers this needs. "
-        "Default: 24.",
+        min=1,
+        help="Tokens that the training reads, such as 1e12. Default: those of the job.",
     ),
 ]
-
-#: Hours that a capture may take where nothing is said.
-WITHIN_HOURS = 24.0
 
 app = typer.Typer()
 
 
 @app.command()
 def plan(
-    job_file: OptionalJobFile = None,
+    job_file: JobFile,
     overrides: Overrides = None,
     devices: Devices = None,
     price: Price = None,
-    runs: Runs = None,
     tokens: Tokens = None,
-    teacher: Teacher = None,
-    student: Student = None,
-    profile: Profile = None,
-    within: Within = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find how to train a job on N devices: strategy, micro-batch, checkpointing and precision.
+    """List the strategies by which N devices can train a job, the best first.
 
-    Prints the settings that fit, the best first, with memory by part, time and cost. If nothing
-    fits, prints by how much, and what lowers the memory. Runs no model: all numbers are estimates.
-    The number of sequences in a step stays as in the job. (`kd estimate` estimates a job with its
-    present settings.) --tokens plans a whole distillation before there is a text.
+    Prints memory, time and cost of each, also of one device alone if the student fits on it. If
+    nothing fits, prints by how much, and what lowers the memory. Runs no model: all numbers are
+    arithmetic, 6 N D FLOP at 40% of the maker's rate. The number of sequences in a step stays as
+    in the job. (`kd estimate` rehearses a job with its present settings.)
     """
-    from kd.planning.devices import DeviceName
-
-    name = None if devices is None else DeviceName.parse(devices)
-    settings = make_settings(home=home)
-    if tokens is None:
-        given = {"teacher": teacher, "student": student, "profile": profile, "within": within}
-        if wrong := [option for option, value in given.items() if value is not None]:
-            raise typer.BadParameter(f"--{wrong[0]} is for a plan by --tokens: give that, too.")
-        if job_file is None:
-            raise typer.BadParameter("Give a job file, or --tokens with --teacher and --devices.")
-        _plan_training(job_file, overrides, name, price, runs, settings, as_json)
-        return
-    if name is None or runs:
-        raise typer.BadParameter(
-            "--tokens needs --devices, such as 64xh100." if name is None
-            else "--runs is for the plan of a job's training, without --tokens."
-        )  # fmt: skip
-    from kd.planning.distillation.plan import plan_distillation
-    from kd.planning.distillation.request import PlanRequest, parse_tokens, read_config
-
-    count = parse_tokens(tokens)
-    config = read_config(job_file, teacher, student, profile, name.count, overrides or ())
-    prices = _list_prices(settings, name, price)
-    asked = PlanRequest(count, name, teacher, student, within or WITHIN_HOURS, prices)
-    os.chdir(settings.root)  # a job's relative paths start there
-    found = plan_distillation(config, asked, settings.root)
-    if as_json:
-        print_json(found)
-    else:
-        print_distillation(found)
-    raise typer.Exit(FAILED if found["missing"] else 0)
-
-
-def _list_prices(settings: Settings, devices: DeviceName, price: float | None) -> dict[str, float]:
-    """The price of an hour of a device of each kind that has one; --price is of the named kind."""
-    from kd.memory.devices import DEVICE_KINDS
+    from kd.forecast.device_names import DeviceGroup
+    from kd.preflight.problems import Folders, require_no_problems
     from services.store.costs import find_price
 
-    found = {kind: find_price(settings.prices, "cuda", kind) for kind in DEVICE_KINDS}
-    found |= {} if price is None else {devices.kind: price}
-    return {kind: each for kind, each in found.items() if each is not None}
-
-
-def _plan_training(
-    job_file: Path,
-    overrides: list[str] | None,
-    name: DeviceName | None,
-    price: float | None,
-    runs: list[Path] | None,
-    settings: Settings,
-    as_json: bool,
-) -> None:
-    """Plan the training of the job in the file, and print it."""
-    from kd.preflight.problems import Folders, require_no_problems
-
-    folders = [folder.resolve() for folder in runs or ()]
+    settings = make_settings(home=home)
     config = load_job_file(job_file, overrides)
     require_no_problems(config, Folders(settings.root, settings.home))
+    group = DeviceGroup.here() if devices is None else DeviceGroup.parse(devices)
+    if price is None:
+        price = find_price(settings.prices, "cuda" if group.is_gpu else "cpu", group.rates.name)
+    from kd.forecast.strategies import plan_job
     from kd.models.loading import hide_progress_bars
-    from kd.planning.here import plan_training
 
     hide_progress_bars()
     os.chdir(settings.root)  # a job's relative paths start there
-    found = plan_training(config, settings.root, settings.home, name, price, folders).to_json()
+    count = None if tokens is None else round(tokens)
+    found = plan_job(config, settings.root, settings.home, group, count, price).to_json()
     if as_json:
         print_json(found)
     else:
         _print_plan(found)
-    raise typer.Exit(FAILED if found["shortfall"] else 0)
+    raise typer.Exit(0 if found["strategies"] else FAILED)
 
 
 def _print_plan(found: dict[str, Any]) -> None:
     """Print a plan for people."""
-    how = "rates measured here" if found["timed"] else "by the maker's figures"
+    how = "rates measured here" if found["measured"] else "by the maker's figures"
     size = format_value(found["device_bytes"], "bytes")
-    out.print(
-        f"{found['devices']} with {size} each, {how}; all numbers are expected:",
-        markup=False,
-        soft_wrap=True,
-    )
-    _print_budget(found)
-    if found["shortfall"]:
-        _print_shortfall(found["shortfall"])
-    else:
-        _print_candidates(found["candidates"])
-    _print_expected_loss(found["expected_loss"])
-
-
-def _print_budget(found: dict[str, Any]) -> None:
-    budget = found["budget"]
+    _say(f"{found['devices']} with {size} each, {how}; all numbers are expected:")
     print_facts(
         {
             "sequences_per_step": found["sequences_per_step"],
             "steps": found["steps"],
-            "tokens": f"{budget['tokens']:,}",
-            "student_parameters": f"{budget['parameters']:,}",
-            "FLOP of the training (6 N D)": f"{budget['flops']:.3g}",
-            "tokens_per_parameter": budget["tokens_per_parameter"],
-            "student for these tokens (D / 20)": f"{budget['suited_parameters']:,} parameters",
-            "tokens for this student (20 N)": f"{budget['suited_tokens']:,}",
-            "student for this FLOP": f"{budget['best_parameters']:,} parameters",
+            "tokens": f"{found['tokens']:,}",
+            "student_parameters": f"{found['parameters']:,}",
+            "FLOP of the training": f"{found['flops']:.3g}",
         }
     )
-
-
-def _print_candidates(candidates: list[dict[str, Any]]) -> None:
-    """Print the settings, then their memory by part, then the reasons."""
     out.print("")
+    shown = found["strategies"] or [found["least"]]
     print_table(
-        ["", "strategy", "batch_size", "accumulation", "checkpointing", "precision", "a rank needs",
-         "a step takes", "training", "cost"],
-        [[str(place), *_format_settings(each), *_format_needs(each)]
-         for place, each in enumerate(candidates, 1)],
+        ["strategy", "devices", "batch_size", "accumulation", "checkpointing", "precision",
+         "a device needs", "a step takes", "waits", "training", "cost"],
+        [_format_strategy(each) for each in shown],
     )  # fmt: skip
     out.print("")
-    rows = [_list_parts(each) for each in candidates]
-    print_table(
-        ["", *rows[0]],
-        [
-            [str(place), *(format_value(size, "bytes") for size in row.values())]
-            for place, row in enumerate(rows, 1)
-        ],
-    )
-    out.print("")
-    for place, each in enumerate(candidates, 1):
-        out.print(f"{place}: {each['why']}", markup=False, soft_wrap=True)
+    for each in shown:
+        parts = {f"{name}_bytes": size for name, size in each["memory"].items() if size}
+        _say(f"{each['strategy']}, {each['ranks']}: {format_value(parts)}")
+    if not found["strategies"]:
+        _print_shortfall(found)
+    if found["capture"] is not None:
+        _print_capture(found["capture"])
 
 
-def _list_parts(candidate: dict[str, Any]) -> dict[str, int]:
-    """The parts of what a rank needs. The records of a loader lie on the host of a GPU."""
-    parts = candidate["memory"] | {"process": candidate["process"]}
-    if candidate["memory_bytes"] > sum(parts.values()):
-        parts["loader"] = candidate["loader"]
-    return dict(parts)
+def _say(line: str) -> None:
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _format_settings(candidate: dict[str, Any]) -> list[str]:
-    names = (
-        "strategy", "batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
+def _format_strategy(each: dict[str, Any]) -> list[str]:
+    settings = (
+        "strategy", "ranks", "batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
         "precision",
     )  # fmt: skip
-    return [str(candidate[name]) for name in names]
-
-
-def _format_needs(candidate: dict[str, Any]) -> list[str]:
     return [
-        format_value(candidate["memory_bytes"], "bytes"),
-        format_value(candidate["step_seconds"], "seconds"),
-        format_value(candidate["seconds"], "seconds"),
-        "-" if candidate["cost"] is None else f"{candidate['cost']:.4g}",
+        *(str(each[name]) for name in settings),
+        format_value(each["memory_bytes"], "bytes"),
+        format_value(each["step_seconds"], "seconds"),
+        f"{each['waiting_seconds'] / each['step_seconds']:.0%}",
+        format_value(each["seconds"], "seconds"),
+        _format_cost(each["cost"]),
     ]
 
 
-def _print_shortfall(shortfall: dict[str, Any]) -> None:
-    least = shortfall["least"]
-    settings = ", ".join(
-        f"{name} {least[name]}"
-        for name in ("strategy", "batch_size", "gradient_checkpointing", "precision")
+def _print_shortfall(found: dict[str, Any]) -> None:
+    usable = found["usable_bytes"]
+    missing = found["least"]["memory_bytes"] - usable
+    _say(
+        f"Nothing fits. This needs least: {format_value(missing, 'bytes')} more of each device "
+        f"than the {format_value(usable, 'bytes')} that a plan may use. Any of these needs less:"
     )
-    out.print(
-        f"\nNothing fits. The least ({settings}) needs "
-        f"{format_value(least['memory_bytes'], 'bytes')} of each device, "
-        f"{format_value(shortfall['missing_bytes'], 'bytes')} more than the "
-        f"{format_value(shortfall['usable_bytes'], 'bytes')} that a plan may use.",
-        markup=False,
-        soft_wrap=True,
-    )
-    parts = {f"{name}_bytes": size for name, size in least["memory"].items() if size}
-    out.print(f"Of that: {format_value(parts)}", markup=False, soft_wrap=True)
-    print_table(
-        ["alone", "then needs", "saves", "fits", "but"],
-        [
-            [
-                each["setting"],
-                format_value(each["memory_bytes"], "bytes"),
-                format_value(each["saved_bytes"], "bytes"),
-                format_value(each["fits"]),
-                each["changes"],
-            ]
-            for each in shortfall["levers"]
-        ],
+    for remedy in found["remedies"]:
+        _say(f"- {remedy}")
+
+
+def _print_capture(capture: dict[str, Any]) -> None:
+    cost = "" if capture["cost"] is None else f", cost {_format_cost(capture['cost'])}"
+    _say(
+        f"\nA capture of these tokens: {format_value(capture['seconds'], 'seconds')} on all devices"
+        f"{cost}. The teacher's weights take {format_value(capture['weight_bytes'], 'bytes')} in "
+        "bfloat16."
     )
 
 
-def _print_expected_loss(expected: dict[str, Any] | None) -> None:
-    if expected is None:
-        return
-    interval = (
-        "no interval: the runs do not determine one"
-        if expected["low"] is None
-        else f"95 % interval of a new run {expected['low']} to {expected['high']}"
-    )
-    constants = ", ".join(f"{name} = {value:g}" for name, value in expected["constants"].items())
-    lines = [
-        f"\nExpected held-out loss: {expected['loss']} nats a token, {interval}.",
-        f"Law: {expected['law']} with {constants}, fitted to {expected['runs']} runs.",
-        expected["beyond"] and f"Beyond the runs: {expected['beyond']}.",
-    ]
-    for line in filter(None, lines):
-        out.print(line, markup=False, soft_wrap=True)
+def _format_cost(cost: float | None) -> str:
+    return "-" if cost is None else f"{cost:,.4g}"

@@ -39,7 +39,7 @@ def lr(
     Trains nothing. Use --set to try another schedule: --set train.lr_scheduler_type=cosine. A
     schedule that depends on the held-out loss is shown as if this loss never fell.
     """
-    from kd.planning.rates import plan_rates
+    from kd.forecast.learning_rates import plan_rates
 
     settings = make_settings(home=home)
     config = load_job_file(job_file, overrides)

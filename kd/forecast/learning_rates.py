@@ -8,9 +8,8 @@ from typing import Any
 
 from kd.config.job import JobConfig
 from kd.evaluation.plots import draw_rates
+from kd.forecast.text_size import find_text_size, require_steps, require_training
 from kd.optim.schedules import list_rates
-from kd.planning.plan import require_steps, require_training
-from kd.planning.texts import TextFiles, find_text_size
 
 #: Rows of the table, besides those where the rate turns.
 ROWS = 12
@@ -60,7 +59,7 @@ def plan_rates(config: JobConfig, root: Path, home: Path) -> RatePlan:
     options = config.require_train()
     steps = options.max_steps
     if steps is None:
-        steps = require_steps(config, find_text_size(config, TextFiles.of(config, root, home)))
+        steps = require_steps(config, find_text_size(config, root, home))
     return RatePlan(
         tuple(list_rates(options, steps)),
         options.lr_scheduler_type,

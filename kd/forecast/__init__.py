@@ -1,0 +1,1 @@
+"""What a job takes before it runs: ``kd estimate``, ``kd plan`` and ``kd lr``."""

@@ -1,0 +1,364 @@
+"""Rehearses a job on this device before it runs: memory, hours and cost. It is ``kd estimate``.
+
+The teacher reads a few micro-batches (``kd.forecast.trial``), and the student takes a few real
+steps on their records:
+
+    time      of a micro-batch and of the fastest step, times those of the job
+    memory    the most that the device held meanwhile; on a CPU, the process and all its imports
+    a kind    of GPU that is not at hand: its time for the operations that were rehearsed
+              (``kd.forecast.operations``), and the memory that they allocated
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from cache.disk import make_folder, storage_errors
+from kd.capture.estimate.job import Estimate
+from kd.capture.plan import resolve_teacher_folder, settle_packing
+from kd.capture.teacher import return_freed_memory
+from kd.config.job import JobConfig
+from kd.evaluation.baseline import build_starting_student
+from kd.forecast.operations import OperationCounter, sum_seconds
+from kd.forecast.trial import Trial, open_trial
+from kd.memory.auto_batch import release_memory
+from kd.memory.devices import CUDA_CONTEXT, DeviceRates
+from kd.memory.host import choose_chunk_memory, read_memory_bytes
+from kd.memory.step_memory import read_device_peak
+from kd.models.folder import ModelFolder
+from kd.models.precision import name_device, pick_device
+from kd.models.vocabulary import choose_run_vocabulary
+from kd.pipeline import adopt_cache_layout, load_student_tokenizer, open_source
+from kd.progress import SILENT, Monitor
+from kd.text.batches import CachedRecords, Source
+from kd.text.steps.reading import TimedIterator
+from kd.tracking.trace import Trace
+from kd.training.evaluate import choose_evaluation_temperature
+from kd.training.prepare import count_total_steps, prepare
+from kd.training.run import Run
+from kd.training.steps import begin_step, forward_backward, measure_gradients, take_step
+
+#: Steps that are timed after the first one, which warms up.
+STEPS = 3
+#: No step begins after so many seconds.
+SECONDS = 10.0
+#: Share of a step's work that a pass without gradients does: 2 N of 6 N.
+_FORWARD_SHARE = 1 / 3
+#: Training sequences whose records and targets are counted.
+_COUNTED_SEQUENCES = 64
+
+
+@dataclass(frozen=True)
+class PhaseForecast:
+    """The memory, time and cost of one phase of a job on one device."""
+
+    phase: str
+    memory_bytes: int
+    fits: bool
+    seconds: float
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class DeviceForecast:
+    """The phases of a job on a device; ``scaled`` is true if the rehearsal was on another one."""
+
+    device: str
+    device_bytes: int
+    scaled: bool
+    phases: tuple[PhaseForecast, ...]
+
+
+@dataclass(frozen=True)
+class TrainingForecast:
+    """The length and time of a training; ``seconds`` count its evaluations, too."""
+
+    steps: int
+    tokens: int
+    tokens_per_step: int
+    parameters: int
+    step_seconds: float
+    seconds: float
+    hours: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class JobForecast:
+    """The forecast of a job: of its capture, of its training, and of its phases on each device.
+
+    A job without a capture or without a training has no such forecast.
+    """
+
+    capture: Estimate | None
+    training: TrainingForecast | None
+    devices: tuple[DeviceForecast, ...]
+
+
+@dataclass(frozen=True)
+class _Need:
+    """The bytes and the seconds of a phase on a device."""
+
+    phase: str
+    memory: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Rehearsal:
+    """What phases need on the device at hand, and on a kind of GPU if one is named."""
+
+    here: tuple[_Need, ...]
+    there: tuple[_Need, ...] = ()
+    capture: Estimate | None = None
+    training: TrainingForecast | None = None
+
+
+def estimate_job(
+    config: JobConfig,
+    home: Path,
+    monitor: Monitor = SILENT,
+    kind: DeviceRates | None = None,
+    price: float | None = None,
+) -> JobForecast:
+    """Rehearse a job here, and scale it to ``kind``, a kind of GPU, if one is named.
+
+    ``price`` is that of an hour of the named kind, or of the device at hand. Leaves no files
+    behind, and raises what the capture and the training would raise.
+    """
+    found = _rehearse(settle_packing(config, monitor), home, monitor, kind)
+    device = pick_device()
+    memory = read_memory_bytes()
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    own_price = price if kind is None else None
+    devices = [_describe(name_device(device), memory, False, found.here, own_price)]
+    if kind is not None:
+        devices.append(_describe(kind.name, kind.memory, True, found.there, price))
+    return JobForecast(found.capture, found.training, tuple(devices))
+
+
+def _describe(
+    device: str, memory: int, scaled: bool, needs: tuple[_Need, ...], price: float | None
+) -> DeviceForecast:
+    phases = (
+        PhaseForecast(
+            phase=need.phase,
+            memory_bytes=need.memory,
+            fits=need.memory <= memory,
+            seconds=round(need.seconds, 3),
+            cost=None if price is None else round(need.seconds / 3600 * price, 4),
+        )
+        for need in needs
+    )
+    return DeviceForecast(device, memory, scaled, tuple(phases))
+
+
+def _rehearse(
+    config: JobConfig, home: Path, monitor: Monitor, kind: DeviceRates | None
+) -> _Rehearsal:
+    """Rehearse the phases of a job."""
+    if config.kind == "train":
+        return _rehearse_on_text(config, home, monitor, kind)
+    # Torch loads some 40 MiB more where operations are noted.
+    counter = None if kind is None else OperationCounter()
+    with open_trial(config, home, monitor, counter) as trial:
+        capture = _scale_capture(config, trial, kind, counter)
+        if config.train is None:
+            return capture
+        source = CachedRecords(trial.cache)
+        text = _Text.planned(trial.estimate)
+        training = _rehearse_training(config, source, text, trial.folder, monitor, kind)
+        here, there = capture.here + training.here, capture.there + training.there
+        return _Rehearsal(here, there, capture.capture, training.training)
+
+
+def _rehearse_on_text(
+    config: JobConfig, home: Path, monitor: Monitor, kind: DeviceRates | None
+) -> _Rehearsal:
+    """Rehearse a job that only trains, on a sealed cache or on plain text."""
+    with storage_errors(home):
+        make_folder(home)
+    with TemporaryDirectory(prefix=".estimate-", dir=home) as name:
+        # Plain text is tokenized for the rehearsal alone.
+        place = home if config.needs_cache else Path(name)
+        _, source = open_source(config, place, Path(name), monitor)
+        config = adopt_cache_layout(source, config)
+        text = _Text.of(source)
+        return _rehearse_training(config, source, text, Path(name), monitor, kind)
+
+
+def _scale_capture(
+    config: JobConfig, trial: Trial, kind: DeviceRates | None, counter: OperationCounter | None
+) -> _Rehearsal:
+    estimate = trial.estimate
+    here = (_Need("capture", trial.memory_bytes, estimate.seconds or 0.0),)
+    teacher = config.teacher
+    if kind is None or counter is None or teacher is None or teacher.backend != "local":
+        return _Rehearsal(here, capture=estimate)
+    # A CPU reads in float32 what a GPU reads in the precision of the stored weights.
+    folder = ModelFolder(resolve_teacher_folder(teacher, teacher.gguf_file))
+    narrower = teacher.dtype == "auto" and folder.dtype in ("bfloat16", "float16")
+    width = 0.5 if narrower and pick_device().type == "cpu" else 1.0
+    sequences = estimate.train_sequences + estimate.validation_sequences
+    times = sequences / trial.first_sequences
+    seconds = times * sum_seconds(counter.operations, kind, width=width)
+    memory = round(width * (trial.weight_bytes + counter.peak_bytes)) + CUDA_CONTEXT
+    return _Rehearsal(here, (_Need("capture", memory, seconds),), capture=estimate)
+
+
+# ---------------------------------------------------------------------- the training
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The sequences of a job in both splits, and the targets of one."""
+
+    train: int
+    validation: int
+    targets: float
+
+    @classmethod
+    def planned(cls, capture: Estimate) -> _Text:
+        sequences = capture.train_sequences + capture.validation_sequences
+        targets = capture.positions / max(sequences, 1)
+        return cls(capture.train_sequences, capture.validation_sequences, targets)
+
+    @classmethod
+    def of(cls, source: Source) -> _Text:
+        some, _ = source.read(np.arange(min(source.train_count, _COUNTED_SEQUENCES)))
+        targets = some.positions / max(len(some), 1)
+        return cls(source.train_count, source.validation_count, targets)
+
+
+def _rehearse_training(
+    config: JobConfig,
+    source: Source,
+    text: _Text,
+    folder: Path,
+    monitor: Monitor,
+    kind: DeviceRates | None,
+) -> _Rehearsal:
+    """Take a few steps of the job's training on ``source``."""
+    monitor.emit("stage", stage="train", phase="taking a few steps")
+    release_memory()
+    return_freed_memory()
+    options = config.require_train()
+    steps = count_total_steps(options, text.train)
+    probe = _make_probe_job(config, steps)
+    run, times = _take_steps(probe, source, folder / "here")
+    memory = read_device_peak(run.device) + _count_unread(config, source, text)
+    # Before the first step, after the last, and every eval_steps between.
+    evaluations = (2 + steps // options.eval_steps) * text.validation
+    passes = steps * options.sequences_per_step + _FORWARD_SHARE * evaluations
+    micro_batch = min(times[1:] or times)
+    step_seconds = micro_batch * options.sequences_per_step / options.batch_size
+    seconds = passes / options.batch_size * micro_batch
+    tokens = round(options.sequences_per_step * text.targets)
+    training = TrainingForecast(
+        steps=steps,
+        tokens=steps * tokens,
+        tokens_per_step=tokens,
+        parameters=run.student.num_parameters(),
+        step_seconds=round(step_seconds, 4),
+        seconds=round(seconds, 1),
+        hours=round(seconds / 3600, 3),
+        memory_bytes=memory,
+    )
+    there: tuple[_Need, ...] = ()
+    if kind is not None:
+        needed, there_seconds = _count_step(probe, source, folder / "there", kind)
+        there = (_Need("training", needed, passes / options.batch_size * there_seconds),)
+    return _Rehearsal((_Need("training", memory, seconds),), there, training=training)
+
+
+def _take_steps(
+    config: JobConfig, source: Source, folder: Path, counter: OperationCounter | None = None
+) -> tuple[Run, list[float]]:
+    """Take steps of one micro-batch, from the loader to the optimiser; return their seconds.
+
+    A ``counter`` notes what the last of two steps does.
+    """
+    tokenizer = load_student_tokenizer(config)
+    student = build_starting_student(config, tokenizer)
+    vocabulary = choose_run_vocabulary(source, tokenizer, student)
+    folder.mkdir()
+    trace = Trace(folder / "trace.json", 0)
+    run = prepare(config, source, student, vocabulary, folder, SILENT, trace)
+    most = STEPS + 1 if counter is None else 2
+    ends = [time.monotonic()]
+    with counter or nullcontext():
+        batches = TimedIterator(run.read_batches())
+        for micro_batches in batches:
+            if counter is not None:
+                counter.operations.clear()
+            step = begin_step(run, micro_batches, batches.last)
+            forward_backward(run, step)
+            measure_gradients(run, step)
+            take_step(run, step)
+            if run.device.type == "cuda":
+                torch.cuda.synchronize(run.device)
+            ends.append(time.monotonic())
+            if len(ends) > most or ends[-1] - ends[0] > SECONDS:
+                break
+    return run, np.diff(ends).tolist()
+
+
+def _count_step(
+    config: JobConfig, source: Source, folder: Path, kind: DeviceRates
+) -> tuple[int, float]:
+    """The bytes and the seconds of a micro-batch on ``kind``, by the operations of a step here.
+
+    It is taken in the precision that ``kind`` would choose, and float16 counts like bfloat16.
+    """
+    options = config.require_train()
+    changes: dict[str, Any] = {"compile": "none"}
+    if options.precision in ("auto", "fp16"):
+        changes["precision"] = "bf16"
+    changed = config.model_copy(update={"train": options.model_copy(update=changes)})
+    counter = OperationCounter()
+    run, _ = _take_steps(changed, source, folder, counter)
+    tensors = (*run.loss_module.parameters(), *run.loss_module.buffers())
+    held = sum(each.nbytes for each in tensors)
+    seconds = sum_seconds(counter.operations, kind, options.tf32)
+    return held + counter.peak_bytes + CUDA_CONTEXT, seconds
+
+
+def _count_unread(config: JobConfig, source: Source, text: _Text) -> int:
+    """Bytes of decoded records that the job's loader will keep, beyond those of the rehearsal.
+
+    They lie on the host, and so count for a CPU only.
+    """
+    some, records = source.read(np.arange(min(source.train_count, _COUNTED_SEQUENCES)))
+    if records is None or not some.positions or pick_device().type == "cuda":
+        return 0
+    each = sum(column.nbytes for column in records.columns.values()) / len(some)
+    most = choose_chunk_memory(config.require_train())
+    whole = min(each * (text.train + text.validation), most)
+    return round(whole - min(each * source.train_count, most))
+
+
+def _make_probe_job(config: JobConfig, steps: int) -> JobConfig:
+    """The job with one micro-batch a step, and without what a few steps cannot have."""
+    train = config.require_train().model_copy(
+        update={
+            "max_steps": max(steps, STEPS + 1),
+            "epochs": None,
+            "gradient_accumulation_steps": 1,
+            "order": "shuffled",
+            "report_to": (),
+            "trace_steps": 0,
+        }
+    )
+    # A learned temperature may look at held-out text, which the trial has none of.
+    temperature = choose_evaluation_temperature(config.loss)
+    loss = config.loss.model_copy(update={"temperature": temperature})
+    return config.model_copy(update={"train": train, "loss": loss})

@@ -1,1 +1,0 @@
-"""The plan of a whole distillation by a number of tokens, before there is a text."""
