@@ -116,20 +116,10 @@ BENCHES = {
         "what two and four ranks gain on this machine, and what their exchange costs",
         "minutes",
     ),
-    "scale-model": Bench(
-        "bench/devices/scale_model.py",
-        "what a step is expected to cost on 8 to 1,024 GPUs, by arithmetic",
-        "seconds",
-    ),
     "forecast": Bench(
         "bench/forecast.py",
         "what kd estimate and kd plan tell, beside what some jobs take",
         "10 minutes",
-    ),
-    "plan": Bench(
-        "bench/devices/plan_rates.py",
-        "what kd plan --tokens counts with and no other bench prints",
-        "minutes",
     ),
     "roofline": Bench(
         "bench/roofline.py",

@@ -25,8 +25,8 @@ def test_the_list_has_what_each_bench_shows_and_how_long_it_takes(
 
 
 def test_a_bench_gets_the_flags_and_its_exit_status_is_handed_on() -> None:
-    assert table.main(["scale-model", "--help"]) == 0
-    assert table.main(["scale-model", "--no-such-flag"]) == 2
+    assert table.main(["roofline", "--help"]) == 0
+    assert table.main(["roofline", "--no-such-flag"]) == 2
 
 
 def test_a_name_that_no_bench_has_is_refused_with_the_list(
