@@ -25,9 +25,9 @@ from kd.models.loading import hide_progress_bars
 from kd.models.saving import load_saved_student
 from kd.models.tokenizers import KnownTokenizer, load_tokenizer, require_same_tokenizer
 from kd.models.vocabulary import choose_folder_vocabulary
-from kd.pipeline import adopt_cache_layout, open_source
 from kd.preflight.problems import Machine, require_no_problems
 from kd.progress import SILENT, Monitor, replace_nonfinite
+from kd.stages.source import adopt_cache_layout, open_source
 from kd.text.batches import CachedRecords, PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading import reported_loading

@@ -15,9 +15,10 @@ from kd.errors import ConfigError, Problem
 from kd.evaluation.overfit import SEQUENCES, check_overfit
 from kd.models.loading import build_student, hide_progress_bars
 from kd.models.vocabulary import choose_run_vocabulary
-from kd.pipeline import adopt_cache_layout, open_source, run_precompute
 from kd.preflight.problems import Folders, require_no_problems
 from kd.progress import SILENT, Monitor
+from kd.stages.capture import run_precompute
+from kd.stages.source import adopt_cache_layout, open_source
 
 
 def check_overfitting(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> Verdict:

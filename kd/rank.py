@@ -57,14 +57,16 @@ def run_rank(work: Callable[[RankOrder, Monitor], dict[str, Any]]) -> None:
 def run_order(order: RankOrder, monitor: Monitor) -> dict[str, Any]:
     """Join the other ranks and run the stage with them; returns the result, on rank 0."""
     from kd.config.jobfile import parse_config
+    from kd.config.kinds import CAPTURE, TRAIN
     from kd.models.loading import hide_progress_bars
     from kd.parallel.group import join_group
-    from kd.pipeline import run_training, share_capture
     from kd.preflight.confinement import confined_datasets
     from kd.preflight.limits import read_granted_limits
+    from kd.stages.capture import share_capture
+    from kd.stages.training import run_training
 
     hide_progress_bars()
-    run = {"precompute": share_capture, "train": run_training}[order.stage]
+    run = {CAPTURE.name: share_capture, TRAIN.name: run_training}[order.stage]
     config = parse_config(order.config)
     with confined_datasets(read_granted_limits()):
         return run(config, Path(order.home), Path(order.run_dir), monitor, join_group())

@@ -17,11 +17,6 @@ from kd.buckets.runs import RUNS, StoredRun, open_stored_run
 from kd.files import Disk
 from services.redis_url import parse_sentinels, uses_tls
 
-#: The stages that workers run, which are also the names of the two queues.
-STAGES = ("precompute", "train")
-#: The stage that the API's reconciler drives. A search waits for its trials and needs no worker.
-SEARCH = "search"
-
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().resolve())]
 
 

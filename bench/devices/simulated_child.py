@@ -82,7 +82,7 @@ def make_identity_of(shards: int) -> CacheIdentity:
 
 
 def run_stage(
-    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
+    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, turn: int
 ) -> dict[str, Any]:
     """Capture the shards that are handed to this process; lead or help."""
     rate, shards = parse_name(config.name)

@@ -92,7 +92,7 @@ class Ledger:
 
 
 def run_stage(
-    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
+    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, turn: int
 ) -> dict[str, Any]:
     """Run the stage, and note its beginning and end."""
     ledger = Ledger(run_dir)

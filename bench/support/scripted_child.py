@@ -24,7 +24,7 @@ HOLD = "hold"
 
 
 def run_stage(
-    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
+    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, turn: int
 ) -> dict[str, Any]:
     """Run the script that the job's name selects."""
     (run_dir / "pid").write_text(str(os.getpid()))

@@ -47,9 +47,10 @@ from kd.client.wire.files import (
     UploadedFileList,
 )
 from kd.client.wire.history import JobEvent, MetricsHistory, RunEntry, RunList
-from kd.client.wire.jobs import Action, Job, JobList, Kind, Status
+from kd.client.wire.jobs import Action, Job, JobList, Status
 from kd.client.wire.plans import JobPlan, Template, TemplateList
 from kd.client.wire.service import Health, Version, Worker, WorkerList
+from kd.config.kinds import KindName
 
 #: How long the server may hold a request until a job changes, in seconds: the most that it allows.
 HOLD_SECONDS = 30
@@ -139,7 +140,7 @@ class Client:
         self,
         *,
         status: Status | None = None,
-        kind: Kind | None = None,
+        kind: KindName | None = None,
         label: str | None = None,
         parent: str | None = None,
     ) -> Iterator[Job]:

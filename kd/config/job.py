@@ -8,7 +8,7 @@ No module of this package imports torch, because the API process imports them.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 
@@ -17,6 +17,7 @@ from kd.config.cache import CacheConfig
 from kd.config.checks import ChecksConfig
 from kd.config.data import DataConfig
 from kd.config.evaluation import EvaluationConfig
+from kd.config.kinds import KINDS, Kind, KindName, describe_kinds, list_kinds_without
 from kd.config.loss import LearnedTemperature, LossConfig
 from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.placement import PLACEMENT_FIELDS, Placement
@@ -27,22 +28,12 @@ from kd.config.train import TrainConfig
 
 #: A job's name; it is also the name of its run folder.
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
-#: The kinds that check a sealed cache, and make nothing.
-CHECKS = ("verify", "fidelity")
 
 
 class JobConfig(Placement):
     """A whole job."""
 
-    kind: Literal["distill", "precompute", "train", "search", "verify", "fidelity"] = Field(
-        "distill",
-        description=(
-            "distill = precompute, then train; precompute = only capture the teacher; train = from "
-            "a sealed cache, or on plain text with alpha 1; search = precompute, then train many "
-            "students to find the best settings; verify = read a whole sealed cache and compare "
-            "every digest; fidelity = compare some records of a sealed cache with its teacher."
-        ),
-    )
+    kind: KindName = Field("distill", description=describe_kinds())
     name: str = Field(
         "job",
         pattern=NAME_PATTERN,
@@ -56,7 +47,7 @@ class JobConfig(Placement):
         ),
     )
     student: StudentConfig | None = Field(
-        None, description="The student; required unless kind is precompute, verify or fidelity."
+        None, description=f"The student; required unless kind is {list_kinds_without('student')}."
     )
     data: DataConfig = Field(default_factory=DataConfig, description="The text.")
     cache: CacheConfig = Field(
@@ -66,7 +57,7 @@ class JobConfig(Placement):
     loss: LossConfig = Field(default_factory=LossConfig, description="The objective.")
     train: TrainConfig | None = Field(
         None,
-        description="The training loop; required unless kind is precompute, verify or fidelity.",
+        description=f"The training loop; required unless kind is {list_kinds_without('train')}.",
     )
     checks: ChecksConfig = Field(
         default_factory=ChecksConfig, description="What is checked while a student trains."
@@ -98,31 +89,37 @@ class JobConfig(Placement):
 
         A job of kind train on hard labels alone does neither.
         """
-        if self.kind == "train":
-            return not self.loss.hard_labels_only
-        return not self.checks_cache
+        if self.captures or self.checks_cache:
+            return self.captures
+        return not self.loss.hard_labels_only
+
+    @property
+    def own_kind(self) -> Kind:
+        """The row of the table of kinds that says what this job does."""
+        return KINDS[self.kind]
+
+    @property
+    def captures(self) -> bool:
+        """Whether the job captures a teacher into a cache of its own."""
+        return self.own_kind.captures
 
     @property
     def checks_cache(self) -> bool:
         """Whether the job only checks a sealed cache, which it names."""
-        return self.kind in CHECKS
+        return self.own_kind.checks
 
     @property
     def runs_teacher(self) -> bool:
         """Whether the job loads the teacher: to capture it, to build the student, or to compare."""
         cut_out = self.student is not None and self.student.from_teacher is not None
         captures = self.needs_cache and self.cache.fingerprint is None
-        return cut_out or self.evaluation.teacher or captures or self.kind == "fidelity"
+        needed = captures or "teacher" in self.own_kind.needs
+        return cut_out or self.evaluation.teacher or needed
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages that this kind of job runs, in order."""
-        of_kind = {
-            "train": ("train",),
-            "distill": ("precompute", "train"),
-            "search": ("precompute", "search"),
-        }
-        return of_kind.get(self.kind, ("precompute",))
+        """The names of the stages that this kind of job runs, in order."""
+        return tuple(stage.name for stage in self.own_kind.stages)
 
     def require_train(self) -> TrainConfig:
         """Return the train section, which every job that trains has."""
@@ -143,14 +140,17 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _kind_has_its_parts(self) -> Self:
-        if self.teacher is None and self.kind == "fidelity":
-            raise ValueError("teacher is required for kind fidelity: it is compared with the cache")
+        needs = self.own_kind.needs
+        if self.teacher is None and self.checks_cache and "teacher" in needs:
+            raise ValueError(
+                f"teacher is required for kind {self.kind}: it is compared with the cache"
+            )
         if self.teacher is None and self.needs_cache and self.cache.fingerprint is None:
             reason = " with loss.features" if self.loss.alpha == 1.0 else " with loss.alpha below 1"
             raise ValueError(
-                f"teacher is required for kind {self.kind}{reason if self.kind == 'train' else ''}"
+                f"teacher is required for kind {self.kind}{'' if self.captures else reason}"
             )
-        if self.kind == "precompute" or self.checks_cache:
+        if "student" not in needs:
             return self
         if self.student is None:
             raise ValueError(f"student is required for kind {self.kind}")
@@ -180,7 +180,7 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _a_training_run_goes_on(self) -> Self:
-        if self.resume is not None and self.kind not in ("distill", "train"):
+        if self.resume is not None and not self.own_kind.trains_one:
             raise ValueError(
                 f"resume lets a training run go on, but kind {self.kind} trains none: remove resume"
             )
@@ -308,7 +308,7 @@ class JobConfig(Placement):
         if self.evaluation.baseline and (self.student is None or self.train is None):
             missing = "student" if self.student is None else "train"
             raise ValueError(f"evaluation.baseline trains a student, but {missing} is not given")
-        if (self.search is None) == (self.kind == "search"):
+        if (self.search is None) == ("search" in self.own_kind.needs):
             raise ValueError("search is required for kind search, and for no other kind")
         return self
 
@@ -345,7 +345,7 @@ class JobConfig(Placement):
                     "cache to read"
                 )
             return self
-        if self.cache.fingerprint is not None and self.kind != "train":
+        if self.cache.fingerprint is not None and self.captures:
             raise ValueError(
                 f"cache.fingerprint names a sealed cache, but kind {self.kind} captures one "
                 "itself: "

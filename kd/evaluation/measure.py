@@ -180,8 +180,8 @@ def _load_teacher_if_possible(
     """The teacher, or the reason why it cannot be loaded here; both None if the job has none."""
     if config.teacher is None:
         return None, None
-    if config.kind == "train":
-        return None, "a job of kind train loads no teacher (`kd eval` compares the two)"
+    if not config.captures:
+        return None, f"a job of kind {config.kind} loads no teacher (`kd eval` compares the two)"
     limit = config.resources.memory
     if (reason := find_reason_without(config.teacher, pick_device(), limit)) is not None:
         return None, reason

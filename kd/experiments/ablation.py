@@ -22,13 +22,14 @@ from typing import Any
 from cache.disk import remove_path
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
+from kd.config.kinds import CAPTURE, TRAIN
 from kd.errors import Interrupted, format_first_line
 from kd.experiments.ablation_page import render_ablation
 from kd.experiments.child import StageOrder, run_in_child
 from kd.experiments.plan import AblationJob, AblationPlan
 from kd.files import read_json, write_json, write_text
-from kd.pipeline import select_cache_inputs
 from kd.progress import Event, Monitor
+from kd.stages.source import select_cache_inputs
 from kd.tracking.metrics import read_metrics
 
 REPORT, PAGE, OUTCOME = "report.json", "index.html", "outcome.json"
@@ -103,7 +104,7 @@ class _Ablation:
         if (own / "cache.json").is_file():
             shutil.copyfile(own / "cache.json", run_dir / "cache.json")
         order = StageOrder(
-            "train",
+            TRAIN.name,
             job.config.model_dump(mode="json"),
             str(self.home),
             str(run_dir),
@@ -117,10 +118,10 @@ class _Ablation:
         inputs = json.dumps(select_cache_inputs(config), sort_keys=True)
         digest = hashlib.sha256(inputs.encode()).hexdigest()[:8]
         folder = self.folder / "captures" / digest
-        if "precompute" in config.stages and not (folder / "cache.json").is_file():
+        if config.captures and not (folder / "cache.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
             order = StageOrder(
-                "precompute", config.model_dump(mode="json"), str(self.home), str(folder)
+                CAPTURE.name, config.model_dump(mode="json"), str(self.home), str(folder)
             )
             run_in_child(order, self._listen())
         return folder

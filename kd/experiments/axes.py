@@ -221,7 +221,7 @@ def make_short_job(config: JobConfig, steps: int | None = None) -> JobConfig:
     ``steps`` None is the job's own number, at most ``STEPS``. Warm-up and steps of the schedule
     shrink with it. Raises ``ConfigError`` for a job that trains no student.
     """
-    if config.kind not in ("distill", "train"):
+    if not config.own_kind.trains_one:
         problem = Problem(
             "/kind", f"kind {config.kind} does not train one student.", "Use kind distill or train."
         )

@@ -134,8 +134,8 @@ def measure_student(
     from kd.evaluation.comparison import compare_with_records
     from kd.models.saving import load_saved_student
     from kd.models.vocabulary import choose_run_vocabulary
-    from kd.pipeline import adopt_cache_layout, open_source
     from kd.progress import replace_nonfinite
+    from kd.stages.source import adopt_cache_layout, open_source
 
     tokenizer, source = open_source(base, home, records, monitor)
     student = load_saved_student(folder)

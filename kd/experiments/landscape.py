@@ -46,8 +46,8 @@ from kd.models.precision import (
 )
 from kd.models.saving import load_saved_student, save_student
 from kd.models.vocabulary import choose_run_vocabulary
-from kd.pipeline import adopt_cache_layout, open_source
 from kd.progress import SILENT, Monitor, replace_nonfinite
+from kd.stages.source import adopt_cache_layout, open_source
 from kd.text.batches import Batch, Source, make_batch
 from kd.training.evaluate import choose_evaluation_temperature, score_positions
 

@@ -209,7 +209,7 @@ def run_job(
     ``CacheResult`` for kind precompute. Other kinds are refused with ``ConfigError``: the command
     line runs them.
     """
-    if job.kind == "search" or job.checks_cache:
+    if job.own_kind.stages[-1].makes in ("students", "verdict"):
         remedy = "Use `kd run`, or a job of kind distill, precompute or train."
         raise ConfigError(
             [Problem("/kind", f"kind {job.kind} has no result in Python yet.", remedy)]

@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from cache.disk import is_lock_free, locked, remove_path, set_aside, storage_errors, sum_file_sizes
+from kd.config.kinds import KINDS, TRAIN
 from kd.errors import ModelError
 from kd.files import LOCK, read_json
-
-#: The file that a run writes last, by the kind of its job, where that is no report.
-LAST_FILES = {"precompute": "cache.json", "verify": "verify.json", "fidelity": "fidelity.json"}
-LAST_FILE = "report.json"
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,10 @@ def _iterate_runs(runs: Path, names: Container[str] | None) -> Iterator[RunSumma
 
 def summarise_run(folder: Path) -> RunSummary:
     """Read what the folder of a run says. A file that cannot be read says nothing."""
-    job, report = (_read(folder / name) for name in ("config.json", LAST_FILE))
+    job, report = (_read(folder / name) for name in ("config.json", TRAIN.last_file))
     kind = job.get("kind")
-    ended = (folder / LAST_FILES.get(str(kind), LAST_FILE)).is_file()
+    known = KINDS.get(str(kind))
+    ended = (folder / (known or KINDS["distill"]).last_file).is_file()
     student = job.get("student") or {}
     start = student.get("model") or ("from the teacher" if student.get("from_teacher") else None)
     began = folder / "config.json" if job else folder

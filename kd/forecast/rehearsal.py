@@ -36,8 +36,8 @@ from kd.memory.step_memory import read_device_peak
 from kd.models.folder import ModelFolder
 from kd.models.precision import name_device, pick_device
 from kd.models.vocabulary import choose_run_vocabulary
-from kd.pipeline import adopt_cache_layout, load_student_tokenizer, open_source
 from kd.progress import SILENT, Monitor
+from kd.stages.source import adopt_cache_layout, load_student_tokenizer, open_source
 from kd.text.batches import CachedRecords, Source
 from kd.text.steps.reading import TimedIterator
 from kd.tracking.trace import Trace
@@ -166,7 +166,7 @@ def _rehearse(
     config: JobConfig, home: Path, monitor: Monitor, kind: DeviceRates | None
 ) -> _Rehearsal:
     """Rehearse the phases of a job."""
-    if config.kind == "train":
+    if not config.captures:
         return _rehearse_on_text(config, home, monitor, kind)
     # Torch loads some 40 MiB more where operations are noted.
     counter = None if kind is None else OperationCounter()

@@ -54,7 +54,7 @@ from kd.memory.step_memory import describe_student
 from kd.models.layers import find_decoder_layers
 from kd.models.loading import outline_teacher, require_trainable_student
 from kd.models.vocabulary import choose_student_vocabulary
-from kd.pipeline import load_student_tokenizer
+from kd.stages.source import load_student_tokenizer
 
 #: Share of a device's rate that a training is expected to reach. Dense transformers are trained at
 #: 0.3 to 0.5 of it (PaLM: 0.46, Chowdhery et al. 2022).
@@ -190,7 +190,7 @@ def _time_capture(
 ) -> CaptureTime | None:
     """Time a capture of ``tokens`` by 2 N D; None without a capture by a local teacher."""
     teacher = config.teacher
-    if teacher is None or teacher.backend != "local" or "precompute" not in config.stages:
+    if teacher is None or teacher.backend != "local" or not config.captures:
         return None
     folder = resolve_teacher_folder(teacher, teacher.gguf_file)
     model = outline_teacher(teacher, folder, torch.bfloat16)

@@ -52,7 +52,7 @@ def estimate_model_memory(
     ``find_vocabulary`` returns the vocabulary of the teacher. It is called where a new student gets
     that vocabulary.
     """
-    teacher = config.teacher if "precompute" in config.stages else None
+    teacher = config.teacher if "teacher" in config.own_kind.needs else None
     # A remote teacher takes no memory of the worker.
     is_local = teacher is not None and teacher.backend == "local"
     stored = count_teacher_bytes(teacher, root) if teacher and is_local else None

@@ -192,7 +192,7 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
             f"{parallel} shares the teacher among several devices, but the job has one.",
             "Set resources.gpus to 2 or more, or set this field to device_map.",
         )
-    elif devices > 1 and (config.train is None or set(config.stages) == {"precompute"}):
+    elif devices > 1 and (config.train is None or "train" not in config.own_kind.needs):
         if parallel == "none":
             yield Problem(
                 "/resources/gpus",
@@ -206,7 +206,7 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
 
 def _find_parallel(config: JobConfig) -> str:
     """Return how the capture of a job spreads its teacher."""
-    if config.teacher is None or "precompute" not in config.stages:
+    if config.teacher is None or "teacher" not in config.own_kind.needs:
         return "none"
     return config.teacher.parallel
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kd.config.job import JobConfig
+from kd.config.kinds import CAPTURE
 from kd.errors import ConfigError, ModelError, Problem
 from kd.models.folder import ModelFolder, resolve_model
 from kd.preflight.named_paths import NamedResource, list_named_resources
@@ -21,7 +22,7 @@ def note_models(config: JobConfig, stage: str, monitor: Monitor) -> None:
     A model of the hub or of a bucket is downloaded, as the stage would do.
     """
     cut_out = config.student is not None and config.student.from_teacher is not None
-    with_teacher = stage == "precompute" or cut_out or config.evaluation.teacher
+    with_teacher = stage == CAPTURE.name or cut_out or config.evaluation.teacher
 
     def find(each: NamedResource) -> ModelFolder:
         return ModelFolder(resolve_model(each.name, each.revision))

@@ -313,7 +313,7 @@ def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
     Teacher, tokenizer and text are compared when the capture begins, which reads them.
     """
     name = config.cache.extends
-    if name is None or "precompute" not in config.stages:
+    if name is None or not config.captures:
         return
     known = yield from _read_identity(config, home, name, "extends")
     if known is None:

@@ -18,6 +18,7 @@ from kd.client.wire.jobs import TERMINAL_STATUSES, Cost, Job, JobResources
 from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.client.wire.problems import QuotaProblem
 from kd.config.job import JobConfig
+from kd.config.kinds import list_stage_names
 from kd.errors import ConfigError, Problem
 from kd.files import format_bytes
 from services.api.answers.accounts import (
@@ -31,7 +32,7 @@ from services.loops.searches import find_service_problems
 from services.loops.webhooks import find_webhook_problems
 from services.process.logs import request_id
 from services.process.telemetry import read_traceparent
-from services.settings import STAGES, Settings
+from services.settings import Settings
 from services.store.callers import Caller, RequestOrigin
 from services.store.costs import estimate_new_job
 from services.store.jobs.creation import CreateResult
@@ -188,7 +189,7 @@ class Admission:
         time is refused (503).
         """
         account = self.read_account()
-        captures = "precompute" in config.stages and not config.checks_cache
+        captures = config.captures
         left = None if config.cache.fingerprint is not None or not captures else account.bytes.left
         found = self._ask_process("check" if left is None else "size", config)
         if left is not None and (needed := found["bytes"]) is not None and needed > left:
@@ -266,7 +267,7 @@ def _make_quota_problem(detail: str, remedy: str, quota: QuotaProblem) -> ApiPro
 
 def announce_job(service: Service, job: Job) -> None:
     """Tell a worker that the job waits; if that fails, the reconciler tells it later."""
-    if job.status == "queued" and job.stage in STAGES:
+    if job.status == "queued" and job.stage in list_stage_names("worker"):
         publish_hint(service.queue, job.id, job.stage)
 
 

@@ -23,6 +23,7 @@ from kd.capture.estimate.text import CaptureSize
 from kd.client.wire.plans import JobEstimate, JobPlan, LearnedText, MemoryEstimate
 from kd.client.wire.service import WorkerState
 from kd.config.job import JobConfig
+from kd.config.kinds import SEARCH
 from kd.errors import ConfigError
 from kd.files import measure_free_bytes
 from kd.memory.model_memory import estimate_least_memory, estimate_model_memory
@@ -30,7 +31,7 @@ from kd.preflight.learned_rows import LearnedRow, find_row_problems
 from kd.progress import Notice
 from kd.text.rows import COLUMNS
 from services.api.kept_answers import KeptAnswers
-from services.settings import SEARCH, Settings
+from services.settings import Settings
 from services.store.jobs.workers import explain_small_memory
 
 
@@ -93,7 +94,7 @@ def estimate_capture(
     config: JobConfig, settings: Settings, kept: KeptAnswers
 ) -> JobEstimate | None:
     """Estimate what the job captures; None without a capture, and where only a worker can."""
-    if "precompute" not in config.stages or config.checks_cache:
+    if not config.captures:
         return None
     try:
         work, storage = _measure_capture(config, settings.root, kept)
@@ -179,7 +180,7 @@ def _find_warnings(
             f"train.warmup_steps {warmup} takes all {steps} steps:"
             " the learning rate never reaches its value."
         )
-    if config.kind == "distill" and config.loss.hard_labels_only:
+    if config.captures and config.own_kind.trains_one and config.loss.hard_labels_only:
         yield (
             "loss.alpha 1 gives the teacher no weight, because alpha weighs the hard labels;"
             " the job captures the teacher all the same."
@@ -193,7 +194,7 @@ def _find_worker_warnings(
     least_memory = estimate_least_memory(config, root)
     needs = config.resources
     for stage in config.stages:
-        if stage == SEARCH:
+        if stage == SEARCH.name:
             continue
         serving = [worker for worker in workers if stage in worker.stages]
         if not any(worker.device.covers(needs.gpus, needs.memory) for worker in serving):

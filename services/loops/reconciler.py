@@ -21,18 +21,19 @@ from collections.abc import Callable
 from celery import Celery
 from redis.exceptions import RedisError
 
-from kd.client.wire.jobs import Job
 from kd.config.jobfile import parse_config
+from kd.config.kinds import CAPTURE, KINDS, list_stage_names
 from services.loops.retention import NightlyRetention
 from services.loops.searches import Searches
 from services.loops.teams import TeamRules
 from services.loops.webhooks import Webhooks
 from services.process.lasting_loops import flush_restarts, keep_running_async
 from services.process.names import name_process
-from services.settings import SEARCH, STAGES, Settings
+from services.settings import Settings
 from services.store.connection import describe_failure
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
+from services.store.jobs.records import JobRecord
 from services.store.jobs.script import is_own_mistake
 from services.store.jobs.store import JobStore
 from services.store.queue import publish_hint
@@ -99,7 +100,7 @@ class Reconciler:
         self._store.redis.set("kd:reconciler", self._store.read_clock_ms() / 1000)
 
     def _announce(self) -> None:
-        for stage in STAGES:
+        for stage in list_stage_names("worker"):
             for job_id in self._store.list_unannounced(stage, HINT_AGE_SECONDS):
                 if not publish_hint(self._app, job_id, stage):
                     return  # the other hints would fail too; a later round sends them
@@ -175,23 +176,23 @@ class LostCaches:
             if self._is_lost(job):
                 self._take_back(job)
 
-    def _is_lost(self, job: Job) -> bool:
-        if job.stage not in ("train", SEARCH) or job.cache is None or job.cache.fingerprint is None:
+    def _is_lost(self, job: JobRecord) -> bool:
+        if job.stage == CAPTURE.name or job.cache is None or job.cache.fingerprint is None:
             return False
         # The manifest is absent while another job captures a damaged shard again, so the folder
         # decides.
         folder = self._settings.caches / job.cache.fingerprint
         return not folder.exists() and parse_config(job.config).needs_cache
 
-    def _take_back(self, job: Job) -> None:
+    def _take_back(self, job: JobRecord) -> None:
         claim = self._store.claim(job.id, job.stage, self._owner, self._settings.lease_seconds)
         if claim is None:  # a worker has begun it, and will find out itself
             return
         assert job.cache is not None, "_is_lost requires a cache"
         detail = f"Cache {job.cache.fingerprint} is not on the disk any more."
         log.warning("%s: %s", job.id, detail)
-        if job.kind in ("distill", "search"):
-            self._capture_again(claim, detail)
+        if (capture := KINDS[job.kind].find_capture(job.stage, job.turn)) is not None:
+            self._capture_again(claim, capture[1], detail)
         else:
             remedy = (
                 "Capture it again with a job of kind precompute, or restore a backup. "
@@ -200,8 +201,8 @@ class LostCaches:
             error = {"type": "cache_missing", "detail": detail, "remedy": remedy}
             self._store.finish(claim, "failed", error)
 
-    def _capture_again(self, claim: Claim, detail: str) -> None:
+    def _capture_again(self, claim: Claim, turn: int, detail: str) -> None:
         warning = {"type": "warning", "data": {"message": f"{detail} It is captured again."}}
         self._store.beat(claim, self._settings.lease_seconds, EventBatch(1, (warning,)))
         # No hint is sent here: _announce sends one as for any lost hint.
-        self._store.advance(claim, "precompute")
+        self._store.advance(claim, CAPTURE.name, turn)

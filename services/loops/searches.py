@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.kinds import SEARCH, TRAIN
 from kd.errors import ConfigError, Problem
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.progress import Monitor
@@ -42,7 +43,7 @@ from kd.search.study import (
     suggest_values,
 )
 from services.process.names import name_process
-from services.settings import SEARCH, Settings
+from services.settings import Settings
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
 from services.store.queue import publish_hint
@@ -86,7 +87,9 @@ class Searches:
 
     def step(self) -> None:
         """Claim the searches that wait, and do one step of each search. Raises ``RedisError``."""
-        while claim := self._store.claim_next(SEARCH, self._owner, self._settings.lease_seconds):
+        while claim := self._store.claim_next(
+            SEARCH.name, self._owner, self._settings.lease_seconds
+        ):
             self._drivers[claim.id] = Driver(self._store, self._app, self._settings, claim)
         for job_id, driver in list(self._drivers.items()):
             if not self._step_driver(driver):
@@ -167,14 +170,16 @@ class Driver:
             raise ConfigError(found)
         self._study = make_study(self._config, StudyJournal(self._store, self.claim))
         self._begun = True
-        self._outbox.put({"type": "stage", "data": {"stage": SEARCH, "phase": "running trials"}})
+        self._outbox.put(
+            {"type": "stage", "data": {"stage": SEARCH.name, "phase": "running trials"}}
+        )
         self._report_progress()
 
     # -- one trial
 
     def _start(self) -> None:
         """Start as many trials at once as there are workers for them."""
-        slots = max(1, self._store.count_workers("train"))
+        slots = max(1, self._store.count_workers(TRAIN.name))
         while len(list_open_trials(self._study)) - len(self._paused) < slots:
             trial = start_trial(self._study, get_search(self._config))
             if trial is None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from kd.client.wire.jobs import Cost, Job, JobResources
+from kd.client.wire.jobs import Cost, JobResources
 from kd.client.wire.service import WorkerState
+from kd.config.kinds import KINDS, SEARCH
 from kd.memory.devices import find_device_kind
 from services.settings import ANY_DEVICE, CPU_DEVICE
 from services.store.jobs.records import JobRecord
-
-#: Kinds of jobs that have another stage after the capture.
-_GO_ON = ("distill", "search")
 
 
 def find_price(prices: Mapping[str, float], kind: str, name: str) -> float | None:
@@ -98,11 +96,11 @@ def _find_price(
     return find_worker_price(job.stage, job.resources, workers)
 
 
-def _find_seconds_left(job: Job) -> float | None:
+def _find_seconds_left(job: JobRecord) -> float | None:
     """Device-seconds that are left at the present pace; None if another stage will follow."""
     seconds = job.progress.eta_seconds
     if job.worker is None or seconds is None:
         return None
-    if job.kind == "search" or (job.kind in _GO_ON and job.stage == "precompute"):
+    if job.stage == SEARCH.name or KINDS[job.kind].find_next(job.stage, job.turn) is not None:
         return None
     return seconds * count_devices(job.resources.gpus)

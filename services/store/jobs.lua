@@ -76,6 +76,7 @@
 -- Times are milliseconds of this server's clock. Commands are those of Redis 6.2. No cluster: keys are computed.
 
 local FORMAT = '2'
+-- STAGES, UNMANNED, CAPTURE and CAPTURE_OF are written above this file, from kd/config/kinds.py.
 local LONGEST_LEASE = 2 * 3600 * 1000  -- no lease is longer: KD_LEASE_SECONDS is at most half of it
 local DAY = 24 * 60 * 60
 local EVENTS = 10000
@@ -83,7 +84,6 @@ local HINTS = 32  -- kept in a queue of Celery: each wakes one idle worker
 local TERMINAL = {succeeded = true, failed = true, cancelled = true}
 local ACTIVE = {running = true, cancelling = true, pausing = true}
 local OPEN = {'waiting', 'queued', 'running', 'cancelling', 'pausing', 'paused'}
-local STAGES = {'precompute', 'train', 'search'}
 -- The most points of each series. A point of scalars holds several numbers for each layer.
 local SERIES = {metrics = 8192, evaluation = 8192, temperature = 8192, scalars = 1024}
 -- The actions that a client may ask for, by status, in the order in which a client shows them.
@@ -104,9 +104,8 @@ local ALREADY = {
   pause = {pausing = true, paused = true},
   resume = {waiting = true, queued = true, running = true},
 }
--- Errors of a cache that a new capture repairs, and the kinds of job that capture their own cache before they read it.
+-- Errors of a cache that a new capture repairs, if the job captured that cache itself.
 local MENDED_BY_CAPTURE = {cache_missing = true, cache_incomplete = true, cache_corrupt = true}
-local CAPTURING = {distill = true, search = true}
 local REPLY = {running = 'go', cancelling = 'cancel', pausing = 'pause'}
 local SECONDS = {1, 5, 15, 60, 300, 900, 3600, 14400, 86400, 604800, '+Inf'}
 
@@ -284,7 +283,7 @@ local function count_needed(gpus) return math.max(tonumber(gpus or '') or 1, 1) 
 -- The driver of a search needs no devices.
 local function take_devices(id, price)
   local gpus, stage = unpack(redis.call('HMGET', key(id), 'gpus', 'stage'))
-  if stage == 'search' then return end
+  if UNMANNED[stage] then return end
   local devices = count_needed(gpus)
   redis.call('HSET', key(id), 'devices', devices, 'charged_at', now)
   if price ~= '' then redis.call('HSET', key(id), 'price', price) else redis.call('HDEL', key(id), 'price') end
@@ -317,7 +316,7 @@ local function line_up(stage)
   for _, team in ipairs(redis.call('SMEMBERS', 'kd:queuers:' .. stage)) do
     local name = 'kd:queue:' .. stage .. ':' .. team
     local first, state = redis.call('ZRANGE', name, 0, 0)[1], account(team)
-    if first and (stage == 'search' or not exhausted(state)) then
+    if first and (UNMANNED[stage] or not exhausted(state)) then
       found[#found + 1] = {team = team, held = count_devices(team), recent = state.recent,
         created = tonumber(get(first, 'created_us') or '') or 0,
         jobs = redis.call('ZCARD', name)}
@@ -364,7 +363,7 @@ local function queue(id)
   redis.call('ZADD', name .. ':' .. team, created - priority * 1e15, id)
   redis.call('SADD', 'kd:queuers:' .. stage, team)
   local found = account(team)
-  local quota = stage ~= 'search' and exhausted(found)
+  local quota = not UNMANNED[stage] and exhausted(found)
   return quota and explain(team, found, quota)
 end
 
@@ -621,8 +620,10 @@ end
 -- A retry goes on at the stage that failed. If that stage missed its cache, it would miss it again.
 local function rewind(id)
   local failure = decode(id, 'error')
-  if type(failure) == 'table' and MENDED_BY_CAPTURE[failure.type] and CAPTURING[get(id, 'kind')] then
-    redis.call('HSET', key(id), 'stage', 'precompute')
+  local kind, stage, turn = unpack(redis.call('HMGET', key(id), 'kind', 'stage', 'turn'))
+  local capture = CAPTURE_OF[string.format('%s %s %s', kind, stage, turn or 0)]
+  if type(failure) == 'table' and MENDED_BY_CAPTURE[failure.type] and capture then
+    redis.call('HSET', key(id), 'stage', CAPTURE, 'turn', capture)
   end
 end
 
@@ -718,7 +719,7 @@ function transitions.show(...)
     for j = 1, #pairs, 2 do record[pairs[j]] = pairs[j + 1] end
     local team, stage = name_team(record.team, record.owner), record.stage or ''
     local before = record.status == 'queued' and place(id, stage, team)
-    local waits = before and stage ~= 'search' and why(team)
+    local waits = before and not UNMANNED[stage] and why(team)
     open = open or not (TERMINAL[record.status] or #pairs == 0)
     jobs[i] = {pairs, redis.call('SMEMBERS', key(id, 'waits')), before, allowed(record.status, record.parent), waits}
   end
@@ -802,7 +803,7 @@ local function fits(id, gpus, memory)
 end
 
 -- claim(id, stage, worker, lease_ms, gpus, memory, price of a device-hour or '')
---   -> {id, fence, attempt, config, owner, request_id, traceparent, stage},
+--   -> {id, fence, attempt, config, owner, request_id, traceparent, stage, turn},
 -- or nothing if the job is not queued for this stage or needs more than the worker has
 function transitions.claim(id, stage, worker, lease, gpus, memory, price)
   local status, waits_for, queued = unpack(redis.call('HMGET', key(id), 'status', 'stage', 'queued_at'))
@@ -814,8 +815,8 @@ function transitions.claim(id, stage, worker, lease, gpus, memory, price)
   observe('kd_job_queue_wait_seconds', {'stage', stage}, (now - queued) / 1000)
   move(id, 'running', 'worker', worker, 'fresh', '0', 'batch', '0', 'heartbeat_at', now)
   take_devices(id, price)
-  local rest = redis.call('HMGET', key(id), 'config', 'owner', 'request_id', 'traceparent')
-  return {id, fence, attempt, rest[1], rest[2], rest[3] or '', rest[4] or '', stage}
+  local rest = redis.call('HMGET', key(id), 'config', 'owner', 'request_id', 'traceparent', 'turn')
+  return {id, fence, attempt, rest[1], rest[2], rest[3] or '', rest[4] or '', stage, rest[5] or '0'}
 end
 
 -- Errors that a damaged record causes, in the words of the server and of Lua. Any other error is no matter of one record: a
@@ -927,13 +928,13 @@ function transitions.beat(id, fence, lease, batch, fields, ...)
   return REPLY[status]
 end
 
--- advance(id, fence, stage) -> queued | cancelled | paused | failed | fenced
-function transitions.advance(id, fence, stage)
+-- advance(id, fence, stage, turn) -> queued | cancelled | paused | failed | fenced
+function transitions.advance(id, fence, stage, turn)
   if not holds(id, fence) then return 'fenced' end
   for _, field in ipairs(redis.call('HKEYS', key(id))) do
     if string.sub(field, 1, 9) == 'progress.' then redis.call('HDEL', key(id), field) end
   end
-  return stopped(id, 'stage', stage)
+  return stopped(id, 'stage', stage, 'turn', turn)
 end
 
 -- finish(id, fence, succeeded | failed, error) -> that status | fenced
@@ -969,7 +970,7 @@ local function take_back(id, failure)
   -- Nobody knows how long a lost worker went on after its last beat, so this time is not charged.
   redis.call('HSET', key(id), 'charged_at', now)
   -- The driver of a search keeps no state, so its death costs no attempt.
-  if get(id, 'stage') == 'search' then stopped(id) else died(id, failure) end
+  if UNMANNED[get(id, 'stage')] then stopped(id) else died(id, failure) end
   redis.call('HSET', key(id), 'dispatched_at', 0)  -- the next call of hints announces it
 end
 
@@ -1067,7 +1068,7 @@ function transitions.hints(stage, age)
       ids[#ids + 1] = id
     end
   end
-  if stage == 'precompute' then
+  if stage == CAPTURE then
     for _, id in ipairs(transitions.unhelped(age)) do ids[#ids + 1] = id end
   end
   return ids

@@ -98,7 +98,7 @@ end
 -- Whether the job captures now. A job that pauses or ends hands out nothing.
 local function captures(id)
   local status, stage = unpack(redis.call('HMGET', key(id), 'status', 'stage'))
-  return status == 'running' and stage == 'precompute' and redis.call('EXISTS', key(id, 'ranges')) == 1
+  return status == 'running' and stage == CAPTURE and redis.call('EXISTS', key(id, 'ranges')) == 1
 end
 
 local function has_untaken(id)

@@ -15,7 +15,6 @@ from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.config.placement import JOB_ID_PATTERN
-from kd.face.runs import LAST_FILE, LAST_FILES
 from kd.files import LOCK, read_json, require_known_run
 
 #: The name of a folder that belongs to a job. Folders of `kd run` have names that people choose.
@@ -44,6 +43,7 @@ class FoundRun:
     id: str
     config: JobConfig
     stage: str
+    turn: int
     fingerprint: str | None
     artifacts: dict[str, Path]
     error: dict[str, str] | None
@@ -74,11 +74,14 @@ def read_run(folder: Path) -> FoundRun:
     config = read_record(written)
     summary = read_json(folder / "cache.json") or {}
     ended = has_ended(folder, config)
-    captured = bool(summary) and len(config.stages) > 1
+    turns = list(config.own_kind.list_turns())
+    # A stage that has been done is done again, and finds its work.
+    stage, turn = turns[-1] if ended else turns[1] if summary and len(turns) > 1 else turns[0]
     return FoundRun(
         id=folder.name,
         config=config,
-        stage=config.stages[-1] if ended or captured else config.stages[0],
+        stage=stage.name,
+        turn=turn,
         fingerprint=summary.get("fingerprint") or config.cache.fingerprint,
         artifacts=dict(_list_artifacts(folder)),
         error=None if ended else _make_error(folder.name),
@@ -87,7 +90,7 @@ def read_run(folder: Path) -> FoundRun:
 
 def has_ended(folder: Path, config: JobConfig) -> bool:
     """Whether the run wrote the file that comes last."""
-    last: dict[str, Any] | None = read_json(folder / LAST_FILES.get(config.kind, LAST_FILE))
+    last: dict[str, Any] | None = read_json(folder / config.own_kind.last_file)
     if config.checks_cache:
         return last is not None and not last["problems"]
     return last is not None

@@ -193,13 +193,14 @@ def worker(
     as_json: LogAsJson = False,
 ) -> None:
     """Run only one worker; KD_REDIS_URL names the job store."""
-    from services.settings import STAGES
+    from kd.config.kinds import list_stage_names
     from services.worker.__main__ import run_worker
 
     names = [name.strip() for name in queues.split(",")]
-    if unknown := set(names) - set(STAGES):
+    stages = list_stage_names("worker")
+    if unknown := set(names) - set(stages):
         raise typer.BadParameter(
-            f"{', '.join(unknown)}: the stages are {', '.join(STAGES)}", param_hint="--queues"
+            f"{', '.join(unknown)}: the stages are {', '.join(stages)}", param_hint="--queues"
         )
     run_worker(_require_store(make_settings(log_format=_choose_log(as_json))), names)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 
+from kd.config.kinds import list_stage_names
 from kd.parallel.lifeline import die_with_parent
 from services.process import logs
-from services.settings import STAGES, Settings
+from services.settings import Settings
 from services.worker import consumer
 
 
@@ -19,4 +20,4 @@ def run_worker(settings: Settings, queues: list[str]) -> None:
 
 if __name__ == "__main__":
     die_with_parent(signal.SIGTERM)
-    run_worker(Settings(), sys.argv[1:] or list(STAGES))
+    run_worker(Settings(), sys.argv[1:] or list_stage_names("worker"))

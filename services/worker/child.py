@@ -50,20 +50,29 @@ EXIT_PASSING = 77
 #: Time that an earlier process has to release the run folder.
 LOCK_SECONDS = 30.0
 
-StageRunner = Callable[[str, JobConfig, Path, Path, Monitor], dict[str, Any]]
+#: A function such as ``kd.pipeline.run_stage``.
+StageRunner = Callable[[str, JobConfig, Path, Path, Monitor, int], dict[str, Any]]
 
 
-def run_stage_of_pipeline(gpus: int, *arguments: Any) -> dict[str, Any]:
+def run_stage_of_pipeline(
+    gpus: int,
+    stage: str,
+    config: JobConfig,
+    home: Path,
+    run_dir: Path,
+    monitor: Monitor,
+    turn: int,
+) -> dict[str, Any]:
     """Call ``kd.pipeline.run_stage``. No other process of the service loads torch.
 
     Raises ``DeviceUnusable`` if the worker gave the job ``gpus`` GPUs and torch sees none.
     """
-    with _ending_at_once(arguments[-1]):
+    with _ending_at_once(monitor):
         from kd.pipeline import run_stage
         from kd.preflight.devices import ask_torch, require_promised_gpus
 
         require_promised_gpus(gpus, ask_torch())
-    return run_stage(*arguments)
+    return run_stage(stage, config, home, run_dir, monitor, turn)
 
 
 @contextmanager
@@ -120,7 +129,7 @@ def attempt_stage(
             desk = open_desk(listen, order)
             monitor = Monitor(listen, stop.is_set, patient=False, ranges=desk)
             with confined_datasets(limits):
-                result = run_stage(stage, config, home, run_dir, monitor)
+                result = run_stage(stage, config, home, run_dir, monitor, order["turn"])
     except WorkHeldElsewhere as error:
         events.send(Event("elsewhere", {"lock": str(error.lock)}))
         return EXIT_ELSEWHERE

@@ -250,6 +250,7 @@ class Order:
     ``gpus`` is the number of GPUs that the child is given; its torch must see them. ``answers`` is
     the file descriptor from which the child reads which shards to capture, where several workers
     capture a cache; ``terms`` are those of the capture that it helps with (``RangeTerms``).
+    ``turn`` is that of the stage (``kd.config.kinds``).
     """
 
     stage: str
@@ -261,16 +262,21 @@ class Order:
     gpus: int = 0
     answers: int | None = None
     terms: dict[str, Any] | None = None
+    turn: int = 0
 
 
 @dataclass(frozen=True)
 class StageJob:
-    """What a child must know of a job; ``helps``: another worker holds the job."""
+    """What a child must know of a job; ``helps``: another worker holds the job.
+
+    ``turn`` is that of the stage (``kd.config.kinds``).
+    """
 
     id: str
     stage: str
     owner: str
     config: dict[str, Any]
+    turn: int = 0
     helps: bool = False
 
 
@@ -365,7 +371,8 @@ def prepare_child(
     limits = build_confinement(settings, store, job.owner, team)
     granted = limits.to_order(config, settings.root)
     gpus = len(device.give(config.resources.gpus))
-    return make_order(settings, job.stage, job.config, run_dir, granted, gpus), environment
+    order = make_order(settings, job.stage, job.config, run_dir, granted, gpus)
+    return replace(order, turn=job.turn), environment
 
 
 def build_store_environment(settings: Settings, job_id: str | None) -> dict[str, str]:

@@ -20,13 +20,14 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from cache.disk import require_locks
 from kd.client.wire.service import Device as DeviceView
 from kd.client.wire.service import WorkerState
+from kd.config.kinds import CAPTURE, list_stage_names
 from kd.face.version import read_version
 from services.process import telemetry
 from services.process.descriptors import raise_limit
 from services.process.lasting_loops import flush_restarts, keep_running
 from services.process.logs import bound
 from services.process.names import name_process
-from services.settings import STAGES, Settings
+from services.settings import Settings
 from services.store.connection import connect_redis, describe_failure
 from services.store.costs import find_price
 from services.store.jobs.leases import Capacity, Claim
@@ -45,8 +46,6 @@ SIGN_OF_LIFE_SECONDS = 5.0
 SIGN_OF_LIFE_TTL = 30
 #: Time between two checks of the device.
 DEVICE_SECONDS = 30.0
-#: The stage with which several workers can help.
-CAPTURE = "precompute"
 #: Workers that a capture calls at once.
 CALLED = 32
 #: Time after which an idle worker that gets no hints, although hints wait, ends itself.
@@ -106,7 +105,7 @@ class StageWorker:
 
     def _help_once(self) -> bool:
         """Help with a capture that wants more workers. Returns whether there was one."""
-        if CAPTURE not in self.stages:
+        if CAPTURE.name not in self.stages:
             return False
         board = RangeBoard(self.store.redis)
         lease = self.settings.lease_seconds
@@ -118,7 +117,7 @@ class StageWorker:
         try:
             with (
                 bound(**names, request_id=order.request_id),
-                telemetry.span("help", order.traceparent, "CONSUMER", stage=CAPTURE, **names),
+                telemetry.span("help", order.traceparent, "CONSUMER", stage=CAPTURE.name, **names),
             ):
                 log.info("helps with a capture")
                 CaptureHelp(
@@ -132,7 +131,7 @@ class StageWorker:
     def _call_helpers(self, job_id: str, workers: int | None) -> None:
         """Tell idle workers that a capture wants them; the reconciler tells those that come."""
         for _ in range(min((workers or CALLED) - 1, CALLED)):
-            if not publish_hint(self.app, job_id, CAPTURE):
+            if not publish_hint(self.app, job_id, CAPTURE.name):
                 return
 
     def _capacity(self) -> Capacity:
@@ -196,7 +195,12 @@ class StageWorker:
     def _announce(self, claim: Claim) -> None:
         """Send a hint for the rest of a job. If that fails, the reconciler sends it."""
         with suppress(RedisError):
-            if (job := self.store.get(claim.id)) and job.status == "queued" and job.stage in STAGES:
+            job = self.store.get(claim.id)
+            if (
+                job is not None
+                and job.status == "queued"
+                and job.stage in list_stage_names("worker")
+            ):
                 publish_hint(self.app, claim.id, job.stage)
 
     def _device_is_well(self) -> bool:

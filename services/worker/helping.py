@@ -20,6 +20,7 @@ from cache.errors import PotstillError
 from cache.remote.address import name_place
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.kinds import CAPTURE
 from kd.errors import OtherCapture
 from kd.face.version import read_version
 from kd.files import HELPERS, find_caches
@@ -43,10 +44,8 @@ from services.worker.range_broker import RangeBroker
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
-#: The stage that several workers share.
-STAGE = "precompute"
 #: The work of the child, as errors name it.
-WHERE = f"a helper of stage {STAGE}"
+WHERE = f"a helper of stage {CAPTURE.name}"
 
 log = logging.getLogger("potstill.worker")
 
@@ -138,7 +137,7 @@ class CaptureHelp:
 
     def _start(self, broker: RangeBroker) -> Child:
         order = self._order
-        job = StageJob(order.member.id, STAGE, order.owner, order.config, helps=True)
+        job = StageJob(order.member.id, CAPTURE.name, order.owner, order.config, helps=True)
         child_order, environment = prepare_child(
             self._store, self._settings, self._device, job, self._run_dir
         )

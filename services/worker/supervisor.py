@@ -23,9 +23,10 @@ from redis.exceptions import RedisError
 from cache.disk import storage_errors
 from cache.errors import PotstillError, StorageError, StoreError
 from kd.config.jobfile import parse_config
+from kd.config.kinds import CAPTURE, KINDS
 from kd.memory.host import OomKills
 from kd.memory.model_memory import estimate_least_memory
-from services.settings import SEARCH, Settings
+from services.settings import Settings
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import Membership, RangeBoard
@@ -129,7 +130,7 @@ class Attempt:
         """Return what hands out the shards of this stage; None where this worker is alone."""
         config = parse_config(self._claim.config)
         workers = count_workers(config)
-        if self._stage != "precompute" or workers == 1 or not config.needs_cache:
+        if self._stage != CAPTURE.name or workers == 1 or not config.needs_cache:
             return None
         board = RangeBoard(self._store.redis)
         place = describe_place(self._settings, config)
@@ -148,7 +149,7 @@ class Attempt:
 
     def _start(self, broker: RangeBroker | None) -> Child:
         claim = self._claim
-        job = StageJob(claim.id, self._stage, claim.owner, claim.config)
+        job = StageJob(claim.id, self._stage, claim.owner, claim.config, claim.turn)
         with storage_errors(self._run_dir):
             order, environment = prepare_child(
                 self._store, self._settings, self._device, job, self._run_dir
@@ -201,10 +202,11 @@ class Attempt:
         claim = self._claim
         code = child.process.returncode
         if code == 0 and child.result is not None:
-            following = find_next_stage(claim.config["kind"], self._stage)
-            return (
-                store.advance(claim, following) if following else store.finish(claim, "succeeded")
-            )
+            following = KINDS[claim.config["kind"]].find_next(self._stage, claim.turn)
+            if following is None:
+                return store.finish(claim, "succeeded")
+            stage, turn = following
+            return store.advance(claim, stage.name, turn)
         if code == EXIT_STOPPED or (child.kill_at is not None and child.error is None):
             return store.release(claim)
         log_file = self._run_dir / "log.txt"
@@ -244,8 +246,3 @@ def retry_until_answered(conclude: Callable[[], str], give_up: threading.Event) 
                 log.warning("the end of the run could not be written to Redis")
                 return "lost"
             give_up.wait(BEAT_SECONDS)
-
-
-def find_next_stage(kind: str, stage: str) -> str | None:
-    """The stage after ``stage`` in a job of ``kind``."""
-    return {("distill", "precompute"): "train", ("search", "precompute"): SEARCH}.get((kind, stage))

@@ -20,8 +20,8 @@ from kd.examine import ExaminedModel, examine, render_examination
 from kd.files import read_json
 from kd.models.loading import load_model
 from kd.models.saving import save_student
-from kd.pipeline import run_precompute
 from kd.progress import SILENT
+from kd.stages.capture import run_precompute
 from tests.support.kd.references import assert_same_facts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

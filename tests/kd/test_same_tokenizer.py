@@ -17,9 +17,10 @@ from kd.examine import ExaminedModel, examine
 from kd.models.loading import build_student
 from kd.models.tokenizers import PROBE_TEXTS, encode_probes, load_tokenizer
 from kd.overfit_check import check_overfitting
-from kd.pipeline import run_precompute, run_stages
+from kd.pipeline import run_stages
 from kd.preflight.problems import Folders, find_problems
 from kd.progress import SILENT
+from kd.stages.capture import run_precompute
 from tests.support.kd.tokenizers import exchange_ids, list_rare_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")

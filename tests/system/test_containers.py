@@ -28,7 +28,7 @@ import services
 from bench.support.harness import make_body
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS, wait_until
-from services.settings import STAGES
+from kd.config.kinds import list_stage_names
 from services.store.connection import connect_redis
 from services.store.embedded import find_binary, find_free_port
 from services.store.jobs.store import JobStore
@@ -428,7 +428,7 @@ def test_a_worker_registers_and_ends_in_time(host: Host) -> None:
     host.await_health("worker-cpu")
     with connect_redis(host.redis_url) as client:
         (state,) = JobStore(client).list_workers()
-    assert set(state.stages) == set(STAGES)
+    assert set(state.stages) == set(list_stage_names("worker"))
     assert host.stop("worker-cpu") == 0
     assert not host.is_healthy("worker-cpu")
 

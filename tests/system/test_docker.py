@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from bench.support.paths import ROOT
-from services.settings import STAGES, Settings
+from kd.config.kinds import list_stage_names
+from services.settings import Settings
 from tests.support.images import (
     COMPOSE,
     EXTRAS,
@@ -343,7 +344,7 @@ def test_the_worker_is_shown_every_gpu_and_may_be_scaled() -> None:
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_worker_serves_every_stage(name: str) -> None:
-    assert SERVICES[name]["command"][-2:] == ["--queues", ",".join(STAGES)]
+    assert SERVICES[name]["command"][-2:] == ["--queues", ",".join(list_stage_names("worker"))]
 
 
 @pytest.mark.parametrize("name", SERVICES)

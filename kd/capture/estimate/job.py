@@ -151,7 +151,7 @@ def list_teacher_files(config: JobConfig, root: Path) -> list[Path]:
 
 def require_capture(config: JobConfig) -> None:
     """Raise ``ConfigError`` for a job that captures nothing."""
-    if config.kind == "train" or config.teacher is None:
+    if not config.captures or config.teacher is None:
         raise ConfigError(
             [
                 Problem(

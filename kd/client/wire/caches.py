@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from kd.client.wire.jobs import Kind, Status
+from kd.client.wire.jobs import Status
 from kd.client.wire.view import View
+from kd.config.kinds import KindName
 
 
 class CacheEntry(View):
@@ -192,7 +193,7 @@ class CacheUser(View):
 
     id: str
     name: str
-    kind: Kind
+    kind: KindName
     status: Status
     created_at: datetime
     finished_at: datetime | None = None

@@ -9,8 +9,7 @@ from pydantic import ConfigDict, Field, computed_field
 
 from cache.errors import locate_help
 from kd.client.wire.view import View
-
-Kind = Literal["distill", "precompute", "train", "search", "verify", "fidelity"]
+from kd.config.kinds import KindName
 
 Status = Literal[
     "waiting",
@@ -172,7 +171,7 @@ class Job(View):
     """A job."""
 
     id: str = Field(description="Sorts by time of creation.")
-    kind: Kind
+    kind: KindName
     name: str = Field(description="The name that the job was given.")
     team: str = Field("local", description="The team whose share of the devices the job uses.")
     parent: str | None = Field(

@@ -14,6 +14,7 @@ from cache.errors import CacheCorrupt, StorageError
 from kd.buckets.counting import Report
 from kd.buckets.runs import HISTORY, StoredCheckpoint, StoredRun, find_other_run, find_own_run
 from kd.config.job import JobConfig
+from kd.config.kinds import TRAIN
 from kd.errors import Interrupted
 from kd.files import whole_folder, write_text
 from kd.progress import Monitor
@@ -40,7 +41,7 @@ def fetch_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) ->
     summary = run_dir / CACHE_SUMMARY
     if not summary.exists() and (found := run.read_files().get(CACHE_SUMMARY)) is not None:
         write_text(summary, run.bucket.get(found.object).decode())
-    if stage != "train":
+    if stage != TRAIN.name:
         return
     keep_best = config.require_train().early_stopping_patience is not None
     _fetch_checkpoints(run, run_dir, keep_best, report, monitor)
@@ -62,7 +63,7 @@ def keeping_checkpoint(
     try:
         yield
     except Interrupted:
-        run = find_own_run(run_dir) if stage == "train" else None
+        run = find_own_run(run_dir) if stage == TRAIN.name else None
         if run is not None:
             _put_newest(run, config, run_dir, monitor)
         raise

@@ -21,10 +21,11 @@ from prometheus_client.samples import Sample as Line
 from redis.exceptions import RedisError, ResponseError
 
 from kd.client.wire.service import WorkerState
+from kd.config.kinds import list_stage_names
 from kd.face.version import read_version
 from kd.files import Disk
 from services.api.guards.request_metrics import RequestMetrics
-from services.settings import STAGES, Settings
+from services.settings import Settings
 from services.store.jobs.store import JobStore
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -259,7 +260,7 @@ def _sample_store(store: JobStore) -> Iterator[MetricSample]:
     )
     yield from (
         ("kd_queue_depth", {"queue": stage}, number)
-        for stage, number in store.read_queue_depths(STAGES).items()
+        for stage, number in store.read_queue_depths(list_stage_names("worker")).items()
     )
     yield "kd_webhooks_waiting", {}, store.redis.zcard("kd:webhooks")
     yield (

@@ -30,6 +30,7 @@ from kd.client.wire.caches import (
     ShardStates,
 )
 from kd.client.wire.jobs import TERMINAL_STATUSES
+from kd.config.kinds import CAPTURE, KINDS, Kind
 from kd.files import read_json
 from services.api.answers.problems import describe_problems
 from services.api.guards.json_bodies import StrictRoute
@@ -47,8 +48,6 @@ SHOWN_JOBS = 100
 SHOWN_PROBLEMS = 20
 #: Records of one page at most.
 PAGE_RECORDS = 256
-#: The kinds of job that check a cache, and the file with what each has found.
-CHECK_FILES = {"verify": "verify.json", "fidelity": "fidelity.json"}
 
 router = APIRouter(tags=["caches"], route_class=StrictRoute)
 
@@ -79,7 +78,7 @@ def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> S
     are missing or have another size.
     """
     jobs = _read_jobs(service, caller, folder)
-    check = _find_check(service, folder, jobs, "verify")
+    check = _find_check(service, folder, jobs, KINDS["verify"])
     counts = check is not None and check.ended and not check.view.outdated
     damaged = check.lines if check is not None and counts else ()
     states = service.reading.read_shards(folder, damaged, _count_expected_shards(jobs))
@@ -112,7 +111,11 @@ def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> Ca
     jobs = _read_jobs(service, caller, folder)
     own = [job for job in jobs if job.parent is None]
     used = read_last_use(folder)
-    checks = {kind: _find_check(service, folder, jobs, kind) for kind in CHECK_FILES}
+    checks = {
+        kind.name: _find_check(service, folder, jobs, kind)
+        for kind in KINDS.values()
+        if kind.checks
+    }
     return CacheUsage(
         jobs=[_show_user(job) for job in own[:SHOWN_JOBS]],
         trials=len(jobs) - len(own),
@@ -153,13 +156,13 @@ class _Check:
 
 
 def _find_check(
-    service: Service, folder: Path, jobs: Iterable[JobRecord], kind: str
+    service: Service, folder: Path, jobs: Iterable[JobRecord], kind: Kind
 ) -> _Check | None:
     """The last check of a kind, unless it was cancelled."""
-    found = next((job for job in jobs if job.kind == kind and job.status != "cancelled"), None)
+    found = next((job for job in jobs if job.kind == kind.name and job.status != "cancelled"), None)
     if found is None:
         return None
-    written = read_json(service.settings.run_dir(found.id) / CHECK_FILES[kind]) or {}
+    written = read_json(service.settings.run_dir(found.id) / kind.last_file) or {}
     lines = tuple(map(str, written.get("problems", ())))
     if not lines and found.status == "failed" and found.error is not None:
         lines = (found.error.detail,)
@@ -184,7 +187,7 @@ def _was_sealed_after(folder: Path, time: datetime) -> bool:
 def _count_expected_shards(jobs: Iterable[JobRecord]) -> int:
     """Shards that a capture under way will write, as far as its progress tells; else 0."""
     for job in jobs:
-        if job.status == "running" and job.stage == "precompute" and job.kind not in CHECK_FILES:
+        if job.status == "running" and job.stage == CAPTURE.name and KINDS[job.kind].captures:
             size = job.config.get("cache", {}).get("shard_sequences")
             if job.progress.unit == "sequences" and job.progress.total and size:
                 return -(-job.progress.total // int(size))

@@ -31,6 +31,7 @@ from cache.manifest import verify_json
 from kd.buckets.runs import StoredRun
 from kd.client.wire.files import Artifact, ArtifactList, Checkpoint, CheckpointFile, CheckpointList
 from kd.client.wire.jobs import Job
+from kd.config.kinds import SEARCH
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.problems import Answers, ApiProblem, describe_problems
 from services.api.answers.run_files import open_run_file
@@ -344,7 +345,7 @@ def _find_artifacts(job: Job, service: Service) -> dict[str, Path]:
 
 def _list_runs(job: Job, service: Service) -> list[str]:
     """Return the id of the job, and for a search also those of its trials."""
-    trials = service.store.list_trials(job.id).values() if job.kind == "search" else ()
+    trials = service.store.list_trials(job.id).values() if job.kind == SEARCH.name else ()
     return [job.id, *trials]
 
 

@@ -25,10 +25,11 @@ from pydantic import AwareDatetime, BeforeValidator
 
 from cache.disk import remove_path, storage_errors
 from cache.reading.usage import held
-from kd.client.wire.jobs import Action, Job, JobList, JobSettings, Kind, Setting, Status
+from kd.client.wire.jobs import Action, Job, JobList, JobSettings, Setting, Status
 from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.kinds import KindName
 from kd.config.section import find_differences
 from services.api.admission import Admission, announce_job, make_open_jobs_problem
 from services.api.answers.cursors import decode_cursor, encode_cursor
@@ -225,7 +226,7 @@ Moment = Annotated[AwareDatetime, BeforeValidator(_require_rfc3339)]
 async def _build_query(
     caller: TheCaller,
     status: Annotated[Status | None, Query(description="Only jobs with this status.")] = None,
-    kind: Annotated[Kind | None, Query(description="Only jobs of this kind.")] = None,
+    kind: Annotated[KindName | None, Query(description="Only jobs of this kind.")] = None,
     label: Annotated[
         str | None,
         Query(

@@ -28,6 +28,7 @@ from kd.client.wire.operator import (
     StorageReport,
 )
 from kd.client.wire.service import WorkerState
+from kd.config.kinds import list_stage_names
 from kd.face.version import read_version
 from kd.files import Disk
 from services.api.answers.problems import describe_problems
@@ -35,7 +36,7 @@ from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import ADMIN
 from services.api.routes.operations import READY_SECONDS, RECORD_FORMAT
 from services.api.service import TheService
-from services.settings import STAGES, Settings
+from services.settings import Settings
 from services.store.connection import ask_server, find_unsuitability
 from services.store.jobs.store import JobStore
 from services.store.key_file import ApiKey, KeyFile
@@ -108,14 +109,15 @@ def show_health(service: TheService) -> ServiceHealth:
     redis = _ask_redis(store)
     last = cast(str | None, store.redis.get("kd:reconciler"))
     age = None if last is None else max(0.0, store.read_clock_ms() / 1000 - float(last))
-    depths = store.read_queue_depths(STAGES)
+    stages = list_stage_names("worker")
+    depths = store.read_queue_depths(stages)
     queues = [
         QueueHealth(
             stage=stage,
             waiting=depths[stage],
             workers=sum(stage in worker.stages for worker in workers),
         )
-        for stage in STAGES
+        for stage in stages
     ]
     full = service.settings.find_full_disk()
     unsuitable = find_unsuitability(store.redis)

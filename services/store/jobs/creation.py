@@ -114,7 +114,8 @@ class Adoption(ScriptedStore):
         a time that has passed.
         """
         config = run.config.model_copy(update={"depends_on": (), "webhook": None})
-        fields = build_fields(config, self._max_attempts) | {"stage": run.stage}
+        fields = build_fields(config, self._max_attempts)
+        fields |= {"stage": run.stage, "turn": str(run.turn)}
         if run.fingerprint is not None:
             fields["cache.fingerprint"] = json.dumps(run.fingerprint)
         for name, path in run.artifacts.items():

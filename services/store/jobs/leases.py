@@ -42,7 +42,10 @@ ANY_CAPACITY = Capacity(gpus=64)
 
 @dataclass(frozen=True)
 class Claim:
-    """The right to run one stage of a job, as long as beats renew the lease."""
+    """The right to run one stage of a job, as long as beats renew the lease.
+
+    ``turn`` is that of the stage (``kd.config.kinds``).
+    """
 
     id: str
     fence: int
@@ -52,6 +55,7 @@ class Claim:
     request_id: str = ""
     traceparent: str = ""
     stage: str = ""
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,9 +126,9 @@ class Leases(ScriptedStore):
         """
         return cast(str, self._transition("idle", claim.id, claim.fence))
 
-    def advance(self, claim: Claim, stage: str) -> str:
-        """Queue the next stage. Returns the status after it, or "fenced"."""
-        return cast(str, self._transition("advance", claim.id, claim.fence, stage))
+    def advance(self, claim: Claim, stage: str, turn: int = 0) -> str:
+        """Queue the stage of this name and turn. Returns the status after it, or "fenced"."""
+        return cast(str, self._transition("advance", claim.id, claim.fence, stage, turn))
 
     def finish(
         self, claim: Claim, outcome: JobOutcome, error: Mapping[str, str] | None = None
@@ -153,5 +157,15 @@ class Leases(ScriptedStore):
 def _parse_claim(reply: list[Any] | None) -> Claim | None:
     if not reply:
         return None
-    job_id, fence, attempt, config, *rest = reply
-    return Claim(job_id, int(fence), int(attempt), fill_record(json.loads(config)), *rest)
+    job_id, fence, attempt, config, owner, request_id, traceparent, stage, turn = reply
+    return Claim(
+        id=job_id,
+        fence=int(fence),
+        attempt=int(attempt),
+        config=fill_record(json.loads(config)),
+        owner=owner,
+        request_id=request_id,
+        traceparent=traceparent,
+        stage=stage,
+        turn=int(turn),
+    )

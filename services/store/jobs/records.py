@@ -19,13 +19,13 @@ from kd.client.wire.jobs import (
     Job,
     JobError,
     JobLinks,
-    Kind,
     Metrics,
     Progress,
     Status,
 )
 from kd.config.job import JobConfig
 from kd.config.jobfile import fill_record, find_unusable_text
+from kd.config.kinds import KINDS
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 #: The escape of a surrogate in JSON. Most are halves of a whole pair, which is sound text.
@@ -47,11 +47,13 @@ RENAMED = {"metrics.perplexity": "metrics.train_perplexity"}
 class JobRecord(Job):
     """A job as the store knows it: with the owner of the key that created it.
 
-    ``stopped_with`` is the search whose end cancelled this trial; empty for any other job.
+    ``stopped_with`` is the search whose end cancelled this trial; empty for any other job. ``turn``
+    is that of the present stage (``kd.config.kinds``).
     """
 
     owner: str = Field("local", exclude=True)
     stopped_with: str = Field("", exclude=True)
+    turn: int = Field(0, exclude=True)
 
 
 def build_links(job_id: str) -> JobLinks:
@@ -189,7 +191,7 @@ def _describe_unreadable(
     reason = ascii(" ".join(str(error).split()))[:300]
     return JobRecord(
         id=job_id,
-        kind=_choose(record.get("kind"), typing.get_args(Kind), "distill"),
+        kind=_choose(record.get("kind"), tuple(KINDS), "distill"),
         name="unreadable",
         owner=record.get("owner", "local"),
         status=_choose(record.get("status"), typing.get_args(Status), "failed"),

@@ -9,11 +9,41 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import ResponseError
 
+from kd.config.kinds import CAPTURE, KINDS, list_stage_names
+
 #: The parts of the script, in order: records, captures by several workers, and the call itself.
 PARTS = ("jobs.lua", "ranges.lua", "call.lua")
 #: Questions that one call of Redis answers.
 BATCH = 500
-SCRIPT = "\n".join((Path(__file__).parents[1] / name).read_text(encoding="utf-8") for name in PARTS)
+
+
+def describe_stages() -> str:
+    """Return the table of kinds as the script reads it.
+
+    STAGES      the names of all queues
+    UNMANNED    the stages that need no worker, and no device
+    CAPTURE     the stage that makes a cache
+    CAPTURE_OF  "kind stage turn" -> the turn of the capture that made the cache of that stage
+    """
+    captures = {
+        f"{kind.name} {stage.name} {turn}": before[1]
+        for kind in KINDS.values()
+        for stage, turn in kind.list_turns()
+        if (before := kind.find_capture(stage.name, turn)) is not None
+    }
+    stages = ", ".join(f"'{name}'" for name in list_stage_names())
+    unmanned = ", ".join(f"['{name}'] = true" for name in list_stage_names("reconciler"))
+    turns = ", ".join(f"['{place}'] = {turn}" for place, turn in captures.items())
+    return (
+        f"local STAGES = {{{stages}}}\n"
+        f"local UNMANNED = {{{unmanned}}}\n"
+        f"local CAPTURE = '{CAPTURE.name}'\n"
+        f"local CAPTURE_OF = {{{turns}}}"
+    )
+
+
+_FILES = [(Path(__file__).parents[1] / name).read_text(encoding="utf-8") for name in PARTS]
+SCRIPT = "\n".join([describe_stages(), *_FILES])
 
 
 class OtherFormat(ResponseError):

@@ -7,8 +7,8 @@ from typing import cast
 
 from kd.client.wire.jobs import Job, JobResources
 from kd.client.wire.service import WorkerState
+from kd.config.kinds import SEARCH
 from kd.files import format_bytes
-from services.settings import SEARCH
 from services.store.jobs.script import ScriptedStore
 
 
@@ -54,7 +54,7 @@ def explain_missing_worker(job: Job, workers: Iterable[WorkerState]) -> str | No
     worker's memory is smaller than its models, because any worker that starts will do.
     """
     needs = job.resources
-    if job.stage == SEARCH:
+    if job.stage == SEARCH.name:
         return None
     serving = [worker for worker in workers if job.stage in worker.stages]
     if not (needs.gpus or needs.memory) or any(

@@ -40,8 +40,8 @@ from kd.config.jobfile import load_config, parse_config
 from kd.errors import ConfigError, DataError
 from kd.forecast import trial
 from kd.forecast.trial import open_trial
-from kd.pipeline import run_precompute
 from kd.progress import SILENT, Event, Monitor
+from kd.stages.capture import run_precompute
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

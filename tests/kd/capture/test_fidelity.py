@@ -33,8 +33,9 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import FidelityError
 from kd.models.layers import compute_hidden_states
-from kd.pipeline import run_precompute, run_stage
+from kd.pipeline import run_stage
 from kd.progress import SILENT, Event, Monitor
+from kd.stages.capture import run_precompute
 from tests.support.commands import kd
 from tests.support.kd.captures import PROFILES, capture, live
 from tests.support.kd.zoo import write_gguf

@@ -28,7 +28,7 @@ SLOW = """
 import json, sys
 from pathlib import Path
 from kd.config.jobfile import parse_config
-from kd.pipeline import run_precompute
+from kd.stages.capture import run_precompute
 from kd.progress import Monitor
 slowly = lambda event: event.type == "progress" and (print(flush=True), sys.stdin.read(1))
 job = parse_config(json.loads(sys.argv[1]))

@@ -44,8 +44,8 @@ from kd.loss.sparse_targets import SparseTarget
 from kd.memory.step_memory import read_resident_memory
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import load_model
-from kd.pipeline import run_precompute
 from kd.progress import SILENT, Event, Monitor
+from kd.stages.capture import run_precompute
 from kd.text.batches import make_batch
 from kd.text.packing import Document, pack_documents
 
@@ -279,7 +279,7 @@ CAPTURES = """
 import os, sys, time
 from pathlib import Path
 from kd.config.jobfile import load_config
-from kd.pipeline import run_precompute
+from kd.stages.capture import run_precompute
 from kd.progress import Monitor
 
 home = Path(sys.argv[2])

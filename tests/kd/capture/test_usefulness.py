@@ -15,8 +15,8 @@ from cache.rounding import KNOWN_STEP, UNKNOWN
 from cache.store import open_cache
 from kd.capture.usefulness import HeldOutLosses
 from kd.config.jobfile import parse_config
-from kd.pipeline import run_precompute
 from kd.progress import Event, Monitor
+from kd.stages.capture import run_precompute
 from kd.text.ngrams import NGrams
 
 pytestmark = pytest.mark.usefixtures("one_thread")

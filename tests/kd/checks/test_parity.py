@@ -32,8 +32,8 @@ from kd.loss.targets import Targets, detach_number
 from kd.loss.whole_targets import HiddenTarget
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import LMHead, find_lm_head
-from kd.pipeline import run_precompute
 from kd.progress import Monitor
+from kd.stages.capture import run_precompute
 from kd.text.batches import CachedRecords, make_batch
 from tests.support.kd.students import make_llama
 

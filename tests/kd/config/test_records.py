@@ -21,8 +21,9 @@ from kd.config.jobfile import (
     set_value,
 )
 from kd.errors import ConfigError, Problem
-from kd.pipeline import read_cache_inputs, select_cache_inputs, settle_run
+from kd.pipeline import settle_run
 from kd.progress import SILENT
+from kd.stages.source import read_cache_inputs, select_cache_inputs
 from kd.training.resume.identity import compute_resume_identity
 
 RECORDS = Path(__file__).parents[2] / "support" / "formats"

@@ -13,8 +13,9 @@ from kd.errors import Interrupted
 from kd.evaluation.baseline import build_starting_student, make_cross_entropy_job, train_baseline
 from kd.models.loading import build_student
 from kd.models.tokenizers import get_vocabulary_size
-from kd.pipeline import open_source, run_precompute
 from kd.progress import SILENT, Event, Monitor
+from kd.stages.capture import run_precompute
+from kd.stages.source import open_source
 from kd.training import checkpoint
 from kd.training.loop import train
 from tests.support.kd.students import assert_same, copy_weights

@@ -23,8 +23,8 @@ from kd.loss.targets import widen_logprobs
 from kd.models.loading import load_model
 from kd.models.saving import load_saved_student
 from kd.models.tokenizers import load_tokenizer
-from kd.pipeline import run_precompute
 from kd.progress import SILENT
+from kd.stages.capture import run_precompute
 from kd.text.batches import CachedRecords
 from kd.training.saved.state import TrainingProgress
 from tests.support.kd.references import by_hand, plain_logprobs

@@ -30,9 +30,10 @@ from kd.evaluation.plots import CONTEXT, CURVES, RELIABILITY
 from kd.evaluation.report import make_report, render_report, write_report
 from kd.files import read_json
 from kd.models.tokenizers import get_vocabulary_size
-from kd.pipeline import open_source, run_precompute
 from kd.preflight.problems import require_no_problems
 from kd.progress import SILENT, Event, Monitor
+from kd.stages.capture import run_precompute
+from kd.stages.source import open_source
 from kd.text.batches import CachedRecords, PlainText
 from kd.text.corpus import Corpus
 from kd.training.loop import train

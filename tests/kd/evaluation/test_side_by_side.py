@@ -30,8 +30,9 @@ from kd.models.folder import ADAPTER_FOLDER, ModelFolder
 from kd.models.loading import load_model
 from kd.models.saving import save_student
 from kd.models.tokenizers import load_tokenizer
-from kd.pipeline import open_source, run_stages
+from kd.pipeline import run_stages
 from kd.progress import SILENT, Event, Monitor
+from kd.stages.source import open_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)

@@ -15,8 +15,8 @@ from kd.forecast.rehearsal import estimate_job
 from kd.forecast.trial import SEQUENCES
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS
 from kd.memory.step_memory import read_resident_memory
-from kd.pipeline import load_student_tokenizer
 from kd.progress import Monitor
+from kd.stages.source import load_student_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FRESH = {"init": {"layers": 1, "hidden_size": 16}}

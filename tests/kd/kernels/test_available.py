@@ -87,8 +87,8 @@ def test_a_kernel_that_fails_in_one_dtype_is_replaced_there(
 def test_kernels_that_fail_are_one_warning_of_a_run(
     a_gpu_that_fails: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for stage in ("run_precompute", "run_train"):
-        monkeypatch.setattr(pipeline, stage, lambda *_: {})
+    for task in ("capture", "train"):
+        monkeypatch.setitem(pipeline.TASKS, task, lambda *_: {})
     job = {
         "teacher": {"model": str(AUSTEN / "teacher")},
         "student": {"init": {"layers": 1, "hidden_size": 32}},

@@ -14,8 +14,8 @@ from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
 from kd.memory.one_sequence import LeastCapture
 from kd.models.loading import load_model
-from kd.pipeline import run_precompute
 from kd.progress import SILENT
+from kd.stages.capture import run_precompute
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -469,6 +469,7 @@ def test_the_process_that_runs_a_job_is_held_to_its_order(
             "home": "/h",
             "run_dir": str(root / "run"),
             "confinement": order,
+            "turn": 0,
         }
         child.attempt_stage(stage, whole, SimpleNamespace(send=sent.append), threading.Event())
         return sent[-1].data

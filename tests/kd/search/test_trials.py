@@ -14,9 +14,10 @@ import pytest
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
 from kd.errors import ConfigError, Interrupted, TrainingError
-from kd.pipeline import run_precompute, run_train
 from kd.progress import SILENT, Event, Monitor
 from kd.search.trials import search_students
+from kd.stages.capture import run_precompute
+from kd.stages.training import run_train
 from kd.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,9 +20,9 @@ from kd.memory.model_memory import estimate_least_memory
 from kd.models.adapters import list_trained_parameters
 from kd.models.loading import build_student
 from kd.models.saving import load_saved_student, save_student
-from kd.pipeline import run_precompute
 from kd.preflight.problems import Machine, find_problems
 from kd.progress import SILENT
+from kd.stages.capture import run_precompute
 from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train

@@ -26,8 +26,8 @@ from kd.models.loading import build_student
 from kd.models.precision import Precision
 from kd.models.tokenizers import get_vocabulary_size
 from kd.parallel.strategies import WholeLoss
-from kd.pipeline import run_precompute
 from kd.progress import SILENT, Event, Monitor
+from kd.stages.capture import run_precompute
 from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
 from kd.training.lookahead import LookAhead

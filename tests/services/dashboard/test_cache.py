@@ -20,8 +20,8 @@ from cache.viewing.texts import TokenTexts
 from cache.writing.writer import open_writer
 from kd.config.jobfile import parse_config
 from kd.files import write_json
-from kd.pipeline import run_precompute
 from kd.progress import SILENT
+from kd.stages.capture import run_precompute
 from tests.support.services.api import serving, tell
 from tests.support.services.pages import check_page
 

@@ -22,8 +22,8 @@ from kd.evaluation.tokens.scoring import FILE, write_tokens
 from kd.files import read_json, write_json
 from kd.models.loading import load_model
 from kd.models.tokenizers import load_tokenizer
-from kd.pipeline import open_source
 from kd.progress import SILENT
+from kd.stages.source import open_source
 from tests.support.services.api import tell
 from tests.support.services.pages import check_page
 

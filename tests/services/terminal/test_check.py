@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from cache.errors import PotstillError
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
-from kd.pipeline import run_precompute
 from kd.progress import Monitor
+from kd.stages.capture import run_precompute
 from services.terminal.commands.check import app
 
 pytestmark = pytest.mark.usefixtures("one_thread")

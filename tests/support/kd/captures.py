@@ -12,8 +12,8 @@ from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
-from kd.pipeline import run_precompute
 from kd.progress import SILENT, Monitor
+from kd.stages.capture import run_precompute
 
 #: The cache section of each profile, by a name for tests.
 PROFILES: dict[str, dict[str, Any]] = {

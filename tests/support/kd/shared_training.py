@@ -24,8 +24,8 @@ from kd.models.precision import Precision
 from kd.models.tokenizers import get_vocabulary_size, load_tokenizer
 from kd.parallel.group import ALONE, Group
 from kd.parallel.strategies import collect_weights
-from kd.pipeline import run_precompute
 from kd.progress import SILENT, Event, Monitor
+from kd.stages.capture import run_precompute
 from kd.text.batches import CachedRecords, PlainText
 from kd.text.corpus import Corpus
 from kd.tracking.metrics import read_metrics

@@ -22,7 +22,7 @@ def loss_of(config: JobConfig, step: int) -> float:
 
 
 def run_stage(
-    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
+    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, turn: int
 ) -> dict[str, Any]:
     """Report a capture without work, or train for ``max_steps`` steps of 0.05 seconds each.
 

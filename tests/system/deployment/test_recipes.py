@@ -17,8 +17,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from bench.support.paths import ROOT
+from kd.config.kinds import list_stage_names
 from services.api.answers.prometheus import METRICS
-from services.settings import STAGES, Settings
+from services.settings import Settings
 from tests.support.deployment.recipes import (
     FOLDER,
     OTHERS,
@@ -85,7 +86,7 @@ def test_every_command_is_one_of_ours(words: list[str]) -> None:
     else:
         assert words[0] in ("valkey-server", "sh")
     if "--queues" in words:
-        assert set(words[words.index("--queues") + 1].split(",")) == set(STAGES)
+        assert set(words[words.index("--queues") + 1].split(",")) == set(list_stage_names("worker"))
 
 
 def test_every_setting_is_one_of_ours() -> None:

@@ -168,7 +168,7 @@ def _estimate_by_table(
     from services.api.planning import plan_job
 
     caches = settings.locate_caches(config.cache.store)
-    capture = None if config.kind == "train" else estimate_by_table(config, settings.root, caches)
+    capture = None if not config.captures else estimate_by_table(config, settings.root, caches)
     if config.train is None:
         return capture, None
     plan = plan_job(config, settings, [])

@@ -17,9 +17,10 @@ from cache.store import measure_cache_bytes, open_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted
-from kd.pipeline import run_precompute, run_stages
+from kd.pipeline import run_stages
 from kd.preflight.problems import Folders, find_problems
 from kd.progress import SILENT, Event, Monitor
+from kd.stages.capture import run_precompute
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,8 +17,8 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.memory.model_memory import estimate_least_memory
 from kd.memory.one_sequence import LeastCapture
-from kd.pipeline import run_precompute
 from kd.progress import SILENT
+from kd.stages.capture import run_precompute
 from tests.support.caches import content
 from tests.support.kd.captures import PROFILES
 

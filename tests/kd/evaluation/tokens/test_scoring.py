@@ -19,8 +19,9 @@ from kd.evaluation.tokens.scoring import FILE, TOP, decode_each, read_evenly, wr
 from kd.files import read_json
 from kd.models.loading import load_model
 from kd.models.tokenizers import load_tokenizer
-from kd.pipeline import open_source, run_stages
+from kd.pipeline import run_stages
 from kd.progress import SILENT
+from kd.stages.source import open_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY = 2048

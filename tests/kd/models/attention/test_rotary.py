@@ -18,8 +18,8 @@ from kd.config.jobfile import parse_config
 from kd.errors import FidelityError
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states
-from kd.pipeline import run_precompute
 from kd.progress import SILENT
+from kd.stages.capture import run_precompute
 from kd.text.packed_rows import PackedRows
 from tests.support.kd.zoo import DEEPSEEK, LLAMA, some_tokens
 

@@ -16,8 +16,8 @@ from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
-from kd.pipeline import run_precompute
 from kd.progress import SILENT
+from kd.stages.capture import run_precompute
 from tests.support.kd.captures import live
 from tests.support.kd.quantizers import needs_torchao
 

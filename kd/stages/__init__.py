@@ -1,0 +1,1 @@
+"""The stages of a job. ``kd.pipeline`` runs one after the other."""

@@ -1,0 +1,122 @@
+"""The stage that makes a sealed cache: it plans, checks what comes after, and captures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cache.store import has_manifest
+from kd.capture.plan import CapturePlan, plan_capture
+from kd.capture.teacher import capture_cache, help_capture
+from kd.config.job import JobConfig
+from kd.config.kinds import CAPTURE
+from kd.config.teacher import SHARED
+from kd.files import find_caches, write_json
+from kd.memory.one_sequence import require_capture_memory
+from kd.models.attention.causality import precheck_causality
+from kd.models.attention.isolation import make_small, precheck_isolation
+from kd.models.lm_head import precheck_lm_head, require_rows
+from kd.models.loading import outline_student, require_shareable_teacher, require_trainable_student
+from kd.models.precision import pick_device
+from kd.models.spread.following import follow
+from kd.models.spread.leading import leading
+from kd.models.tokenizers import KnownTokenizer, require_same_tokenizer
+from kd.models.tokenizing.rules import sample_texts
+from kd.parallel.devices import count_ranks
+from kd.parallel.group import Group, leave_group
+from kd.parallel.launch import RankOrder, run_in_ranks
+from kd.progress import NOTICES, Monitor, keep_notices
+from kd.stages.source import load_student_tokenizer, select_cache_inputs
+from kd.text.corpus import TEXTS
+from kd.training.prepare import require_stages
+
+
+def run_precompute(
+    config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
+) -> dict[str, Any]:
+    """Make sure that a sealed cache for this job exists: capture it if it does not.
+
+    A teacher that several processes share runs in as many as the job has devices.
+    """
+    teacher = config.teacher
+    if teacher is None or teacher.parallel not in SHARED:
+        return run_capture(config, home, run_dir, monitor)
+    ranks = count_ranks(config)
+    require_shareable_teacher(teacher, ranks)
+    order = RankOrder(CAPTURE.name, config.model_dump(mode="json"), str(home), str(run_dir))
+    return run_in_ranks(order, ranks, monitor)
+
+
+def share_capture(
+    config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, group: Group
+) -> dict[str, Any]:
+    """Capture with a teacher that all ranks of ``group`` share.
+
+    Rank 0 alone plans, records, seals and reports. The others run the teacher with it, and return
+    nothing.
+    """
+    result: dict[str, Any] = {}
+    if group.leads:
+        with leading():
+            result = run_capture(config, home, run_dir, monitor)
+    else:
+        follow()
+    leave_group(group)
+    return result
+
+
+def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    """Make sure that a sealed cache for this job exists, as ``run_precompute`` does.
+
+    Where several workers capture it, one of them does this, and the others help with the shards.
+    """
+    planned = plan_capture(config, monitor, home / TEXTS)
+    monitor.check("after the text was read; no shard was started")
+    if monitor.ranges is not None and monitor.ranges.terms is not None:
+        caches = find_caches(home, config.cache.store)
+        help_capture(planned, caches, monitor.ranges.terms, monitor)
+        return {}
+    require_possible_student(config, planned, monitor)
+    caches = find_caches(home, config.cache.store)
+    if not has_manifest(caches / planned.identity.fingerprint):
+        require_capture_memory(planned, pick_device())
+    # Before the capture, so that a listener knows the cache while it is still being written.
+    monitor.emit("plan", fingerprint=planned.identity.fingerprint)
+    trained = f"{len(planned.corpus.train)} sequences to train on"
+    held_out = planned.describe_held_out()
+    monitor.emit("stage", stage="precompute", phase=f"text: {trained}; held out: {held_out}")
+    summary = capture_cache(planned, caches, monitor)
+    write_json(run_dir / "cache.json", {**summary, "inputs": select_cache_inputs(config)})
+    keep_notices(run_dir / NOTICES, monitor)
+    monitor.emit("cache", **summary)
+    return {"cache": summary}
+
+
+def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: Monitor) -> None:
+    """Raise now the errors that training would raise for the job's student, and warn as it would.
+
+    Its tokenizer and its shape are enough to find them. The capture before training may take days.
+    """
+    if config.student is None or "student" not in config.own_kind.needs:
+        return
+    own = load_student_tokenizer(config)
+    vocabulary = planned.identity.tokenizer.vocabulary_size
+    known = KnownTokenizer.of(planned.tokenizer, vocabulary, "the teacher's")
+    require_same_tokenizer(own, known, texts=sample_texts(config.data), note=monitor.note)
+    student = require_trainable_student(
+        config.student, own, config.data.sequence_length, config.teacher
+    )
+    require_rows(student, vocabulary)
+    train = config.train
+    stages = config.resources.gpus or 1
+    if train is not None and train.strategy == "pipeline" and stages > 1:
+        require_stages(config.loss, student, stages)
+    # A fresh student is a Llama, and one cut out of the teacher computes as the teacher does.
+    if config.student.model is not None:
+        # Made once for all checks: that takes seconds for a wide model.
+        small = make_small(outline_student(config.student))
+        if small is not None:
+            precheck_lm_head(small)
+            precheck_causality(small, config.data.sequence_length)
+            if config.data.packing:
+                precheck_isolation(small, config.data.sequence_length, monitor)

@@ -1,0 +1,168 @@
+"""What a training reads: the records of its cache or its text, and the student's tokenizer."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from cache.reading.usage import hold_for
+from cache.store import Cache, open_cache
+from kd.capture.plan import plan_capture, resolve_teacher_folder
+from kd.capture.teacher import warn_of_overruled
+from kd.config.job import JobConfig
+from kd.config.jobfile import read_record
+from kd.config.teacher import TeacherConfig
+from kd.errors import ConfigError
+from kd.files import find_caches, read_json
+from kd.memory.host import choose_chunk_memory
+from kd.models.folder import ModelFolder, require_allowed_remote_code, resolve_model
+from kd.models.tokenizers import (
+    KnownTokenizer,
+    hash_tokenizer,
+    load_tokenizer,
+    require_same_tokenizer,
+    take_chat_template,
+)
+from kd.models.vocabulary import choose_student_vocabulary
+from kd.progress import Monitor, Notice
+from kd.text.batches import CachedRecords, PlainText, Source
+from kd.text.corpus import TEXTS, open_corpus
+from kd.training.prepare import require_served
+
+#: The last characters before a user's words, by which a cache of chats is recognised.
+_TURN_CHARACTERS = 12
+
+
+def open_source(
+    config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
+) -> tuple[PreTrainedTokenizerBase, Source]:
+    """The training data, and the student's tokenizer, which must be that of the cache."""
+    tokenizer = load_student_tokenizer(config)
+    if not config.needs_cache:
+        size = choose_student_vocabulary(tokenizer, config)
+        corpus = open_corpus(config.data, tokenizer, home / TEXTS, monitor, size)
+        return tokenizer, PlainText(corpus)
+    # Where the capture of this run has written its result, the cache is known without reading the
+    # text again.
+    known = read_json(run_dir / "cache.json")
+    memory = choose_chunk_memory(config.train)
+    caches = find_caches(home, config.cache.store)
+    if config.cache.fingerprint is not None:
+        store = open_cache(caches / config.cache.fingerprint, memory_bytes=memory)
+    elif known is not None and read_cache_inputs(known) == select_cache_inputs(config):
+        store = open_cache(caches / known["fingerprint"], memory_bytes=memory)
+    else:
+        identity = plan_capture(config, monitor, home / TEXTS).identity
+        store = open_cache(caches / identity.fingerprint, identity, memory)
+    hold_for(store, store.folder)
+    warn_of_overruled(store, monitor)
+    note_missing_tail(config, store, monitor)
+    require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store), note=monitor.note)
+    require_served(config, store.codec)
+    source = CachedRecords(store)
+    adopt_chat_template(tokenizer, config, source, monitor)
+    return tokenizer, source
+
+
+def adopt_chat_template(
+    tokenizer: PreTrainedTokenizerBase, config: JobConfig, source: CachedRecords, monitor: Monitor
+) -> None:
+    """Give the student's tokenizer the chat template that its text was rendered with.
+
+    It is that of the teacher: the student learns to answer after these tokens and no others.
+    """
+    learned = find_teacher_tokenizer(config, source)
+    if learned is None or learned.chat_template is None:
+        return
+    sealed = config.cache.fingerprint is not None
+    if not (holds_chats(source, learned) if sealed else config.data.has_chats):
+        return
+    assert config.student is not None
+    if tokenizer.chat_template not in (None, learned.chat_template):
+        what = "chat templates of the student's own, replaced by the one that was learned"
+        remedy = (
+            "The saved student answers as it was trained; give it chats with its own tokenizer."
+        )
+        place = config.student.model or "the student's tokenizer"
+        monitor.note(Notice(what, 1, f"that of {place}", remedy))
+    take_chat_template(tokenizer, learned)
+
+
+def find_teacher_tokenizer(
+    config: JobConfig, source: CachedRecords
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the teacher, where it is on this machine and still that of the cache."""
+    made = source.store.manifest.provenance
+    teacher = config.teacher or TeacherConfig(
+        model=made.teacher_name or "unknown", revision=made.teacher_revision or None
+    )
+    name = teacher.tokenizer or teacher.model
+    found = ModelFolder.find(name, Path(), teacher.revision)
+    if found is None or not (teacher.gguf_file or found.has_tokenizer):
+        return None
+    trusted = require_allowed_remote_code(teacher)
+    own = load_tokenizer(found.path, teacher.gguf_file, trusted)
+    return own if hash_tokenizer(own) == source.store.identity.tokenizer.sha256 else None
+
+
+def holds_chats(source: CachedRecords, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the first sequence has a user's turn as the tokenizer's template begins one."""
+    message = {"role": "user", "content": "MESSAGE"}
+    turn = str(tokenizer.apply_chat_template([message], tokenize=False)).partition("MESSAGE")[0]
+    sequences, _ = source.read(np.arange(1))
+    return turn[-_TURN_CHARACTERS:] in str(tokenizer.decode(sequences.tokens[0].tolist()))
+
+
+def note_missing_tail(config: JobConfig, store: Cache, monitor: Monitor) -> None:
+    """Note that ``loss.tail_control``, the default, has no effect with this cache."""
+    wanted = config.loss.tail_control and config.loss.entropy_weighting == 0.0
+    if wanted and store.codec.rules.sums_tails and not store.manifest.tail_mean.digest:
+        what = "caches without a mean tail, so that loss.tail_control has no effect"
+        remedy = "Capture it again, from a teacher on this machine."
+        monitor.note(Notice(what, 1, str(store.folder.name), remedy))
+
+
+def adopt_cache_layout(source: Source, config: JobConfig) -> JobConfig:
+    """``config`` with the sequence length and packing of its sealed cache.
+
+    Only a job that names a sealed cache changes: its own ``data`` section names no text.
+    """
+    if config.cache.fingerprint is None or not isinstance(source, CachedRecords):
+        return config
+    identity = source.store.identity.data
+    layout = {"sequence_length": identity.sequence_length, "packing": identity.packing}
+    return config.model_copy(update={"data": config.data.model_copy(update=layout)})
+
+
+def load_student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer in the student's own folder, or the one that a fresh student gets."""
+    student = config.student
+    teacher = config.teacher
+    assert student is not None, "JobConfig refuses a training job without a student"
+    own = student.own_tokenizer
+    if own is not None:
+        # A tokenizer alone needs no weights.
+        weights = "*.safetensors" if student.model else None
+        return load_tokenizer(resolve_model(own, student.revision, weights))
+    assert teacher is not None, "JobConfig refuses a fresh student without a tokenizer"
+    folder = resolve_teacher_folder(teacher, teacher.gguf_file)
+    return load_tokenizer(folder, teacher.gguf_file, require_allowed_remote_code(teacher))
+
+
+def select_cache_inputs(config: JobConfig) -> dict[str, Any]:
+    """The part of a configuration that decides which cache it needs."""
+    return config.model_dump(mode="json", include={"teacher", "data", "cache"})
+
+
+def read_cache_inputs(known: Any) -> dict[str, Any] | None:
+    """Return what the cache of a run was made from, by the run's cache.json.
+
+    Fields that are newer than the run mean what was done then. None where it does not tell.
+    """
+    with suppress(KeyError, TypeError, ConfigError):
+        return select_cache_inputs(read_record({"kind": "precompute", **known["inputs"]}))
+    return None

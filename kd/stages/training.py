@@ -1,0 +1,149 @@
+"""The stage that trains a student on a cache or on plain text, saves it and reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kd.buckets.runs import find_own_run
+from kd.config.job import JobConfig
+from kd.config.kinds import TRAIN
+from kd.config.train import TrainConfig
+from kd.evaluation.baseline import build_first_student, build_starting_student
+from kd.evaluation.comparison import compare_with_records
+from kd.evaluation.measure import EvaluationContext
+from kd.evaluation.model_card import PROVENANCE, write_provenance
+from kd.evaluation.report import COMPARED, make_report, write_report
+from kd.evaluation.teacher_effect import warn_of_verdict
+from kd.evaluation.tokens.scoring import FILE as TOKENS_FILE
+from kd.files import read_json, whole_folder
+from kd.memory.auto_batch import release_memory, saving_errors
+from kd.models.layers import stopping_forward
+from kd.models.precision import Precision, pick_device
+from kd.models.saving import choose_save_dtype, load_saved_student, save_student
+from kd.models.vocabulary import choose_run_vocabulary
+from kd.parallel.devices import count_ranks
+from kd.parallel.group import ALONE, Group, leave_group
+from kd.parallel.launch import RankOrder, run_in_ranks
+from kd.parallel.strategies import collect_weights, put_weights
+from kd.progress import Monitor
+from kd.stages.source import adopt_cache_layout, open_source
+from kd.text.batches import Source
+from kd.training import checkpoint
+from kd.training.loop import train
+from kd.training.resume.identity import compute_resume_identity
+from kd.training.samples import EvaluationSamples
+from kd.training.uploads import CheckpointUploads
+
+#: The folder of checkpoints in a run folder.
+CHECKPOINTS = "checkpoints"
+#: The files of a training in its run folder, beside the plots of its report.
+ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json")
+
+
+def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    """Train the student on as many devices as the job asks for, each with a process of its own."""
+    # Devices may be for the teacher alone.
+    ranks = 1 if config.require_train().strategy == "single" else count_ranks(config)
+    if ranks == 1:
+        return run_training(config, home, run_dir, monitor)
+    order = RankOrder(TRAIN.name, config.model_dump(mode="json"), str(home), str(run_dir))
+    return run_in_ranks(order, ranks, monitor)
+
+
+def run_training(
+    config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, group: Group = ALONE
+) -> dict[str, Any]:
+    """Train the student from the sealed cache (or on plain text), save it and report.
+
+    The ranks of ``group`` train together; then rank 0 alone saves and reports, and the others
+    return nothing.
+    """
+    tokenizer, source = open_source(config, home, run_dir, monitor)
+    config = adopt_cache_layout(source, config)
+    # Rank 0 decides for all: the disk of another host may lag behind.
+    report = group.share(read_finished(config, source, run_dir) if group.leads else None)
+    if report is not None:
+        leave_group(group)
+        phase = "this run has finished before, and nothing is measured again"
+        monitor.emit("stage", stage="train", phase=phase)
+        return tell_results(report, run_dir, monitor) if group.leads else {}
+    monitor.check("before the student was loaded")
+    student = build_first_student(config, tokenizer, group)
+    vocabulary = choose_run_vocabulary(source, tokenizer, student)
+    monitor.emit("stage", stage="train", phase="training")
+    with CheckpointUploads(run_dir, monitor, group.leads) as uploads:
+        progress = train(
+            config, source, student, vocabulary, run_dir, monitor, group, uploads,
+            EvaluationSamples.of(config.evaluation, source, tokenizer),
+        )  # fmt: skip
+        weights = collect_weights(student, group) if not group.alone else {}
+        # Before the block waits for the last upload: other ranks would wait for this one.
+        leave_group(group)
+    if not group.leads:
+        return {}
+    if weights:
+        student = build_starting_student(config, tokenizer)
+        # In float32, as the finished student is.
+        progress.first_evaluation = compare_with_records(student, config, source, vocabulary)
+        put_weights(student, weights)
+
+    monitor.check("after the last step; the training is saved")
+    monitor.emit("stage", stage="train", phase="saving")
+    options = config.require_train()
+    save_dtype = choose_save_dtype(options, Precision.choose(options.precision, pick_device()))
+    # The folder gets its name last: a student at that place is whole, with its model card.
+    with whole_folder(run_dir / "student") as folder:
+        with saving_errors("the student"):
+            save_student(student, tokenizer, folder, config.student, save_dtype)
+        # The report is of the weights as they were saved, which may have another dtype. Two
+        # students at the same time need not fit in memory.
+        del student
+        release_memory()
+        saved = load_saved_student(folder)
+        context = EvaluationContext(run_dir, tokenizer, monitor, student_folder=folder)
+        with stopping_forward(monitor, "while the student was measured; its training is saved"):
+            report = make_report(config, source, saved, progress, vocabulary, context)
+        write_provenance(folder, config, report)
+    write_report(run_dir, report)
+    if options.save_total_limit is None:
+        keep_last_checkpoint(run_dir, options)
+    return tell_results(report, run_dir, monitor)
+
+
+def keep_last_checkpoint(run_dir: Path, options: TrainConfig) -> None:
+    """Delete the other checkpoints of a run and of its baseline, in its bucket too.
+
+    With early stopping the best one stays besides: whoever goes on takes its weights at the end.
+    """
+    stopping = options.early_stopping_patience is not None
+    for folder in (run_dir / "baseline" / CHECKPOINTS, run_dir / CHECKPOINTS):
+        newest = checkpoint.read_newest_state(folder) if stopping else None
+        best = None if newest is None else newest["progress"].get("best_step")
+        checkpoint.prune_checkpoints(folder, 1, best)
+    if (run := find_own_run(run_dir)) is not None:
+        run.prune_checkpoints(1, best)
+
+
+def read_finished(config: JobConfig, source: Source, run_dir: Path) -> dict[str, Any] | None:
+    """The report in ``run_dir``, if just this job has trained and measured the student there."""
+    made = read_json(run_dir / "student" / PROVENANCE) or {}
+    report: dict[str, Any] | None = read_json(run_dir / "report.json")
+    if made.get("job") != config.model_dump(mode="json") or report != made["report"]:
+        return None
+    # Also the text and the cache must be those of then.
+    identity = compute_resume_identity(config, str(source.identity))
+    same = checkpoint.read_newest_identity(run_dir / "checkpoints") == identity
+    return report if same else None
+
+
+def tell_results(report: dict[str, Any], run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    """Emit what the student is worth and where its files are; return both."""
+    monitor.emit("report", **{name: report.get(name) for name in COMPARED})
+    warn_of_verdict(report, monitor)
+    names = [*ARTIFACTS, *report["plots"]]
+    names += [TOKENS_FILE] if (run_dir / TOKENS_FILE).is_file() else []
+    artifacts = {name: str(run_dir / name) for name in names}
+    for name, path in artifacts.items():
+        monitor.emit("artifact", name=name, path=path)
+    return {"artifacts": artifacts, "report": report}
