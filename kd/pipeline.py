@@ -57,8 +57,9 @@ from kd.progress import SILENT, Monitor
 from kd.search.trials import search_students
 from kd.stages.capture import run_precompute
 from kd.stages.checks import run_fidelity, run_verify
+from kd.stages.results import CHECKPOINTS
 from kd.stages.source import read_cache_inputs, select_cache_inputs
-from kd.stages.training import CHECKPOINTS, run_train
+from kd.stages.training import run_train
 from kd.tracking.loading import reported_loading
 from kd.training.resume.elsewhere import fetch_run, keeping_checkpoint
 from kd.training.resume.identity import require_same_job

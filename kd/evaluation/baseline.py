@@ -21,7 +21,7 @@ from kd.progress import Event, Monitor
 from kd.text.batches import Source
 from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.loop import train
-from kd.training.prepare import choose_first_place
+from kd.training.preparing.setting import choose_first_place
 
 #: Events of the baseline's training that are passed on. Its metrics are not: a listener would take
 #: them for those of the job's own training.

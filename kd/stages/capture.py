@@ -28,7 +28,7 @@ from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.progress import NOTICES, Monitor, keep_notices
 from kd.stages.source import load_student_tokenizer, select_cache_inputs
 from kd.text.corpus import TEXTS
-from kd.training.prepare import require_stages
+from kd.training.preparing.requirements import require_stages
 
 
 def run_precompute(

@@ -31,7 +31,7 @@ from kd.models.vocabulary import choose_student_vocabulary
 from kd.progress import Monitor, Notice
 from kd.text.batches import CachedRecords, PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
-from kd.training.prepare import require_served
+from kd.training.preparing.requirements import require_served
 
 #: The last characters before a user's words, by which a cache of chats is recognised.
 _TURN_CHARACTERS = 12

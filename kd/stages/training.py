@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kd.buckets.runs import find_own_run
 from kd.config.job import JobConfig
 from kd.config.kinds import TRAIN
-from kd.config.train import TrainConfig
 from kd.evaluation.baseline import build_first_student, build_starting_student
 from kd.evaluation.comparison import compare_with_records
 from kd.evaluation.measure import EvaluationContext
-from kd.evaluation.model_card import PROVENANCE, write_provenance
-from kd.evaluation.report import COMPARED, make_report, write_report
-from kd.evaluation.teacher_effect import warn_of_verdict
-from kd.evaluation.tokens.scoring import FILE as TOKENS_FILE
-from kd.files import read_json, whole_folder
+from kd.evaluation.model_card import write_provenance
+from kd.evaluation.report import make_report, write_report
+from kd.files import whole_folder
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.models.layers import stopping_forward
 from kd.models.precision import Precision, pick_device
@@ -27,18 +23,11 @@ from kd.parallel.group import ALONE, Group, leave_group
 from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.parallel.strategies import collect_weights, put_weights
 from kd.progress import Monitor
+from kd.stages.results import keep_last_checkpoint, read_finished, tell_results
 from kd.stages.source import adopt_cache_layout, open_source
-from kd.text.batches import Source
-from kd.training import checkpoint
 from kd.training.loop import train
-from kd.training.resume.identity import compute_resume_identity
 from kd.training.samples import EvaluationSamples
 from kd.training.uploads import CheckpointUploads
-
-#: The folder of checkpoints in a run folder.
-CHECKPOINTS = "checkpoints"
-#: The files of a training in its run folder, beside the plots of its report.
-ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json")
 
 
 def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
@@ -109,41 +98,3 @@ def run_training(
     if options.save_total_limit is None:
         keep_last_checkpoint(run_dir, options)
     return tell_results(report, run_dir, monitor)
-
-
-def keep_last_checkpoint(run_dir: Path, options: TrainConfig) -> None:
-    """Delete the other checkpoints of a run and of its baseline, in its bucket too.
-
-    With early stopping the best one stays besides: whoever goes on takes its weights at the end.
-    """
-    stopping = options.early_stopping_patience is not None
-    for folder in (run_dir / "baseline" / CHECKPOINTS, run_dir / CHECKPOINTS):
-        newest = checkpoint.read_newest_state(folder) if stopping else None
-        best = None if newest is None else newest["progress"].get("best_step")
-        checkpoint.prune_checkpoints(folder, 1, best)
-    if (run := find_own_run(run_dir)) is not None:
-        run.prune_checkpoints(1, best)
-
-
-def read_finished(config: JobConfig, source: Source, run_dir: Path) -> dict[str, Any] | None:
-    """The report in ``run_dir``, if just this job has trained and measured the student there."""
-    made = read_json(run_dir / "student" / PROVENANCE) or {}
-    report: dict[str, Any] | None = read_json(run_dir / "report.json")
-    if made.get("job") != config.model_dump(mode="json") or report != made["report"]:
-        return None
-    # Also the text and the cache must be those of then.
-    identity = compute_resume_identity(config, str(source.identity))
-    same = checkpoint.read_newest_identity(run_dir / "checkpoints") == identity
-    return report if same else None
-
-
-def tell_results(report: dict[str, Any], run_dir: Path, monitor: Monitor) -> dict[str, Any]:
-    """Emit what the student is worth and where its files are; return both."""
-    monitor.emit("report", **{name: report.get(name) for name in COMPARED})
-    warn_of_verdict(report, monitor)
-    names = [*ARTIFACTS, *report["plots"]]
-    names += [TOKENS_FILE] if (run_dir / TOKENS_FILE).is_file() else []
-    artifacts = {name: str(run_dir / name) for name in names}
-    for name, path in artifacts.items():
-        monitor.emit("artifact", name=name, path=path)
-    return {"artifacts": artifacts, "report": report}

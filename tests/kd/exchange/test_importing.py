@@ -32,7 +32,7 @@ from kd.exchange.importing import ImportRequest, import_records
 from kd.loss.decoder import TargetDecoder
 from kd.progress import Monitor
 from kd.text.batches import CachedRecords, make_batch
-from kd.training.prepare import require_entropies
+from kd.training.preparing.requirements import require_entropies
 
 TOKENIZER = AUSTEN / "teacher"
 V = 2048

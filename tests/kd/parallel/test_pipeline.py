@@ -17,7 +17,7 @@ from kd.loss.fused import LossTerms
 from kd.models.stages.cut import StudentStage, cut
 from kd.parallel.group import Group
 from kd.training import step_loss
-from kd.training.prepare import require_stages
+from kd.training.preparing.requirements import require_stages
 from tests.support.kd.shared_training import (
     capture_profiles,
     change,
@@ -176,7 +176,7 @@ def train_and_hash_ends(group: Group, *arguments: Any) -> list[str]:
         return cut(student, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kd.training.prepare.cut", keep)
+        patch.setattr("kd.training.preparing.parts.cut", keep)
         train_student(group, *arguments)
     digests: list[str] = group.gather(hash_tensors(kept[0].get_input_embeddings().parameters()))
     return [digests[0], digests[-1]]

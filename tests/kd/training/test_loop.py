@@ -34,7 +34,7 @@ from kd.tracking.metrics import read_metrics
 from kd.training import checkpoint
 from kd.training.early_stopping import record_evaluation
 from kd.training.loop import train
-from kd.training.prepare import count_total_steps
+from kd.training.preparing.loss import count_total_steps
 from kd.training.saved.restoring import load_trained_weights
 from kd.training.saved.state import TrainingProgress
 from tests.support.kd.students import assert_same, copy_weights, make_llama

@@ -1,0 +1,111 @@
+"""What is checked of a student before it trains, and what is changed in its layers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from kd.config.job import JobConfig
+from kd.loss.chunk_size import suits_kernels
+from kd.memory.activation_checkpointing import checkpoint_activations
+from kd.memory.activation_offload import offload_activations
+from kd.memory.parallel import ParallelStrategy, RankMemory, Split, choose_strategy, estimate_rank
+from kd.memory.step_bytes import StepShape
+from kd.memory.step_memory import describe_step, measure_free_memory
+from kd.models.attention.causality import require_causal
+from kd.models.attention.interface import use_packed_attention, uses_packed_attention
+from kd.models.attention.isolation import isolate_documents, warn_of_mask
+from kd.models.layers import require_context
+from kd.models.lm_head import LMHead, find_student_head
+from kd.models.precision import round_parameters
+from kd.models.products.float8 import multiply_in_float8
+from kd.models.stages.cut import pick_own_layers
+from kd.parallel.group import Group
+from kd.parallel.limits import needs_whole_gradients
+from kd.training.preparing.requirements import require_stages
+from kd.training.preparing.setting import TrainingSetting
+
+
+def examine_student(setting: TrainingSetting) -> tuple[LMHead, RankMemory, ParallelStrategy]:
+    """Check that the job can train its student, and choose the strategy.
+
+    Rank 0 alone runs the student; the others do as it found. Returns the LM head, an estimate of
+    the memory of a step on a rank, and the strategy.
+    """
+    config = setting.config
+    student = setting.student
+    group = setting.group
+    options = config.require_train()
+    length = config.data.sequence_length
+    require_context(student, length)
+    if group.staged:
+        require_stages(config.loss, student, group.size)
+    if group.leads:
+        require_causal(student, length)
+    lm_head = find_student_head(student, setting.vocabulary)
+    # The weights of the other ranks have no values yet that could show it.
+    scale, softcap = group.share((lm_head.scale, lm_head.softcap))
+    lm_head = replace(lm_head, scale=scale, softcap=softcap)
+    if config.data.packing:
+        _isolate_documents_alike(student, group)
+        warn_of_mask(student, length, setting.monitor)
+    if options.is_pure_bfloat16:
+        # The checks above need all bits of float32, and all that follows sees the rounded weights.
+        round_parameters(student, torch.bfloat16)
+    rooms = group.gather(_measure_room(student, setting.device))
+    room = None if None in rooms else min(rooms)
+    found = None
+    if group.leads:
+        in_kernels = suits_kernels(setting.source.codec, config.loss.divergence)
+        kernels = setting.device.type == "cuda" and in_kernels
+        sizes = (length, setting.vocabulary, setting.precision)
+        step = describe_step(student, options, *sizes, kernels=kernels, device=setting.device)
+        strategy = _choose_strategy(config, step, room, group)
+        found = asdict(estimate_rank(step, Split(strategy, group.size))), strategy
+    fields, strategy = group.share(found)
+    memory = RankMemory(**fields)
+    if warning := memory.warning(room):
+        setting.monitor.emit("warning", message=warning)
+    return lm_head, memory, strategy
+
+
+def _isolate_documents_alike(student: PreTrainedModel, group: Group) -> None:
+    if group.leads:
+        isolate_documents(student)
+    if group.share(uses_packed_attention(student)):
+        use_packed_attention(student)
+
+
+def _measure_room(student: PreTrainedModel, device: torch.device) -> int | None:
+    """The bytes of ``device`` that are free, and those that the student takes there."""
+    free = measure_free_memory(device)
+    tensors = (*student.parameters(), *student.buffers())
+    held = sum(each.nbytes for each in tensors if each.device.type == device.type)
+    return None if free is None else free + held
+
+
+def _choose_strategy(
+    config: JobConfig, step: StepShape, room: int | None, group: Group
+) -> ParallelStrategy:
+    """Return the job's strategy, or what "auto" means for it."""
+    asked = step.options.strategy
+    if group.alone or asked == "single":
+        return "single"
+    if asked != "auto":
+        return asked
+    return "ddp" if needs_whole_gradients(config.loss) else choose_strategy(step, group.size, room)
+
+
+def change_layers(setting: TrainingSetting) -> None:
+    """Let the layers multiply in float8, and checkpoint or offload what they keep, as asked."""
+    student = setting.student
+    options = setting.options
+    group = setting.group
+    if options.fp8:
+        multiply_in_float8(student)
+    own = pick_own_layers(student, group.rank, group.size) if group.staged else None
+    checkpoint_activations(student, options.gradient_checkpointing, own)
+    if options.activation_offload:
+        offload_activations(student)
