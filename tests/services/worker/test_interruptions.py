@@ -66,7 +66,7 @@ def test_a_deadline_lets_the_run_save_and_then_fails_it(new_parts: MakeParts) ->
     parts.start_api()
     parts.start_worker()
     job = parts.wait_for(
-        parts.submit("endless", deadline_seconds=3), "failed", "cancelled", "succeeded"
+        parts.submit("endless", deadline_seconds=10), "failed", "cancelled", "succeeded"
     )
     assert job.error is not None
     assert (job.status, job.error.type) == ("failed", "deadline_exceeded")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.support.waiting import wait_until
 from kd.config.kinds import CAPTURE, KINDS, TRAIN, Kind, list_stage_names
 from kd.files import read_json
+from tests.support.services.rounds import PROGRAM
 from tests.support.services.runs import MakeParts
-
-PROGRAM = "tests.support.services.rounds"
 
 
 def test_a_stage_that_repeats_is_told_by_its_turn() -> None:
@@ -33,6 +34,7 @@ def test_the_stages_of_today_have_no_second_turn() -> None:
     assert list_stage_names("worker") == ["precompute", "train"]
 
 
+@pytest.mark.long
 def test_two_rounds_run_through_api_and_worker(
     new_parts: MakeParts, tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:

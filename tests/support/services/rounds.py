@@ -7,6 +7,7 @@ before.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from kd.config.job import JobConfig
 from kd.config.kinds import CAPTURE, KINDS, TRAIN, Kind
 from kd.progress import Monitor
 
+PROGRAM = "tests.support.services.rounds"
+PLANNER = "services.api.plan_child"
+#: The variable that tells the planner what it is.
+PART = "TEST_PART"
 ROUNDS = 2
-
-KINDS["rounds"] = Kind("rounds", (CAPTURE, TRAIN) * ROUNDS, "capture and train, again and again")
 
 
 def run_stage(
@@ -37,14 +40,34 @@ def run_stage(
     return pipeline.run_stage(stage, own, home, run_dir / f"round-{turn}", monitor)
 
 
-def main() -> None:
-    """Be the part of the service that the command line names."""
-    part = sys.argv[1] if len(sys.argv) > 1 else "child"
-    if part == "api":
-        from services.api.__main__ import run_api
-        from services.settings import Settings
+def run_api_with_planner() -> None:
+    """Run the API; the process that looks at new jobs knows the kind, too."""
+    from services.api.__main__ import run_api
+    from services.api.line_process import LineProcess
+    from services.settings import Settings
 
-        run_api(Settings())
+    start = LineProcess.__init__
+
+    def start_own(self: LineProcess, module: str, environment: Any, seconds: float) -> None:
+        if module == PLANNER:
+            module, environment = PROGRAM, {**environment, PART: PLANNER}
+        start(self, module, environment, seconds)
+
+    LineProcess.__init__ = start_own  # type: ignore[method-assign]
+    run_api(Settings())
+
+
+def main() -> None:
+    """Be the part of the service that the command line or the environment names."""
+    # Before the modules of the service are imported, which read the table.
+    KINDS["rounds"] = Kind("rounds", (CAPTURE, TRAIN) * ROUNDS, "capture and train, twice")
+    part = os.environ.get(PART) or (sys.argv[1] if len(sys.argv) > 1 else "child")
+    if part == "api":
+        run_api_with_planner()
+    elif part == PLANNER:
+        from services.api import plan_child
+
+        plan_child.main()
     elif part == "worker":
         from services.settings import Settings
         from services.worker.__main__ import run_worker
