@@ -38,7 +38,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 FORMAT = {"numpy", "zarr", "numcodecs", "google_crc32c"}
 #: For ``kd``: models and numerics, no network.
 SCIENCE = {
-    "cache", "numpy", "pydantic", "yaml",
+    "cache", "numpy", "pydantic", "pydantic_core", "yaml",
     "torch", "transformers", "datasets", "pyarrow", "tokenizers", "safetensors",
     "huggingface_hub",
     "accelerate", "lm_eval", "matplotlib", "optuna", "peft", "pytorch_optimizer",

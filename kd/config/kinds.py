@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 
 @dataclass(frozen=True)
-class Stage:
+class JobStage:
     """One stage of a job.
 
     Attributes:
@@ -45,14 +45,14 @@ class Stage:
     taken_by: Literal["worker", "reconciler"] = "worker"
 
 
-CAPTURE = Stage("precompute", "capture", ("teacher",), "cache", "cache.json")
-TRAIN = Stage("train", "train", ("student", "train"), "student", "report.json")
-SEARCH = Stage(
+CAPTURE = JobStage("precompute", "capture", ("teacher",), "cache", "cache.json")
+TRAIN = JobStage("train", "train", ("student", "train"), "student", "report.json")
+SEARCH = JobStage(
     "search", "search", ("student", "train", "search"), "students", "report.json", "reconciler"
 )
 # A check reads a whole cache as a capture writes one, so the same workers take it.
-VERIFY = Stage(CAPTURE.name, "verify", (), "verdict", "verify.json")
-FIDELITY = Stage(CAPTURE.name, "fidelity", ("teacher",), "verdict", "fidelity.json")
+VERIFY = JobStage(CAPTURE.name, "verify", (), "verdict", "verify.json")
+FIDELITY = JobStage(CAPTURE.name, "fidelity", ("teacher",), "verdict", "fidelity.json")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Kind:
     """A kind of jobs: its stages in order, and what it does in a few words."""
 
     name: str
-    stages: tuple[Stage, ...]
+    stages: tuple[JobStage, ...]
     meaning: str
 
     @property
@@ -88,22 +88,22 @@ class Kind:
         """The file that a finished run of this kind has."""
         return self.stages[-1].last_file
 
-    def list_turns(self) -> Iterator[tuple[Stage, int]]:
+    def list_turns(self) -> Iterator[tuple[JobStage, int]]:
         """Yield each stage in order, with its turn."""
         for place, stage in enumerate(self.stages):
             yield stage, sum(other.name == stage.name for other in self.stages[:place])
 
-    def find_stage(self, name: str, turn: int = 0) -> Stage:
+    def find_stage(self, name: str, turn: int = 0) -> JobStage:
         """Return the stage of this name and turn."""
         return self.stages[self._find_place(name, turn)]
 
-    def find_next(self, name: str, turn: int = 0) -> tuple[Stage, int] | None:
+    def find_next(self, name: str, turn: int = 0) -> tuple[JobStage, int] | None:
         """Return the stage that follows, and its turn; None if there is none."""
         place = self._find_place(name, turn)
         turns = list(self.list_turns())
         return turns[place + 1] if place + 1 < len(turns) else None
 
-    def find_capture(self, name: str, turn: int = 0) -> tuple[Stage, int] | None:
+    def find_capture(self, name: str, turn: int = 0) -> tuple[JobStage, int] | None:
         """Return the stage, and its turn, that captured the cache of a later stage, if one did."""
         before = list(self.list_turns())[: self._find_place(name, turn)]
         return next((each for each in reversed(before) if each[0].makes == "cache"), None)

@@ -315,6 +315,7 @@ CONFINED = {
     "cache.fingerprint", "cache.store", "cache.extends", "evaluation.tasks", "search.space.choices",
 }  # fmt: skip
 NO_PLACE = {
+    "kind",  # one of a table
     "name", "labels", "depends_on", "webhook",  # webhooks have rules of their own
     "teacher.api_key_env", "data.text_column", "data.document_separator", "data.train.name",
     "data.train.split",
