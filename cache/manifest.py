@@ -273,6 +273,19 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class RecordedTeacher:
+    """What a cache says of its teacher.
+
+    ``name`` and ``revision`` are those of the job that captured it, for people and for finding its
+    files again; each may be empty. ``identity`` tells whether found files are the captured ones.
+    """
+
+    name: str
+    revision: str
+    identity: TeacherIdentity
+
+
+@dataclass(frozen=True)
 class FolderEntry:
     """A folder of arrays in the manifest: bytes on disk with the seal, and the seal's digest.
 
@@ -353,6 +366,12 @@ class Manifest:
     tail_mean: FolderEntry = FolderEntry()
     pieces: PieceIndex | None = None
     first_tails: FolderEntry = FolderEntry()
+
+    @property
+    def teacher(self) -> RecordedTeacher:
+        """What the cache says of its teacher, in both of its parts."""
+        known = self.provenance
+        return RecordedTeacher(known.teacher_name, known.teacher_revision, self.identity.teacher)
 
     @property
     def totals(self) -> ShardTotals:

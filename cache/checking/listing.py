@@ -88,7 +88,7 @@ def _summarise_complete(folder: Path, manifest: Manifest) -> CacheSummary:
         bytes_per_token=round(size / max(totals.positions, 1), 3),
         sequences=manifest.identity.data.sequences,
         sequence_length=manifest.identity.data.sequence_length,
-        teacher=manifest.provenance.teacher_name,
+        teacher=manifest.teacher.name,
         profile=manifest.identity.codec.profile,
         threshold=manifest.identity.codec.threshold,
         created=datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds"),

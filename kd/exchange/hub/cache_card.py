@@ -29,9 +29,9 @@ _FINDS = (
 
 def render_cache_card(folder: Path, manifest: Manifest) -> str:
     """Return the card of the cache in ``folder``."""
-    teacher = manifest.provenance.teacher_name
+    teacher = manifest.teacher.name
     known = bool(teacher) and not Path(teacher).exists()
-    facts = read_card(teacher, manifest.provenance.teacher_revision or None) if teacher else {}
+    facts = read_card(teacher, manifest.teacher.revision or None) if teacher else {}
     licence = facts.get("license") if isinstance(facts.get("license"), str) else UNKNOWN_LICENCE
     languages = facts.get("language")
     data = DatasetCardData(
@@ -60,12 +60,12 @@ def _list_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
     identity = manifest.identity
     size = measure_cache_bytes(folder, manifest)
     data = identity.data
-    revision = manifest.provenance.teacher_revision
+    teacher = manifest.teacher
     return {
-        "Teacher": manifest.provenance.teacher_name or "unknown",
-        **({"Revision of the teacher": revision} if revision else {}),
-        "Precision of the teacher": identity.teacher.describe_precision(),
-        "sha256 of its weights": f"`{identity.teacher.model_sha256}`",
+        "Teacher": teacher.name or "unknown",
+        **({"Revision of the teacher": teacher.revision} if teacher.revision else {}),
+        "Precision of the teacher": teacher.identity.describe_precision(),
+        "sha256 of its weights": f"`{teacher.identity.model_sha256}`",
         "Tokenizer": f"{identity.tokenizer.vocabulary_size:,} tokens",
         "Profile": identity.codec.profile,
         "Sequences": f"{data.sequences:,} of {data.sequence_length:,} tokens, "

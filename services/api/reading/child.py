@@ -115,11 +115,11 @@ def _read_state(folder: Path) -> tuple[int, int] | None:
 
 def _read_teacher(folder: Path) -> dict[str, Any]:
     """Return how a job names the teacher of a cache."""
-    manifest = read_manifest(folder)
+    teacher = read_manifest(folder).teacher
     return {
-        "name": manifest.provenance.teacher_name,
-        "revision": manifest.provenance.teacher_revision,
-        "spread": bool(manifest.identity.teacher.parallel),
+        "name": teacher.name,
+        "revision": teacher.revision,
+        "spread": bool(teacher.identity.parallel),
     }
 
 
