@@ -77,6 +77,7 @@ from kd.loss.whole_targets import HiddenTarget
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import hide_progress_bars, load_teacher
 from kd.models.precision import Precision, compute_target_hidden_states, set_tf32
+from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import load_tokenizer
 from kd.optim.optimizers import make_optimizer
 from kd.optim.schedules import make_scheduler
@@ -211,12 +212,14 @@ def make_example_setting(scale: Scale, folder: Path) -> Setting:
             "max_eval_samples": scale.held_out,
         },
     }
-    teacher = AUSTEN / "teacher"
     tokenizer = load_tokenizer(AUSTEN / "teacher")
     jobs = {profile: parse_config(job | {"cache": {"profile": profile}}) for profile in PROFILES}
+    section = jobs["threshold"].teacher
+    assert section is not None
+    teacher = TeacherFiles(section, AUSTEN / "teacher")
     corpus = load_corpus(jobs["threshold"].data, tokenizer)
     plans = {
-        profile: make_capture_plan(each, tokenizer, corpus, teacher)
+        profile: make_capture_plan(each, teacher, tokenizer, corpus)
         for profile, each in jobs.items()
     }
     found = {
@@ -224,7 +227,7 @@ def make_example_setting(scale: Scale, folder: Path) -> Setting:
         for profile, plan in plans.items()
     }
     caches = {profile: open_cache(folder / fingerprint) for profile, fingerprint in found.items()}
-    model = load_teacher(plans["threshold"].teacher, teacher, DEVICE)
+    model = load_teacher(teacher, DEVICE)
     return Setting("example", sizes, scale.example_pace, model, corpus, caches, folder)
 
 

@@ -92,9 +92,7 @@ def examine(
     with reported_loading(monitor):
         student = load_saved_student(target.model)
         found = evaluate_in_depth(config, source, student, context, with_start)
-    teacher = (
-        config.teacher.model if config.evaluation.teacher and config.teacher is not None else None
-    )
+    teacher = config.teacher_name if config.evaluation.teacher else None
     report: Report = replace_nonfinite(
         {"name": config.name, "model": str(target.model), "teacher": teacher, **found}
     )
@@ -122,7 +120,7 @@ def adopt_run_training(config: JobConfig, run: Path | None) -> JobConfig:
 
 def enable_teacher(config: JobConfig) -> JobConfig:
     """``config`` with the teacher's evaluation switched on, where the teacher is local."""
-    local = config.teacher is not None and config.teacher.backend == "local"
+    local = config.explain_no_local_teacher() is None
     wanted = config.evaluation.model_copy(update={"teacher": config.evaluation.teacher or local})
     return config.model_copy(update={"evaluation": wanted})
 

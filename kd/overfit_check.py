@@ -61,7 +61,8 @@ def _run_check(config: JobConfig, home: Path, folder: Path, monitor: Monitor) ->
     config = adopt_cache_layout(source, config)
     # The same first weights as in the job's own training.
     torch.manual_seed(config.require_train().seed)
-    student = build_student(config.student, tokenizer, config.data.sequence_length, config.teacher)
+    length = config.data.sequence_length
+    student = build_student(config.student, tokenizer, length, config.teacher_files)
     monitor.emit("stage", phase="learning them by heart")
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     return check_overfit(config, source, student, vocabulary, folder, monitor)

@@ -501,6 +501,22 @@ def test_a_comparison_of_a_profile_s_name_is_found() -> None:
     assert not COMPARED.search("if codec.rules.sampled:")
 
 
+#: Which teacher a job runs, captures or names stands in ``JobConfig``; a module receives a teacher.
+READS_TEACHER = re.compile(r"(?<!kd\.)\b(config|job)\.teacher\b")
+
+
+def test_few_modules_read_the_teacher_of_a_job() -> None:
+    reading = [name_of(path) for path in SOURCES if READS_TEACHER.search(path.read_text("utf-8"))]
+    assert len(reading) <= 8, reading
+
+
+def test_a_read_of_the_teacher_of_a_job_is_found() -> None:
+    assert READS_TEACHER.search("teacher = config.teacher")
+    assert READS_TEACHER.search("if self.job.teacher is None:")
+    assert not READS_TEACHER.search("from kd.config.teacher import TeacherConfig")
+    assert not READS_TEACHER.search("if config.teacher_files is None:")
+
+
 def test_tests_are_no_package() -> None:
     assert [name_of(path) for path in (ROOT / "tests").rglob("__init__.py")] == []
 

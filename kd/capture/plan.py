@@ -25,11 +25,12 @@ from cache.manifest import (
 from cache.random import SEQUENCES
 from kd.capture.codec_identity import make_codec_identity
 from kd.capture.remote import hash_remote_teacher
+from kd.config.cache import CacheConfig
+from kd.config.data import DataConfig
 from kd.config.job import JobConfig
-from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, Problem
 from kd.models.attention.isolation import explain_own_rows
-from kd.models.folder import compute_fingerprint, require_allowed_remote_code, resolve_model
+from kd.models.folder import compute_fingerprint
 from kd.models.loading import (
     choose_quantization,
     choose_teacher_dtype,
@@ -37,14 +38,15 @@ from kd.models.loading import (
     outline_teacher,
 )
 from kd.models.precision import pick_device
+from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import (
     PROBE_TEXTS,
     encode_probes,
     get_special_tokens,
     hash_tokenizer,
-    load_tokenizer,
+    load_source_tokenizer,
 )
-from kd.models.vocabulary import choose_teacher_vocabulary
+from kd.models.vocabulary import choose_source_vocabulary
 from kd.progress import SILENT, Monitor, Notice
 from kd.text.corpus import Corpus, describe_held_out, load_corpus, open_corpus
 
@@ -60,28 +62,16 @@ def plan_capture(
     assert config.teacher is not None, (
         "JobConfig refuses a job that needs a cache and has no teacher"
     )
-    folder = resolve_teacher_folder(config.teacher, config.teacher.gguf_file or "*.safetensors")
-    tokenizer = load_tokenizer(
-        folder, config.teacher.gguf_file, require_allowed_remote_code(config.teacher)
-    )
-    size = choose_teacher_vocabulary(tokenizer, config.teacher, folder)
+    teacher = TeacherFiles.resolve(config.teacher)
+    source = teacher.section.files
+    tokenizer = load_source_tokenizer(source, teacher.folder)
+    size = choose_source_vocabulary(tokenizer, source, teacher.folder)
     corpus = (
         load_corpus(config.data, tokenizer, monitor, size)
         if texts is None
         else open_corpus(config.data, tokenizer, texts, monitor, size)
     )
-    return make_capture_plan(config, tokenizer, corpus, folder, monitor)
-
-
-def resolve_teacher_folder(teacher: TeacherConfig, weights: str | None) -> Path:
-    """Return the teacher's folder with the files that match ``weights``.
-
-    For a remote teacher, its tokenizer's folder.
-    """
-    if teacher.tokenizer is not None:
-        # A remote teacher's weights stay on its server: only the tokenizer is needed here.
-        return resolve_model(teacher.tokenizer, teacher.revision, None)
-    return resolve_model(teacher.model, teacher.revision, weights)
+    return make_capture_plan(config, teacher, tokenizer, corpus, monitor)
 
 
 def settle_packing(config: JobConfig, monitor: Monitor = SILENT) -> JobConfig:
@@ -111,12 +101,12 @@ def set_packing(config: JobConfig, packing: bool) -> JobConfig:
 
 def _load_hollow_models(config: JobConfig) -> Iterator[tuple[str, PreTrainedModel]]:
     """Yield the job's models that are on this machine, without weights; a fresh one is a Llama."""
-    teacher, student = config.teacher, config.student
+    teacher, student = config.active_teacher, config.student
     # What cannot be made is refused where it is loaded, by a better message.
-    if teacher is not None and teacher.backend == "local" and config.runs_teacher:
+    if teacher is not None and teacher.is_local:
         with suppress(PotstillError):
-            folder = resolve_teacher_folder(teacher, teacher.gguf_file)
-            yield "teacher", outline_teacher(teacher, folder, torch.float32)
+            files = TeacherFiles.resolve(teacher, whole=False)
+            yield "teacher", outline_teacher(files, torch.float32)
     if student is not None and student.model is not None:
         with suppress(PotstillError):
             yield "student", outline_student(student)
@@ -124,42 +114,39 @@ def _load_hollow_models(config: JobConfig) -> Iterator[tuple[str, PreTrainedMode
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """The inputs of a capture: the text, the teacher's folder, and the identity of the cache."""
+    """The inputs of a capture: the teacher, the text, and the identity of the cache.
 
-    config: JobConfig
-    folder: Path
+    ``data`` and ``options`` are the job's sections on text and on cache.
+    """
+
+    teacher: TeacherFiles
+    data: DataConfig
+    options: CacheConfig
     tokenizer: PreTrainedTokenizerBase
     corpus: Corpus
     identity: CacheIdentity
 
-    @property
-    def teacher(self) -> TeacherConfig:
-        """The job's teacher; a job with a capture always has one."""
-        assert self.config.teacher is not None
-        return self.config.teacher
-
     def describe_held_out(self) -> str:
         """Say which sequences of the text are held out, and why so many."""
         counts = (len(self.corpus.validation), len(self.corpus.train))
-        return describe_held_out(*counts, self.config.data)
+        return describe_held_out(*counts, self.data)
 
 
 def make_capture_plan(
     config: JobConfig,
+    teacher: TeacherFiles,
     tokenizer: PreTrainedTokenizerBase,
     corpus: Corpus,
-    folder: Path,
     monitor: Monitor = SILENT,
 ) -> CapturePlan:
     """Return the plan for a corpus that is already read.
 
     Raises ``ConfigError`` where the job asks for tokens that the teacher does not have.
     """
-    assert config.teacher is not None
-    vocabulary = choose_teacher_vocabulary(tokenizer, config.teacher, folder)
-    teacher = _identify_teacher(config, folder, monitor)
+    vocabulary = choose_source_vocabulary(tokenizer, teacher.section.files, teacher.folder)
+    known = _identify_teacher(teacher, monitor)
     identity = CacheIdentity(
-        teacher,
+        known,
         TokenizerIdentity(vocabulary, hash_tokenizer(tokenizer)),
         DataIdentity(
             sha256=corpus.compute_sha256(),
@@ -168,32 +155,32 @@ def make_capture_plan(
             train_sequences=len(corpus.train),
             validation_sequences=len(corpus.validation),
         ),
-        make_codec_identity(config.cache, teacher.dtype),
+        make_codec_identity(config.cache, known.dtype),
     )
     # Only tokenizer and model show which ids exist: the job alone cannot be checked for this.
     _require_vocabulary(identity)
     require_counters(identity)
-    return CapturePlan(config, folder, tokenizer, corpus, identity)
+    return CapturePlan(teacher, config.data, config.cache, tokenizer, corpus, identity)
 
 
-def _identify_teacher(config: JobConfig, folder: Path, monitor: Monitor) -> TeacherIdentity:
+def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> TeacherIdentity:
     """Identify the teacher by its weights, their precision, and how they are rounded and spread.
 
     The weights of a remote teacher cannot be seen: it is identified by its address and name.
     """
-    assert config.teacher is not None
-    if config.teacher.backend == "http":
-        return TeacherIdentity(hash_remote_teacher(config.teacher), "remote")
+    section = teacher.section
+    if not section.is_local:
+        return TeacherIdentity(hash_remote_teacher(section), "remote")
     # Another precision gives other logits, so it belongs to the identity of the teacher.
-    dtype = choose_teacher_dtype(config.teacher, folder, pick_device())
+    dtype = choose_teacher_dtype(teacher, pick_device())
     waiting = partial(monitor.check, "while the teacher's files were read")
-    digest = compute_fingerprint(folder, config.teacher.gguf_file, waiting)
+    digest = compute_fingerprint(teacher.folder, section.gguf_file, waiting)
     return TeacherIdentity(
         digest,
         str(dtype).removeprefix("torch."),
-        quantization=choose_quantization(config.teacher, folder),
+        quantization=choose_quantization(teacher),
         # Sums over several devices are rounded otherwise than those of one.
-        parallel="" if config.teacher.parallel == "none" else config.teacher.parallel,
+        parallel="" if section.parallel == "none" else section.parallel,
     )
 
 
@@ -227,11 +214,12 @@ def make_provenance(plan: CapturePlan) -> Provenance:
     The last probe text is an excerpt of the corpus: a student's tokenizer must encode it alike.
     """
     tokenizer = plan.tokenizer
+    section = plan.teacher.section
     beginning = plan.corpus.train.select(slice(0, 1)).tokens[0][:256]
     excerpt = str(tokenizer.decode(beginning.tolist(), skip_special_tokens=True))
     return Provenance(
-        teacher_name="/".join([plan.teacher.model, *filter(None, [plan.teacher.gguf_file])]),
-        teacher_revision=plan.teacher.revision or "",
+        teacher_name="/".join([section.model, *filter(None, [section.gguf_file])]),
+        teacher_revision=section.revision or "",
         probes=encode_probes(tokenizer, (*PROBE_TEXTS, excerpt)),
         special_tokens=get_special_tokens(tokenizer),
     )

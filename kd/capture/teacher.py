@@ -117,7 +117,7 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
 def estimate_whole(plan: CapturePlan) -> tuple[int, int]:
     """Return the positions of the cache of ``plan``, and about how many bytes it will have."""
     positions = plan.corpus.train.positions + plan.corpus.validation.positions
-    width = ModelFolder(plan.folder).hidden_width or 0
+    width = ModelFolder(plan.teacher.folder).hidden_width or 0
     return positions, estimate_bytes(plan.identity, positions, width)
 
 
@@ -146,18 +146,18 @@ def check_fidelity(
     teacher, whose distributions are not available. Raises ``FidelityError`` where records differ
     and the job does not accept that: then the shards stay, but the cache is not sealed.
     """
-    if plan.teacher.backend != "local":
+    if not plan.teacher.section.is_local:
         return (), None
     monitor.emit("stage", stage="precompute", phase="checking fidelity")
     # The model is loaded already, unless all shards were sealed by an earlier attempt.
     if isinstance(teacher, Teacher):
         live = LiveTeacher(teacher.model, teacher.recorder.lm_head)
     else:
-        live = LiveTeacher.load(plan.identity, plan.teacher, plan.folder)
+        live = LiveTeacher.load(plan.identity, plan.teacher)
     began = time.monotonic()
     with stopping_forward(monitor, FIDELITY_STOP):
         found = measure_fidelity(store, live, waiting=lambda: monitor.check(FIDELITY_STOP))
-    overruled = judge_fidelity(store, found, plan.config.cache)
+    overruled = judge_fidelity(store, found, plan.options)
     monitor.emit(
         "stage",
         stage="precompute",
@@ -245,16 +245,17 @@ def open_reader(
 
     ``knots`` is the number of knots that another worker has chosen.
     """
-    if plan.teacher.backend == "local":
+    section = plan.teacher.section
+    if section.is_local:
         teacher = Teacher.load(plan)
         if plan.identity.data.packing:
-            warn_of_mask(teacher.model, plan.config.data.sequence_length, monitor)
+            warn_of_mask(teacher.model, plan.data.sequence_length, monitor)
         warn_of_plain_layers(teacher.model, plan.identity.teacher.quantization, monitor)
         yield fit_recorder(teacher, plan, writer, monitor, knots)
         return
-    with RemoteTeacher.connect(plan.teacher, plan.identity.record_codec(), monitor) as remote:
-        length = plan.config.data.sequence_length
-        texts = islice(sample_texts(plan.config.data), ASKED_TEXTS)
+    with RemoteTeacher.connect(section, plan.identity.record_codec(), monitor) as remote:
+        length = plan.data.sequence_length
+        texts = islice(sample_texts(plan.data), ASKED_TEXTS)
         some = (text[:ASKED_CHARACTERS] for text in texts)
         remote.require_same_tokenizer(encode_probes(plan.tokenizer, (*PROBE_TEXTS, *some)), length)
         yield remote
@@ -315,15 +316,16 @@ class Teacher:
     @classmethod
     def load(cls, plan: CapturePlan) -> Teacher:
         """Load the model of ``plan``, and check its context, its LM head and its attention."""
-        model = load_teacher(plan.teacher, plan.folder, pick_device())
-        require_context(model, plan.config.data.sequence_length)
-        require_causal(model, plan.config.data.sequence_length)
+        model = load_teacher(plan.teacher, pick_device())
+        require_context(model, plan.data.sequence_length)
+        require_causal(model, plan.data.sequence_length)
         lm_head = find_lm_head(model, plan.identity.tokenizer.vocabulary_size)
         if plan.identity.data.packing:
             isolate_documents(model)
         recorder = Recorder(lm_head, plan.identity.record_codec())
         cuts_padding = not plan.identity.data.packing
-        return cls(model, recorder, plan.teacher.batch_size, cuts_padding=cuts_padding)
+        batch_size = plan.teacher.section.batch_size
+        return cls(model, recorder, batch_size, cuts_padding=cuts_padding)
 
     def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
         """Yield (sequences read, their records) per micro-batch, as ``deliver`` does."""
@@ -483,7 +485,7 @@ def summarise_cache(store: Cache, reused: bool) -> dict[str, Any]:
     # The next token, and those that are always kept, are entries beside head and tail.
     known = 1 + len(codec.always_keep) if codec.rules.sampled else 0
     overruled = manifest.overruled
-    quantization = manifest.identity.teacher.quantization
+    quantization = manifest.teacher.identity.quantization
     return {
         "fingerprint": manifest.identity.fingerprint,
         "bytes_per_token": round(store.bytes_per_token, 3),

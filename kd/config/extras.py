@@ -62,14 +62,6 @@ def find_missing_extras(config: JobConfig) -> list[Problem]:
     return problems + find_missing_harness(config)
 
 
-def find_missing_readers(config: JobConfig) -> list[Problem]:
-    """Find that this machine lacks what reads the teacher: torchao to quantise it, or gguf."""
-    if not config.runs_teacher or config.teacher is None:
-        return []
-    found = [NO_QUANTIZER] if config.teacher.quantization and not is_torchao_installed() else []
-    return found + ([NO_GGUF] if config.teacher.gguf_file and find_spec("gguf") is None else [])
-
-
 def require_torchao(problem: Problem) -> None:
     """Raise ``ConfigError`` with ``problem`` where torchao is not installed."""
     if not is_torchao_installed():

@@ -19,6 +19,7 @@ from kd.config.data import DataConfig
 from kd.config.evaluation import EvaluationConfig
 from kd.config.kinds import KINDS, Kind, KindName, describe_kinds, list_kinds_without
 from kd.config.loss import LearnedTemperature, LossConfig
+from kd.config.model_source import ModelSource
 from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.placement import PLACEMENT_FIELDS, Placement
 from kd.config.search import SearchConfig
@@ -109,12 +110,39 @@ class JobConfig(Placement):
         return self.own_kind.checks
 
     @property
-    def runs_teacher(self) -> bool:
-        """Whether the job loads the teacher: to capture it, to build the student, or to compare."""
+    def active_teacher(self) -> TeacherConfig | None:
+        """The teacher, if the job runs it: to capture it, to build the student, or to compare."""
         cut_out = self.student is not None and self.student.from_teacher is not None
         captures = self.needs_cache and self.cache.fingerprint is None
         needed = captures or "teacher" in self.own_kind.needs
-        return cut_out or self.evaluation.teacher or needed
+        runs = cut_out or self.evaluation.teacher or needed
+        return self.teacher if runs else None
+
+    @property
+    def captured_teacher(self) -> TeacherConfig | None:
+        """The teacher that a capture or a check of its cache runs; None for a job without both."""
+        return self.teacher if "teacher" in self.own_kind.needs else None
+
+    @property
+    def served_teacher(self) -> TeacherConfig | None:
+        """The teacher, if a server runs it."""
+        return self.teacher if self.teacher is not None and not self.teacher.is_local else None
+
+    @property
+    def teacher_files(self) -> ModelSource | None:
+        """Where the files of the teacher come from that are read on this machine."""
+        return None if self.teacher is None else self.teacher.files
+
+    @property
+    def teacher_name(self) -> str | None:
+        """The name by which the job calls its teacher."""
+        return None if self.teacher is None else self.teacher.model
+
+    def explain_no_local_teacher(self) -> str | None:
+        """Say why no teacher can run on this machine; None if one can."""
+        if self.teacher is None:
+            return "there is no teacher"
+        return None if self.teacher.is_local else f"teacher.backend is {self.teacher.backend}"
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -269,20 +297,15 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _teacher_runs_here_where_it_must(self) -> Self:
-        teacher = self.teacher
+        why = self.explain_no_local_teacher()
         student = self.student
         asking = {
             "student.from_teacher": student is not None and student.from_teacher is not None,
             "evaluation.teacher": self.evaluation.teacher,
         }
         for field, wanted in asking.items():
-            if wanted and (teacher is None or teacher.backend != "local"):
-                found = (
-                    "there is no teacher"
-                    if teacher is None
-                    else f"teacher.backend is {teacher.backend}"
-                )
-                raise ValueError(f"{field} needs a teacher with teacher.backend local, but {found}")
+            if wanted and why is not None:
+                raise ValueError(f"{field} needs a teacher with teacher.backend local, but {why}")
         return self
 
     @model_validator(mode="after")
@@ -314,21 +337,14 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _remote_teacher_gives_its_best(self) -> Self:
-        if (
-            self.teacher is not None
-            and self.teacher.backend == "http"
-            and self.needs_cache
-            and not self.cache.entries
-        ):
+        if self.served_teacher is None:
+            return self
+        if self.needs_cache and not self.cache.entries:
             raise ValueError(
                 "teacher.backend http returns only the most probable tokens: set cache.profile to "
                 f"topk, not {self.cache.profile}"
             )
-        if (
-            self.teacher is not None
-            and self.teacher.backend == "http"
-            and self.loss.entropy_weighting
-        ):
+        if self.loss.entropy_weighting:
             raise ValueError(
                 "teacher.backend http returns no entropies, but loss.entropy_weighting weighs "
                 "tokens "

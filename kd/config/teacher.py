@@ -6,12 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from kd.config.model_source import ModelSource
 from kd.config.section import AS_BYTES, Section
 
-#: The ways of ``teacher.parallel`` that need several processes, one on each device.
-SHARED = ("tensor", "fsdp")
-#: The fields that say where the teacher's weights lie.
-SPREAD_FIELDS = ("parallel", "gpu_memory", "host_memory")
 Bytes = Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES]
 
 
@@ -129,6 +126,34 @@ class TeacherConfig(Section):
     concurrency: int = Field(
         8, ge=1, le=256, description="Backend http: requests that may run at the same time."
     )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the model runs in the worker, and not behind a server."""
+        return self.backend == "local"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes, one on each device, hold parts of its weights."""
+        return self.parallel in ("tensor", "fsdp")
+
+    @property
+    def files(self) -> ModelSource:
+        """Where the files that are read here come from: the model's, or a server's tokenizer's."""
+        if self.tokenizer is not None:  # the weights stay on the server
+            return ModelSource(
+                self.tokenizer,
+                self.revision,
+                trust_remote_code=self.trust_remote_code,
+                has_weights=False,
+            )
+        return ModelSource(self.model, self.revision, self.gguf_file, self.trust_remote_code)
+
+    def compute_device_share(self, weights: int, devices: int) -> int:
+        """Compute the bytes of ``weights`` that each of ``devices`` holds at least."""
+        if self.parallel == "device_map":
+            return 0  # what no device holds stays on the disk
+        return weights // devices if self.is_shared else weights
 
     @model_validator(mode="after")
     def _backend_has_its_fields(self) -> Self:

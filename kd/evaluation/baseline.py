@@ -41,11 +41,11 @@ def build_first_student(
     """The student of a job as the ranks of ``group`` begin with it: hollow, but on rank 0."""
     context = config.data.sequence_length
     if not group.leads:
-        return build_hollow_student(config.student, tokenizer, context, config.teacher)
+        return build_hollow_student(config.student, tokenizer, context, config.teacher_files)
     options = config.require_train()
     torch.manual_seed(options.seed)
     place = choose_first_place(options, pick_device(), group)
-    return build_student(config.student, tokenizer, context, config.teacher, place)
+    return build_student(config.student, tokenizer, context, config.teacher_files, place)
 
 
 def make_cross_entropy_job(config: JobConfig) -> JobConfig:

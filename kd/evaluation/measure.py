@@ -11,7 +11,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cache.errors import PotstillError
+from kd.config.data import DataConfig
 from kd.config.job import JobConfig
+from kd.config.teacher import TeacherConfig
 from kd.evaluation.baseline import build_starting_student, train_baseline
 from kd.evaluation.comparison import (
     TEACHER,
@@ -26,19 +28,19 @@ from kd.evaluation.side_by_side import (
     ModelCost,
     SampleWriter,
     compare_on_device,
-    find_reason_without,
+    find_lack_of_memory,
     read_sample,
     take_stored_precision,
 )
 from kd.evaluation.tasks import run_tasks
 from kd.evaluation.tokens.scoring import FILE, write_tokens
-from kd.models.folder import require_allowed_remote_code, resolve_model
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
+from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import (
     KnownTokenizer,
     get_vocabulary_size,
-    load_tokenizer,
+    load_source_tokenizer,
     require_same_tokenizer,
 )
 from kd.models.tokenizing.rules import sample_texts
@@ -99,7 +101,10 @@ def evaluate_in_depth(
         students[BASELINE] = train_baseline(
             config, source, run.tokenizer, run.training, run.monitor
         )
-    teacher = _load_teacher(config, run) if config.evaluation.teacher else None
+    teacher = None
+    if config.evaluation.teacher:
+        assert config.teacher is not None, "JobConfig refuses to compare with no teacher"
+        teacher = _load_teacher(config.teacher, config.data, run)
     run.monitor.emit("stage", stage="train", phase="measuring on the held-out text")
     found = measure_models(config, source, students, teacher, run.tokenizer)
     # Models that are measured no more make room for the teacher.
@@ -160,7 +165,7 @@ def _compare_side_by_side(
     }
     known = {
         STUDENT: ModelCost.of_folder(run.student_folder),
-        TEACHER: ModelCost.of_teacher(config.teacher),
+        TEACHER: ModelCost.of_source(config.teacher_files),
     }
     writer = SampleWriter(prompts, run.tokenizer, options.max_new_tokens)
     found = compare_on_device(models, known, read_sample(source, pick_device()), writer)
@@ -178,19 +183,35 @@ def _load_teacher_if_possible(
     config: JobConfig, run: EvaluationContext
 ) -> tuple[PreTrainedModel | None, str | None]:
     """The teacher, or the reason why it cannot be loaded here; both None if the job has none."""
-    if config.teacher is None:
+    teacher = config.teacher
+    if teacher is None:
         return None, None
     if not config.captures:
         return None, f"a job of kind {config.kind} loads no teacher (`kd eval` compares the two)"
     limit = config.resources.memory
-    if (reason := find_reason_without(config.teacher, pick_device(), limit)) is not None:
+    if (reason := find_reason_without(teacher, pick_device(), limit)) is not None:
         return None, reason
     try:
-        return _load_teacher(config, run), None
+        return _load_teacher(teacher, config.data, run), None
     except PotstillError as error:
         return None, error.detail
     except (torch.OutOfMemoryError, MemoryError):
         return None, "there was not enough memory"
+
+
+def find_reason_without(
+    teacher: TeacherConfig, device: torch.device, limit: int | None = None
+) -> str | None:
+    """Explain why the teacher is not loaded for a comparison; None if it can be.
+
+    ``limit`` are the bytes that the job may use on a CPU.
+    """
+    if not teacher.is_local:
+        return "it runs on a server"
+    files = TeacherFiles.find(teacher, Path())
+    if files is None:
+        return "its folder is not on this machine"
+    return find_lack_of_memory(files, device, limit)
 
 
 def measure_models(
@@ -252,16 +273,16 @@ def _choose_batch_size(config: JobConfig) -> int:
     return config.train.batch_size if config.train is not None else DEFAULT_BATCH
 
 
-def _load_teacher(job: JobConfig, run: EvaluationContext) -> PreTrainedModel:
+def _load_teacher(
+    section: TeacherConfig, data: DataConfig, run: EvaluationContext
+) -> PreTrainedModel:
     """Load the teacher, if it shares the student's tokenizer."""
-    config = job.teacher
-    assert config is not None, "JobConfig refuses an evaluation of a teacher that is not there"
     run.monitor.emit("stage", stage="train", phase="loading the teacher")
-    folder = resolve_model(config.model, config.revision, config.gguf_file or "*.safetensors")
-    own = load_tokenizer(folder, config.gguf_file, require_allowed_remote_code(config))
+    teacher = TeacherFiles.resolve(section)
+    own = load_source_tokenizer(section.files, teacher.folder)
     # Probabilities compare only where equal ids mean equal text.
     size = min(map(get_vocabulary_size, (own, run.tokenizer)))
-    known = KnownTokenizer.of(own, size, f"that of {config.model}")
-    texts = sample_texts(job.data)
+    known = KnownTokenizer.of(own, size, f"that of {section.model}")
+    texts = sample_texts(data)
     require_same_tokenizer(run.tokenizer, known, texts=texts, note=run.monitor.note)
-    return load_teacher(config, folder, pick_device())
+    return load_teacher(teacher, pick_device())

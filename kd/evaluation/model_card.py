@@ -41,7 +41,7 @@ def write_provenance(folder: Path, config: JobConfig, report: Report) -> None:
 
 def _hide_folders(text: str, config: JobConfig) -> str:
     """Leave of each local path in the job its last part: the folders mean nothing to a reader."""
-    models = (getattr(each, "model", None) for each in (config.teacher, config.student))
+    models = (config.teacher_name, getattr(config.student, "model", None))
     texts = (getattr(each, "path", each) for each in config.data.train)
     for name in filter(None, (*models, *texts)):
         if Path(name).name and (Path(name).is_absolute() or Path(name).exists()):
@@ -76,8 +76,8 @@ def find_start(config: JobConfig) -> str | None:
     student = config.student
     if student is not None and student.model is not None:
         return student.model
-    if student is not None and student.from_teacher is not None and config.teacher is not None:
-        return config.teacher.model
+    if student is not None and student.from_teacher is not None:
+        return config.teacher_name
     return None
 
 
@@ -92,11 +92,11 @@ def _read_own_card(config: JobConfig) -> dict[str, Any]:
 
     A GGUF file may say them itself. What a card leaves out, that of its base model may say.
     """
-    student, teacher, found = config.student, config.teacher, dict[str, Any]()
+    student, teacher, found = config.student, config.teacher_files, dict[str, Any]()
     if teacher is not None:
-        found = read_card(teacher.tokenizer or teacher.model, teacher.revision)
+        found = read_card(teacher.name, teacher.revision)
         if teacher.gguf_file:
-            found |= read_gguf_card(teacher.model, teacher.gguf_file, teacher.revision)
+            found |= read_gguf_card(teacher.name, teacher.gguf_file, teacher.revision)
     elif student is not None and student.model is not None:
         found = read_card(student.model, student.revision)
     base = found.get("base_model")
@@ -182,7 +182,8 @@ def _describe_start(config: JobConfig) -> str:
         return f"the weights of `{start}`" if start else "random weights"
     sizes = {"hidden_size": cut.hidden_size, "intermediate_size": cut.intermediate_size}
     narrowed = "".join(f", {name} cut to {size:,}" for name, size in sizes.items() if size)
-    revision = None if config.teacher is None else config.teacher.revision
+    teacher = config.teacher_files
+    revision = None if teacher is None else teacher.revision
     known = ModelFolder.find(start, Path(), revision)
     count = None if known is None else known.config.get("num_hidden_layers")
     if not isinstance(count, int):
@@ -194,12 +195,13 @@ def _describe_start(config: JobConfig) -> str:
 def _describe_origin(config: JobConfig) -> str:
     """The section on the weights it began with, on licences, text and languages."""
     start = find_start(config)
-    teacher = None if config.teacher is None else config.teacher.model
+    teacher = config.teacher_name
+    files = config.teacher_files
     owner = teacher or start
     licence = find_licence(config)
     lines = [f"- Start: {_describe_start(config)}."]
-    if config.teacher is not None and config.teacher.gguf_file:
-        lines.append(f"- Teacher: the file `{Path(config.teacher.gguf_file).name}` of `{teacher}`.")
+    if files is not None and files.gguf_file:
+        lines.append(f"- Teacher: the file `{Path(files.gguf_file).name}` of `{teacher}`.")
     if licence != UNKNOWN_LICENCE:
         lines.append(f"- Licence: {licence}, the licence of `{owner}`.")
     elif owner is not None:

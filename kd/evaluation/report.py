@@ -184,9 +184,9 @@ def _choose_teacher_name(config: JobConfig, source: Source) -> str | None:
     if not isinstance(source, CachedRecords):
         return None
     # A job that names a cache may have another teacher in its own section; the cache's counts.
-    if config.teacher is None or config.cache.fingerprint is not None:
-        return source.store.manifest.provenance.teacher_name
-    return config.teacher.model
+    if config.teacher_name is None or config.cache.fingerprint is not None:
+        return source.store.manifest.teacher.name
+    return config.teacher_name
 
 
 def _measure_teacher(source: Source, at_once: int) -> Report:

@@ -21,13 +21,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kd.config.teacher import TeacherConfig
+from kd.config.model_source import ModelSource
 from kd.evaluation.comparison import CHUNK_ELEMENTS, EvaluatedModel
 from kd.files import format_bytes
 from kd.memory.model_memory import compute_rounded_share
 from kd.memory.step_memory import measure_free_memory, read_peak_memory, reset_peak_memory
-from kd.models.folder import ModelFolder
+from kd.models.folder import ModelFolder, find_source
 from kd.models.loading import choose_teacher_dtype
+from kd.models.teacher_files import TeacherFiles
 from kd.text.batches import Batch, Source, make_batch
 from kd.training.samples import Prompt, continue_prompts
 
@@ -66,11 +67,12 @@ class ModelCost:
         return cls(count_stored_parameters(folder) or None, count_disk_bytes(folder, gguf_file))
 
     @classmethod
-    def of_teacher(cls, config: TeacherConfig | None) -> ModelCost:
-        """Read the sizes of a teacher on this machine from its files, without loading it."""
-        if config is None or config.backend != "local":
+    def of_source(cls, source: ModelSource | None) -> ModelCost:
+        """Read the sizes of a model from its files, if they are on this machine."""
+        if source is None or not source.has_weights:
             return cls(None, None)
-        return cls.of_folder(_find_folder(config), config.gguf_file)
+        found = find_source(source, Path())
+        return cls.of_folder(None if found is None else found.path, source.gguf_file)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
@@ -170,19 +172,14 @@ def take_stored_precision(student: PreTrainedModel, folder: Path | None) -> PreT
 # ---------------------------------------------------------------------- the teacher
 
 
-def find_reason_without(
-    config: TeacherConfig, device: torch.device, limit: int | None = None
+def find_lack_of_memory(
+    teacher: TeacherFiles, device: torch.device, limit: int | None = None
 ) -> str | None:
-    """Explain why the teacher is not loaded for this comparison; None if it can be.
+    """Say how much memory ``device`` lacks for a teacher; None if it has enough.
 
     ``limit`` are the bytes that the job may use on a CPU.
     """
-    if config.backend != "local":
-        return "it runs on a server"
-    folder = _find_folder(config)
-    if folder is None:
-        return "its folder is not on this machine"
-    need = estimate_loaded_bytes(config, folder, device)
+    need = estimate_loaded_bytes(teacher, device)
     free = _measure_left_memory(device, limit)
     if free is not None and need * _MARGIN > free:
         return f"it needs about {format_bytes(need)} of memory, and {format_bytes(free)} is free"
@@ -199,21 +196,17 @@ def _measure_left_memory(device: torch.device, limit: int | None) -> int | None:
     return left if free is None else min(free, left)
 
 
-def estimate_loaded_bytes(config: TeacherConfig, folder: Path, device: torch.device) -> int:
+def estimate_loaded_bytes(teacher: TeacherFiles, device: torch.device) -> int:
     """Estimate the bytes of the teacher's weights when they are loaded."""
-    if config.gguf_file:
-        return (count_disk_bytes(folder, config.gguf_file) or 0) * _GGUF_GROWTH
-    itemsize = choose_teacher_dtype(config, folder, device).itemsize
-    plain = count_stored_parameters(folder) * itemsize
-    if config.quantization is None:
+    section = teacher.section
+    if section.gguf_file:
+        return (count_disk_bytes(teacher.folder, section.gguf_file) or 0) * _GGUF_GROWTH
+    itemsize = choose_teacher_dtype(teacher, device).itemsize
+    plain = count_stored_parameters(teacher.folder) * itemsize
+    if section.quantization is None:
         return plain
-    share = compute_rounded_share(ModelFolder(folder), config.quantization, itemsize)
+    share = compute_rounded_share(ModelFolder(teacher.folder), section.quantization, itemsize)
     return round(plain * share)
-
-
-def _find_folder(config: TeacherConfig) -> Path | None:
-    found = ModelFolder.find(config.model, Path(), config.revision)
-    return None if found is None else found.path
 
 
 # ---------------------------------------------------------------------- both

@@ -124,8 +124,9 @@ def train_student(
     }
     if teacher is not None:
         job["teacher"] = models.describe(teacher, "teacher")
-    elif isinstance(sealed_cache, CacheResult) and sealed_cache.job.teacher is not None:
-        job["teacher"] = sealed_cache.job.teacher.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(sealed_cache, CacheResult):
+        known = sealed_cache.job
+        job |= known.model_dump(mode="json", include={"teacher"}, exclude_unset=True)
     result = run_job(make_job(job, settings), out=out, home=place, progress=progress)
     assert isinstance(result, StudentResult), "a job of kind train makes a student"
     return result

@@ -72,7 +72,7 @@ class CacheResult(_Shown):
         return f"Cache {self.fingerprint[:12]}"
 
     def _facts(self) -> Iterable[Fact]:
-        yield "teacher", self.job.teacher.model if self.job.teacher else ""
+        yield "teacher", self.job.teacher_name or ""
         yield "tokens", f"{self.tokens:,}"
         yield "bytes per token", f"{self.bytes_per_token:.1f}"
         if self.entries_per_token:  # none where a record is no list of entries

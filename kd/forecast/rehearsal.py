@@ -23,7 +23,7 @@ import torch
 
 from cache.disk import make_folder, storage_errors
 from kd.capture.estimate.job import Estimate
-from kd.capture.plan import resolve_teacher_folder, settle_packing
+from kd.capture.plan import settle_packing
 from kd.capture.teacher import return_freed_memory
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
@@ -33,7 +33,7 @@ from kd.memory.auto_batch import release_memory
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
 from kd.memory.host import choose_chunk_memory, read_memory_bytes
 from kd.memory.step_memory import read_device_peak
-from kd.models.folder import ModelFolder
+from kd.models.folder import ModelFolder, resolve_source
 from kd.models.precision import name_device, pick_device
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.progress import SILENT, Monitor
@@ -202,11 +202,11 @@ def _scale_capture(
 ) -> _Rehearsal:
     estimate = trial.estimate
     here = (_Need("capture", trial.memory_bytes, estimate.seconds or 0.0),)
-    teacher = config.teacher
-    if kind is None or counter is None or teacher is None or teacher.backend != "local":
+    teacher = config.captured_teacher
+    if kind is None or counter is None or teacher is None or not teacher.is_local:
         return _Rehearsal(here, capture=estimate)
     # A CPU reads in float32 what a GPU reads in the precision of the stored weights.
-    folder = ModelFolder(resolve_teacher_folder(teacher, teacher.gguf_file))
+    folder = ModelFolder(resolve_source(teacher.files, whole=False))
     narrower = teacher.dtype == "auto" and folder.dtype in ("bfloat16", "float16")
     width = 0.5 if narrower and pick_device().type == "cpu" else 1.0
     sequences = estimate.train_sequences + estimate.validation_sequences

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from kd.capture.codec_identity import make_codec_identity
-from kd.capture.plan import resolve_teacher_folder
 from kd.config.job import JobConfig
 from kd.config.train import Checkpointing, TrainConfig
 from kd.errors import ConfigError, Problem
@@ -53,6 +52,7 @@ from kd.memory.step_bytes import StepShape, StudentShape, compute_group_sizes
 from kd.memory.step_memory import describe_student
 from kd.models.layers import find_decoder_layers
 from kd.models.loading import outline_teacher, require_trainable_student
+from kd.models.teacher_files import TeacherFiles
 from kd.models.vocabulary import choose_student_vocabulary
 from kd.stages.source import load_student_tokenizer
 
@@ -189,11 +189,10 @@ def _time_capture(
     config: JobConfig, devices: DeviceGroup, tokens: int, price: float | None
 ) -> CaptureTime | None:
     """Time a capture of ``tokens`` by 2 N D; None without a capture by a local teacher."""
-    teacher = config.teacher
-    if teacher is None or teacher.backend != "local" or not config.captures:
+    teacher = config.captured_teacher
+    if teacher is None or not teacher.is_local:
         return None
-    folder = resolve_teacher_folder(teacher, teacher.gguf_file)
-    model = outline_teacher(teacher, folder, torch.bfloat16)
+    model = outline_teacher(TeacherFiles.resolve(teacher, whole=False), torch.bfloat16)
     vocabulary = model.get_output_embeddings().weight.shape[0]
     flops = tokens * count_model_work(model, vocabulary).count_forward(config.data.sequence_length)
     rate = ASSUMED_UTILIZATION * devices.rates.find_rate("bf16", tf32=False)
@@ -283,8 +282,9 @@ class _Training:
         assert config.student is not None, "a job that trains has a student"
         tokenizer = load_student_tokenizer(config)
         length = config.data.sequence_length
-        student = require_trainable_student(config.student, tokenizer, length, config.teacher)
-        vocabulary = choose_student_vocabulary(tokenizer, config)
+        teacher = config.teacher_files
+        student = require_trainable_student(config.student, tokenizer, length, teacher)
+        vocabulary = choose_student_vocabulary(tokenizer, config.student, teacher)
         codec = make_codec_identity(config.cache).record_codec(vocabulary)
         return cls(
             student=describe_student(student),

@@ -73,12 +73,12 @@ def open_trial(
     below ``home`` are deleted at the end. Raises ``ConfigError`` where the job captures nothing,
     and the errors of the capture itself.
     """
-    require_capture(config)
+    files = require_capture(config)
     with storage_errors(home):
         make_folder(home)
     with TemporaryDirectory(prefix=".estimate-", dir=home) as name:
         try:
-            work = estimate_capture_size(config, Path(), TokenCounter.find(config, Path()))
+            work = estimate_capture_size(config, Path(), TokenCounter.find(files, Path()))
             planned = plan_capture(_shorten_text(config), monitor, Path(name, TEXTS))
         except ConfigError:  # a dataset tells its size only when it is read
             planned = plan_capture(config, monitor, Path(name, TEXTS))
@@ -190,8 +190,9 @@ class _TrialCapture:
         chosen = train.select(numbers)
         # A server answers many requests at once: a whole round of them is timed, and none is
         # warm-up.
-        remote = planned.teacher.backend == "http"
-        least = min(planned.teacher.concurrency, len(chosen)) if remote else 1
+        section = planned.teacher.section
+        remote = not section.is_local
+        least = min(section.concurrency, len(chosen)) if remote else 1
         counts = []
         parts = []
         times = [time.monotonic()]

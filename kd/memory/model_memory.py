@@ -10,7 +10,6 @@ from pathlib import Path
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.student import StudentConfig, StudentInit
-from kd.config.teacher import SHARED, TeacherConfig
 from kd.models.folder import ModelFolder
 from kd.models.quantization.groups import choose_int4_group
 from kd.optim.state_size import (
@@ -52,37 +51,31 @@ def estimate_model_memory(
     ``find_vocabulary`` returns the vocabulary of the teacher. It is called where a new student gets
     that vocabulary.
     """
-    teacher = config.teacher if "teacher" in config.own_kind.needs else None
+    teacher = config.captured_teacher
+    share = 0
     # A remote teacher takes no memory of the worker.
-    is_local = teacher is not None and teacher.backend == "local"
-    stored = count_teacher_bytes(teacher, root) if teacher and is_local else None
+    if teacher is not None and teacher.is_local:
+        stored = count_teacher_bytes(root / teacher.model, teacher.quantization)
+        share = teacher.compute_device_share(stored, config.resources.gpus or 1)
     parameters = _list_student_parameters(config, root, find_vocabulary)
     return ModelMemory(
-        teacher_bytes=compute_device_share(config, stored or 0) or None,
+        teacher_bytes=share or None,
         student_parameters=sum(each.size for each in parameters) or None,
         student_bytes=_count_student_bytes(config, parameters) or None,
     )
 
 
-def count_teacher_bytes(teacher: TeacherConfig, root: Path) -> int | None:
-    """Count the bytes of a teacher's weights as they are stored, or as they are rounded.
+def count_teacher_bytes(path: Path, quantization: str | None) -> int:
+    """Count the bytes of the weights in ``path`` as they are stored, or as they are rounded.
 
-    The scales of rounded weights need a little more. None where no file of safetensors is there.
+    The scales of rounded weights need a little more. 0 if no file of safetensors is there.
     """
-    folder = ModelFolder(root / teacher.model)
+    folder = ModelFolder(path)
     stored = sum(file.stat().st_size for file in folder.weight_files)
-    if teacher.quantization is None:
-        return stored or None
+    if quantization is None:
+        return stored
     item_bytes = _STORED_BYTES.get(folder.dtype or "float32", FLOAT32)
-    return round(stored * compute_rounded_share(folder, teacher.quantization, item_bytes)) or None
-
-
-def compute_device_share(config: JobConfig, weights: int) -> int:
-    """Compute the bytes of a teacher's ``weights`` that each device of a job holds at least."""
-    parallel = config.teacher.parallel if config.teacher is not None else "none"
-    if parallel == "device_map":
-        return 0  # what no device holds stays on the disk
-    return weights // (config.resources.gpus or 1) if parallel in SHARED else weights
+    return round(stored * compute_rounded_share(folder, quantization, item_bytes))
 
 
 def compute_rounded_share(folder: ModelFolder, quantization: str, item_bytes: int) -> float:
@@ -134,7 +127,7 @@ def _list_student_parameters(
     student = config.student
     if student is None or config.train is None:
         return []
-    if student.init is not None and config.teacher is None:
+    if student.init is not None and config.teacher_files is None:
         return []
     shapes = read_student_shapes(student, root, find_vocabulary)
     return [describe_parameter(name, shape) for name, shape in shapes.items()]

@@ -14,10 +14,10 @@ import torch
 from kd.capture.plan import CapturePlan
 from kd.capture.recording import LOGIT_ELEMENTS
 from kd.capture.sampling import PASS_ELEMENTS
+from kd.config.placement import Resources
 from kd.errors import ConfigError, Problem
 from kd.files import format_bytes
 from kd.memory.host import read_memory_bytes
-from kd.memory.model_memory import compute_device_share
 from kd.memory.model_work import count_weight_bytes, estimate_forward_bytes
 from kd.models.loading import choose_teacher_dtype, outline_teacher
 
@@ -33,16 +33,19 @@ class LeastCapture:
     sequence: int
 
     @classmethod
-    def of(cls, plan: CapturePlan, device: torch.device) -> LeastCapture:
-        """Count them by the shape of the teacher of ``plan``; its weights are not read."""
+    def of(cls, plan: CapturePlan, device: torch.device, devices: int = 1) -> LeastCapture:
+        """Count them by the shape of the teacher of ``plan``; its weights are not read.
+
+        ``devices`` are those of the job, such as ``device``.
+        """
         teacher = plan.teacher
-        dtype = choose_teacher_dtype(teacher, plan.folder, device)
-        hollow = outline_teacher(teacher, plan.folder, dtype)
-        length = plan.config.data.sequence_length
+        dtype = choose_teacher_dtype(teacher, device)
+        hollow = outline_teacher(teacher, dtype)
+        length = plan.data.sequence_length
         vocabulary = plan.identity.tokenizer.vocabulary_size
-        weights = count_weight_bytes(hollow, dtype.itemsize, teacher.quantization)
+        weights = count_weight_bytes(hollow, dtype.itemsize, teacher.section.quantization)
         return cls(
-            compute_device_share(plan.config, weights),
+            teacher.section.compute_device_share(weights, devices),
             estimate_forward_bytes(hollow, length, dtype.itemsize)
             + _count_logit_bytes(device.type, length, vocabulary),
         )
@@ -80,13 +83,13 @@ def _count_logit_bytes(device: str, tokens: int, vocabulary: int) -> int:
     return 4 * (rows * vocabulary + passes)
 
 
-def require_capture_memory(plan: CapturePlan, device: torch.device) -> None:
+def require_capture_memory(plan: CapturePlan, resources: Resources, device: torch.device) -> None:
     """Raise ``ConfigError`` where ``device`` has too little memory for even one sequence."""
-    if plan.teacher.backend != "local":
+    if not plan.teacher.section.is_local:
         return
-    memory = _read_device_memory(plan.config.resources.memory, device)
-    length = plan.config.data.sequence_length
-    if problems := LeastCapture.of(plan, device).find_problems(memory, length):
+    memory = _read_device_memory(resources.memory, device)
+    least = LeastCapture.of(plan, device, resources.gpus or 1)
+    if problems := least.find_problems(memory, plan.data.sequence_length):
         raise ConfigError(problems)
 
 

@@ -32,7 +32,7 @@ from kd.buckets.inputs import (
     select_files,
 )
 from kd.buckets.snapshots import download_snapshot
-from kd.config.teacher import TeacherConfig
+from kd.config.model_source import ModelSource
 from kd.errors import DataError, ModelError, format_first_line
 from kd.files import LFS_REMEDY, is_lfs_pointer
 
@@ -483,6 +483,20 @@ def resolve_model(
         ) from error
 
 
+def resolve_source(source: ModelSource, whole: bool = True) -> Path:
+    """Return the local folder of ``source``, as ``resolve_model`` does.
+
+    Without ``whole`` no weights in safetensors are downloaded.
+    """
+    weights = source.weights if whole else source.gguf_file
+    return resolve_model(source.name, source.revision, weights)
+
+
+def find_source(source: ModelSource, root: Path) -> ModelFolder | None:
+    """Return the folder of ``source`` if it is on this machine, as ``ModelFolder.find`` does."""
+    return ModelFolder.find(source.name, root, source.revision)
+
+
 def _download_model(url: str, weights: str | None) -> Path:
     """Download a model of a bucket; raise ``ModelError`` where there is none."""
     found = list_stored(url)
@@ -565,17 +579,17 @@ def is_remote_code_allowed() -> bool:
     return os.environ.get("KD_TRUST_REMOTE_CODE", "").lower() in {"1", "true", "yes", "on"}
 
 
-def require_allowed_remote_code(config: TeacherConfig) -> bool:
-    """Return whether to run the teacher's own Python code.
+def require_allowed_remote_code(source: ModelSource) -> bool:
+    """Return whether to run the Python code of a teacher's files.
 
     Raises ``ModelError`` where the job asks for it and the operator does not allow it.
     """
-    if config.trust_remote_code and not is_remote_code_allowed():
+    if source.trust_remote_code and not is_remote_code_allowed():
         raise ModelError(
             "teacher.trust_remote_code is set, but the operator does not allow it.",
             "Start with KD_TRUST_REMOTE_CODE=1.",
         )
-    return config.trust_remote_code
+    return source.trust_remote_code
 
 
 @lru_cache(maxsize=8)  # to read the metadata of a large file takes seconds

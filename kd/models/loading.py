@@ -27,8 +27,8 @@ from transformers import (
     TorchAoConfig,
 )
 
+from kd.config.model_source import ModelSource
 from kd.config.student import StudentConfig, StudentInit
-from kd.config.teacher import SHARED, TeacherConfig
 from kd.errors import ConfigError, ModelError, format_first_line
 from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, map_names
@@ -36,8 +36,10 @@ from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
     SPREADS_PLAIN_WEIGHTS,
     ModelFolder,
+    find_source,
     require_allowed_remote_code,
     resolve_model,
+    resolve_source,
 )
 from kd.models.inheritance import cut_hollow_student, cut_student
 from kd.models.layers import train_all_rows
@@ -56,6 +58,7 @@ from kd.models.stored.tensors import (
     require_all_tensors,
     without_report,
 )
+from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import get_vocabulary_size, list_end_ids
 from kd.progress import Notice
 
@@ -70,7 +73,7 @@ def hide_progress_bars() -> None:
 
 
 def load_teacher(
-    config: TeacherConfig, folder: Path, device: torch.device, captured: str | None = None
+    teacher: TeacherFiles, device: torch.device, captured: str | None = None
 ) -> PreTrainedModel:
     """Load the teacher, frozen, in evaluation mode and in its own precision.
 
@@ -80,88 +83,91 @@ def load_teacher(
     identity of a cache, whose teacher is loaded again.
     """
     leader = find_leader()
-    if config.parallel in SHARED and leader is not None:
-        leader.order_loading(config, folder)
-        model = load_part(config, folder, device, leads=True)
+    section = teacher.section
+    if section.is_shared and leader is not None:
+        leader.order_loading(teacher)
+        model = load_part(teacher, device, leads=True)
         leader.lead_reading(model)
         return model
-    how = _plan_reading(config, folder, device, captured)
-    if config.parallel == "none":
-        return read_model(folder, how).eval().requires_grad_(False)
-    places = Places.of(config)
-    model = read_model(folder, replace(how, places=places.list_arguments()))
+    how = _plan_reading(teacher, device, captured)
+    if section.parallel == "none":
+        return read_model(teacher.folder, how).eval().requires_grad_(False)
+    places = Places.of(section.gpu_memory, section.host_memory)
+    model = read_model(teacher.folder, replace(how, places=places.list_arguments()))
     places.settle(model, device)
     return model.eval().requires_grad_(False)
 
 
-def load_part(
-    config: TeacherConfig, folder: Path, device: torch.device, leads: bool
-) -> PreTrainedModel:
+def load_part(teacher: TeacherFiles, device: torch.device, leads: bool) -> PreTrainedModel:
     """Load this process's part of a teacher; all processes that share it call this together.
 
     The process that leads has the whole LM head on ``device``.
     """
-    how = _plan_reading(config, folder, device)
-    hollow = outline_teacher(config, folder, how.dtype)
+    how = _plan_reading(teacher, device)
+    hollow = outline_teacher(teacher, how.dtype)
     size = torch.distributed.get_world_size()
-    require_shareable(config, hollow, size)
-    model = read_model(folder, replace(how, places=make_places(config, hollow, size)))
+    parallel = teacher.section.parallel
+    require_shareable(parallel, hollow, size)
+    places = make_places(parallel, hollow, size)
+    model = read_model(teacher.folder, replace(how, places=places))
     settle_part(model.eval().requires_grad_(False), device, leads)
     return model
 
 
-def require_shareable_teacher(config: TeacherConfig, size: int) -> None:
+def require_shareable_teacher(teacher: TeacherFiles, size: int) -> None:
     """Raise ``ConfigError`` where ``size`` processes cannot share the teacher as the job asks."""
-    folder = resolve_model(config.model, config.revision)
-    require_shareable(config, outline_teacher(config, folder, torch.float32), size)
+    hollow = outline_teacher(teacher, torch.float32)
+    require_shareable(teacher.section.parallel, hollow, size)
 
 
 def _plan_reading(
-    config: TeacherConfig, folder: Path, device: torch.device, captured: str | None = None
+    teacher: TeacherFiles, device: torch.device, captured: str | None = None
 ) -> ReadingPlan:
+    source = teacher.section.files
     rounding = None
-    if config.quantization is not None:
-        widths = _read_widths(config, folder)
-        name = captured or name_quantization(config.quantization, widths.values())
+    if teacher.section.quantization is not None:
+        widths = _read_widths(teacher)
+        name = captured or name_quantization(teacher.section.quantization, widths.values())
         rounding = make_quantization_config(name, widths, device)
     return ReadingPlan(
-        choose_teacher_dtype(config, folder, device),
+        choose_teacher_dtype(teacher, device),
         device,
-        config.gguf_file,
-        require_allowed_remote_code(config),
+        source.gguf_file,
+        require_allowed_remote_code(source),
         rounding,
     )
 
 
-def choose_quantization(config: TeacherConfig, folder: Path) -> str:
+def choose_quantization(teacher: TeacherFiles) -> str:
     """Return the name of the teacher's quantisation in a cache's identity; "" for plain weights."""
-    if config.quantization is None:
+    if teacher.section.quantization is None:
         return ""
-    return name_quantization(config.quantization, _read_widths(config, folder).values())
+    return name_quantization(teacher.section.quantization, _read_widths(teacher).values())
 
 
-def _read_widths(config: TeacherConfig, folder: Path) -> dict[str, int]:
+def _read_widths(teacher: TeacherFiles) -> dict[str, int]:
     """Return the input widths of the layers that may be rounded; only int4 depends on them."""
-    if config.quantization != "int4":
+    if teacher.section.quantization != "int4":
         return {}
-    return read_widths(outline_teacher(config, folder, torch.bfloat16))
+    return read_widths(outline_teacher(teacher, torch.bfloat16))
 
 
-def choose_teacher_dtype(config: TeacherConfig, folder: Path, device: torch.device) -> torch.dtype:
+def choose_teacher_dtype(teacher: TeacherFiles, device: torch.device) -> torch.dtype:
     """Return the precision that the teacher runs in.
 
     "auto" means float32 on a CPU and for GGUF files, bfloat16 for weights in int4, otherwise the
     precision of the stored weights, as far as the GPU has it.
     """
-    if config.quantization == "int4":
+    section = teacher.section
+    if section.quantization == "int4":
         return torch.bfloat16
-    if config.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, config.dtype)
+    if section.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, section.dtype)
         return dtype
     # Most CPUs are slow in 16 bits; a GGUF file is unpacked to float32.
-    if device.type == "cpu" or config.gguf_file:
+    if device.type == "cpu" or section.gguf_file:
         return torch.float32
-    stored: torch.dtype = getattr(torch, ModelFolder(folder).dtype or "float32")
+    stored: torch.dtype = getattr(torch, ModelFolder(teacher.folder).dtype or "float32")
     return choose_weight_dtype(stored, device)
 
 
@@ -172,7 +178,7 @@ def build_student(
     config: StudentConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
-    teacher: TeacherConfig | None = None,
+    teacher: ModelSource | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Return the student, with adapters where ``config`` asks for them.
@@ -191,7 +197,7 @@ def build_hollow_student(
     config: StudentConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
-    teacher: TeacherConfig | None = None,
+    teacher: ModelSource | None = None,
 ) -> PreTrainedModel:
     """Return the student that ``build_student`` builds, with parameters that have no values.
 
@@ -220,7 +226,7 @@ def _build_without_adapters(
     config: StudentConfig,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
-    teacher: TeacherConfig | None,
+    teacher: ModelSource | None,
     device: torch.device,
     hollow: bool = False,
 ) -> PreTrainedModel:
@@ -240,7 +246,7 @@ def _build_without_adapters(
         ModelFolder(own).require_trainable_weights()
         return read(own, ReadingPlan(dtype, device))
     assert teacher is not None, "JobConfig refuses a student from a teacher without a teacher"
-    folder = resolve_model(teacher.model, teacher.revision, teacher.gguf_file or "*.safetensors")
+    folder = resolve_source(teacher)
     if teacher.gguf_file is None:
         ModelFolder(folder).require_trainable_weights()
     trusted = require_allowed_remote_code(teacher)
@@ -253,7 +259,7 @@ def _make_fresh_llama(
     init: StudentInit,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
-    teacher: TeacherConfig | None,
+    teacher: ModelSource | None,
 ) -> PreTrainedModel:
     settings = _find_generation_settings(init, teacher)
     ends = list_end_ids(settings, tokenizer)
@@ -283,16 +289,13 @@ def _make_fresh_llama(
 
 
 def _find_generation_settings(
-    init: StudentInit, teacher: TeacherConfig | None
+    init: StudentInit, teacher: ModelSource | None
 ) -> GenerationConfig | None:
     """Read how the teacher, or the model whose tokenizer is taken, generates; None if unknown."""
-    named: list[tuple[str, str | None]] = []
-    if teacher is not None:
-        named.append((teacher.tokenizer or teacher.model, teacher.revision))
-    if init.tokenizer:
-        named.append((init.tokenizer, None))
-    for name, revision in named:
-        found = ModelFolder.find(name, Path(), revision)
+    named = [] if teacher is None else [teacher]
+    named += [ModelSource(init.tokenizer)] if init.tokenizer else []
+    for source in named:
+        found = find_source(source, Path())
         if found is None:
             continue
         if (found.path / "generation_config.json").is_file():
@@ -490,7 +493,7 @@ def require_trainable_student(
     config: StudentConfig,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
-    teacher: TeacherConfig | None = None,
+    teacher: ModelSource | None = None,
 ) -> PreTrainedModel:
     """Return the student without its weights; raises ``build_student``'s error for its shape."""
     with torch.device("meta"):
@@ -498,10 +501,12 @@ def require_trainable_student(
         return student if config.lora is None else add_adapters(student, config.lora)
 
 
-def outline_teacher(config: TeacherConfig, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the teacher in ``folder`` from its configuration, on the device meta."""
+def outline_teacher(teacher: TeacherFiles, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the teacher from its configuration, on the device meta."""
+    source = teacher.section.files
+    trusted = require_allowed_remote_code(source)
     with torch.device("meta"):
-        return load_hollow(folder, dtype, config.gguf_file, require_allowed_remote_code(config))
+        return load_hollow(teacher.folder, dtype, source.gguf_file, trusted)
 
 
 def outline_student(config: StudentConfig) -> PreTrainedModel:

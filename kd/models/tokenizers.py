@@ -16,8 +16,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from cache.manifest import TokenizerProbe
 from cache.records import Sequences
 from cache.store import Cache
+from kd.config.model_source import ModelSource
 from kd.errors import ModelError, TokenizerMismatch, format_first_line
-from kd.models.folder import TOKENIZER_REMEDY, ModelFolder
+from kd.models.folder import TOKENIZER_REMEDY, ModelFolder, require_allowed_remote_code
 from kd.models.tokenizing.rules import (
     SAMPLE_SEQUENCES,
     decode_probes,
@@ -63,6 +64,11 @@ def load_tokenizer(
         ) from error
     require_steady(tokenizer, folder)
     return tokenizer
+
+
+def load_source_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``source``, whose files are in ``folder``; raises ``ModelError``."""
+    return load_tokenizer(folder, source.gguf_file, require_allowed_remote_code(source))
 
 
 def get_vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

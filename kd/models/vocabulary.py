@@ -11,37 +11,37 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kd.config.job import JobConfig
-from kd.config.teacher import TeacherConfig
-from kd.models.folder import ModelFolder, resolve_model
+from kd.config.model_source import ModelSource
+from kd.config.student import StudentConfig
+from kd.models.folder import ModelFolder, resolve_model, resolve_source
 from kd.models.lm_head import count_rows
 from kd.models.tokenizers import get_vocabulary_size
 from kd.text.batches import Source
 
 
-def choose_teacher_vocabulary(
-    tokenizer: PreTrainedTokenizerBase, teacher: TeacherConfig, folder: Path
+def choose_source_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, source: ModelSource, folder: Path
 ) -> int:
-    """Return V of a teacher and the tokenizer in ``folder``, by its files.
+    """Return V of a teacher and the tokenizer in ``folder``, by the files of ``source`` there.
 
     A GGUF file has a row for each of its tokens.
     """
-    if teacher.gguf_file is not None:
+    if source.gguf_file is not None:
         return get_vocabulary_size(tokenizer)
     return choose_folder_vocabulary(tokenizer, folder)
 
 
-def choose_student_vocabulary(tokenizer: PreTrainedTokenizerBase, config: JobConfig) -> int:
-    """Return V of a job's student, by the files that it is built from; a fresh one has all ids."""
-    student = config.student
-    teacher = config.teacher
+def choose_student_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, student: StudentConfig | None, teacher: ModelSource | None
+) -> int:
+    """Return V of a student, by the files that it is built from; a fresh one has all ids.
+
+    ``teacher`` is the model that a student may be cut out of.
+    """
     if student is not None and student.model is not None:
         return choose_folder_vocabulary(tokenizer, resolve_model(student.model, student.revision))
     if student is not None and student.from_teacher is not None and teacher is not None:
-        folder = resolve_model(
-            teacher.model, teacher.revision, teacher.gguf_file or "*.safetensors"
-        )
-        return choose_teacher_vocabulary(tokenizer, teacher, folder)
+        return choose_source_vocabulary(tokenizer, teacher, resolve_source(teacher))
     return get_vocabulary_size(tokenizer)
 
 

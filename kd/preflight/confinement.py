@@ -261,8 +261,9 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def _check_teacher_url(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
-    if config.teacher is not None and config.teacher.url is not None:
-        yield from _check_url("/teacher/url", config.teacher.url, limits)
+    teacher = config.served_teacher
+    if teacher is not None and teacher.url is not None:
+        yield from _check_url("/teacher/url", teacher.url, limits)
 
 
 def _check_url(pointer: str, url: str, limits: Confinement) -> Iterator[Problem]:

@@ -19,11 +19,10 @@ from pathlib import Path
 
 from cache.errors import CacheError, PotstillError
 from kd.addresses import HUB_ID
-from kd.capture.estimate.text import find_teacher_folder
 from kd.config.job import JobConfig
 from kd.errors import Problem
 from kd.files import find_caches
-from kd.models.folder import ModelFolder, locate_model
+from kd.models.folder import ModelFolder, find_source, locate_model
 from kd.preflight.named_paths import NamedResource, list_named_resources
 from kd.preflight.stored_models import find_tensor_problems
 from kd.preflight.validate import describe_missing_tokenizer
@@ -45,7 +44,7 @@ def find_first_problems(
     yield from missing
     if not missing:
         find = partial(_find_folder, root)
-        yield from find_tensor_problems(config, config.runs_teacher, find, note)
+        yield from find_tensor_problems(config, config.active_teacher is not None, find, note)
         yield from _check_same_tokenizer(config, root, home, note)
 
 
@@ -67,7 +66,7 @@ def _find_folder(root: Path, each: NamedResource) -> ModelFolder | None:
 
 def _ask_hub(each: NamedResource) -> Iterator[Problem]:
     """Find that the hub has no model of this name, or does not answer."""
-    if os.environ.get("HF_HUB_OFFLINE") == "1":  # find_model_problems has said so
+    if os.environ.get("HF_HUB_OFFLINE") == "1":  # kd.preflight.validate has said so
         return
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -109,7 +108,8 @@ def _check_same_tokenizer(
 
 def _is_copy(folder: ModelFolder, config: JobConfig, root: Path) -> bool:
     """Whether the student's tokenizer.json has the bytes of the teacher's: the usual case."""
-    teacher = None if config.teacher is None else find_teacher_folder(config, root)
+    source = config.teacher_files
+    teacher = None if source is None else find_source(source, root)
     if teacher is None or teacher.tokenizer_file is None or folder.tokenizer_file is None:
         return False
     return teacher.tokenizer_file.read_bytes() == folder.tokenizer_file.read_bytes()
@@ -128,13 +128,14 @@ def _require_same_tokenizer(
             known = tokenizers.KnownTokenizer.of_cache(store)
             tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known, note=note)
         return
-    if config.teacher is None or config.teacher.trust_remote_code:
+    source = config.teacher_files
+    if source is None or source.trust_remote_code:
         return
-    teacher = find_teacher_folder(config, root)
+    teacher = find_source(source, root)
     if teacher is None:
         return
-    theirs = tokenizers.load_tokenizer(teacher.path, config.teacher.gguf_file)
-    size = vocabulary.choose_teacher_vocabulary(theirs, config.teacher, teacher.path)
+    theirs = tokenizers.load_tokenizer(teacher.path, source.gguf_file)
+    size = vocabulary.choose_source_vocabulary(theirs, source, teacher.path)
     known = tokenizers.KnownTokenizer.of(theirs, size, "the teacher's")
     texts = sample_texts(config.data, root)
     tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known, texts=texts, note=note)

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from cache.errors import PotstillError
 from kd.buckets.inputs import is_stored_name
-from kd.capture.estimate.text import find_teacher_folder
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, Problem
-from kd.models.folder import ModelFolder
+from kd.models.folder import ModelFolder, find_source
+from kd.preflight.named_paths import point_at_teacher
 from kd.preflight.validate import guard_access
 from kd.progress import Notice
 from kd.text.files import choose_format, find_files, is_saved_dataset
@@ -132,12 +132,12 @@ def find_row_problems(
 
 def _load_tokenizer(config: JobConfig, root: Path) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer that reads the text, if its file is on this machine."""
-    teacher = config.teacher
+    teacher = config.teacher_files
     student = config.student
     folder = None
     if teacher is not None and not (teacher.trust_remote_code or teacher.gguf_file):
-        pointer = "/teacher/tokenizer" if teacher.tokenizer else "/teacher/model"
-        folder = find_teacher_folder(config, root)
+        pointer = point_at_teacher(teacher)
+        folder = find_source(teacher, root)
     elif teacher is None and not config.needs_cache and student and student.own_tokenizer:
         pointer = "/student/model" if student.model else "/student/init/tokenizer"
         folder = ModelFolder.find(student.own_tokenizer, root, student.revision)

@@ -15,23 +15,36 @@ from kd.addresses import HUB_ID
 from kd.buckets.inputs import is_stored_name
 from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
+from kd.config.model_source import ModelSource
 from kd.errors import Problem
 
 
 @dataclass(frozen=True)
 class NamedResource:
-    """A path or a hub id in a job; ``pointer`` is the JSON pointer to its field."""
+    """A path or a hub id in a job; ``pointer`` is the JSON pointer to its field.
+
+    ``file`` is the one file with the weights of a model, and ``own_code`` asks for its own code.
+    """
 
     pointer: str
     name: str
     kind: Literal["model", "text", "dataset", "task"]
     revision: str | None = None
     file: str | None = None
+    own_code: bool = False
 
 
 def list_named_resources(config: JobConfig) -> Iterator[NamedResource]:
     """Yield every path and hub id in ``config``."""
-    yield from _list_teacher_names(config)
+    if (teacher := config.teacher_files) is not None:
+        yield NamedResource(
+            point_at_teacher(teacher),
+            teacher.name,
+            "model",
+            teacher.revision,
+            teacher.gguf_file,
+            teacher.trust_remote_code,
+        )
     yield from _list_student_names(config)
     for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for number, source in enumerate(sources):
@@ -44,15 +57,10 @@ def list_named_resources(config: JobConfig) -> Iterator[NamedResource]:
         yield NamedResource(f"/evaluation/tasks/{number}", task, "task")
 
 
-def _list_teacher_names(config: JobConfig) -> Iterator[NamedResource]:
-    teacher = config.teacher
-    if teacher is not None and teacher.backend == "local":
-        yield NamedResource(
-            "/teacher/model", teacher.model, "model", teacher.revision, teacher.gguf_file
-        )
+def point_at_teacher(source: ModelSource) -> str:
+    """Return the pointer to the field that names the files of a teacher."""
     # A remote teacher's model is a name on its server, and only its tokenizer is read here.
-    elif teacher is not None and teacher.tokenizer is not None:
-        yield NamedResource("/teacher/tokenizer", teacher.tokenizer, "model", teacher.revision)
+    return "/teacher/model" if source.has_weights else "/teacher/tokenizer"
 
 
 def _list_student_names(config: JobConfig) -> Iterator[NamedResource]:

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kd.buckets.inputs import avoiding_buckets
-from kd.config.extras import find_missing_extras, find_missing_harness, find_missing_readers
+from kd.config.extras import find_missing_extras, find_missing_harness
 from kd.config.job import JobConfig
-from kd.config.teacher import SHARED
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.parallel.limits import (
@@ -40,13 +39,17 @@ from kd.preflight.first_look import find_first_problems
 from kd.preflight.learned_rows import Show, find_row_problems, hide_row
 from kd.preflight.limits import Confinement
 from kd.preflight.named_paths import find_url_problems
+from kd.preflight.teacher_checks import (
+    find_missing_readers,
+    find_teacher_problems,
+    find_unreadable_weights,
+)
 from kd.preflight.validate import (
     find_cache_problems,
     find_disk_problems,
     find_extension_problems,
-    find_model_problems,
+    find_student_problems,
     find_text_problems,
-    find_unreadable_weights,
 )
 from kd.progress import Notice, ignore_notice
 from kd.search.space import find_space_problems
@@ -108,10 +111,12 @@ def find_problems(
             found += _find_folder_problems(config, folders)
     if machine is not None:
         found += find_missing_extras(config) if machine.trains else find_missing_harness(config)
-        found += find_missing_readers(config)
+        teacher = config.active_teacher
+        found += [] if teacher is None else find_missing_readers(teacher)
         found += _find_device_problems(config, machine.device)
-        if folders is not None and folders.home is not None and folders.asked:
-            found += find_unreadable_weights(config, folders.root)
+        looks = folders is not None and folders.home is not None and folders.asked
+        if teacher is not None and folders is not None and looks:
+            found += find_unreadable_weights(teacher, folders.root)
     return found
 
 
@@ -136,7 +141,8 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
     if folders.home is None:
         return urls
     looked_up = [
-        *find_model_problems(config, folders.root),
+        *_check_teacher_files(config, folders.root),
+        *find_student_problems(config, folders.root),
         *find_text_problems(config, folders.root, folders.note),
         *find_cache_problems(config, folders.home),
         *find_extension_problems(config, folders.home),
@@ -150,6 +156,19 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
     return found
 
 
+def _check_teacher_files(config: JobConfig, root: Path) -> Iterator[Problem]:
+    runs = config.active_teacher is not None
+    # The tokenizer of a server's teacher is read also by a job that does not ask the server.
+    teacher = config.active_teacher or config.served_teacher
+    if teacher is None:
+        return
+    is_cut = config.student is not None and config.student.from_teacher is not None
+    # A sealed cache fixes the length of its sequences.
+    is_open = runs and config.cache.fingerprint is None
+    length = config.data.sequence_length if is_open else None
+    yield from find_teacher_problems(teacher, root, is_cut, length)
+
+
 def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
     """Find what the evaluation section needs and the job does not have.
 
@@ -157,14 +176,11 @@ def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
     replaces the student and the train section of a job by those of a run.
     """
     wanted = config.evaluation
-    teacher = config.teacher
-    if wanted.teacher and (teacher is None or teacher.backend != "local"):
-        found = (
-            "there is no teacher" if teacher is None else f"teacher.backend is {teacher.backend}"
-        )
+    why = config.explain_no_local_teacher()
+    if wanted.teacher and why is not None:
         yield Problem(
             "/evaluation/teacher",
-            f"it needs a teacher that runs on this machine, but {found}.",
+            f"it needs a teacher that runs on this machine, but {why}.",
             "Name its folder in teacher.model, or set evaluation.teacher to false.",
         )
     if wanted.baseline and (config.student is None or config.train is None):
@@ -178,15 +194,17 @@ def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
 def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
     """Refuse devices that the job could not use, and work that they cannot share equally."""
     devices = config.resources.gpus or 1
-    parallel = _find_parallel(config)
-    if config.resources.workers != 1 and parallel in SHARED:
+    teacher = config.captured_teacher
+    parallel = "none" if teacher is None else teacher.parallel
+    is_shared = teacher is not None and teacher.is_shared
+    if config.resources.workers != 1 and is_shared:
         yield Problem(
             "/resources/workers",
             f"the processes of teacher.parallel {parallel} capture together, and no other worker "
             f"can help them, but workers is {config.resources.workers}.",
             "Set it to 1, or set teacher.parallel to none or device_map.",
         )
-    if devices == 1 and parallel in SHARED:
+    if devices == 1 and is_shared:
         yield Problem(
             "/teacher/parallel",
             f"{parallel} shares the teacher among several devices, but the job has one.",
@@ -204,19 +222,13 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
         yield from _find_training_problems(config, config.train, devices)
 
 
-def _find_parallel(config: JobConfig) -> str:
-    """Return how the capture of a job spreads its teacher."""
-    if config.teacher is None or "teacher" not in config.own_kind.needs:
-        return "none"
-    return config.teacher.parallel
-
-
 def _find_training_problems(
     config: JobConfig, train: TrainConfig, devices: int
 ) -> Iterator[Problem]:
     if train.strategy == "single":
         # The devices may be for the teacher alone.
-        if _find_parallel(config) == "none":
+        teacher = config.captured_teacher
+        if teacher is None or teacher.parallel == "none":
             yield Problem(
                 "/train/strategy",
                 f"single uses one device, but resources.gpus asks for {devices}.",
@@ -293,9 +305,9 @@ def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Pr
     from kd.models.precision import Precision, require_quantization
     from kd.models.products.float8 import require_float8
 
-    teacher = config.teacher
+    teacher = config.active_teacher
     try:
-        if teacher is not None and teacher.quantization and config.runs_teacher:
+        if teacher is not None and teacher.quantization:
             require_quantization(teacher.quantization, device)
         if config.train is None:
             return []

@@ -41,11 +41,11 @@ def find_tensor_problems(
 
     ``note`` receives what is no problem, but worth knowing.
     """
-    own_code = config.teacher is not None and config.teacher.trust_remote_code
     pointers = ["/student/model", "/search/space/student.model"]
-    pointers += ["/teacher/model"] if with_teacher and not own_code else []
+    pointers += ["/teacher/model"] if with_teacher else []
     for each in list_named_resources(config):
-        folder = find(each) if each.pointer in pointers and not each.file else None
+        compared = each.pointer in pointers and not each.file and not each.own_code
+        folder = find(each) if compared else None
         # Of a model of the hub, this machine may have the small files alone.
         if folder is None or not folder.weight_files:
             continue

@@ -19,11 +19,8 @@ from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
 from kd.files import Disk, find_caches
 from kd.models.folder import (
-    ROUNDS_PLAIN_WEIGHTS,
-    SPREADS_PLAIN_WEIGHTS,
     TOKENIZER_REMEDY,
     ModelFolder,
-    is_remote_code_allowed,
     locate_model,
 )
 from kd.preflight.confinement import describe_missing_cache
@@ -46,73 +43,32 @@ _PLAIN_TEXT = 2**16
 # ---------------------------------------------------------------------- models
 
 
-def find_model_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
-    """Find missing or incomplete models and tokenizers, and contexts that are too short."""
-    teacher = config.teacher
+def find_student_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
+    """Find a missing or incomplete model or tokenizer of the student, and a context too short."""
     student = config.student
-    if teacher is not None and teacher.tokenizer is not None:
-        yield from guard_access(
-            "/teacher/tokenizer", _check_tokenizer("/teacher/tokenizer", teacher.tokenizer, root)
-        )
-    elif teacher is not None and config.runs_teacher:
-        yield from guard_access(
-            "/teacher/model", _check_model("/teacher/model", teacher.model, root, teacher.gguf_file)
-        )
-        if teacher.trust_remote_code and not is_remote_code_allowed():
-            yield Problem(
-                "/teacher/trust_remote_code",
-                "the operator does not allow it.",
-                "Set KD_TRUST_REMOTE_CODE=1.",
-            )
-    if student is not None and student.model is not None:
-        yield from guard_access(
-            "/student/model", _check_model("/student/model", student.model, root)
-        )
-    tokenizer = student.init.tokenizer if student is not None and student.init is not None else None
-    if tokenizer is not None:
-        yield from guard_access(
-            "/student/init/tokenizer", _check_tokenizer("/student/init/tokenizer", tokenizer, root)
-        )
-    yield from guard_access("/teacher/model", _check_stored_weights(config, root))
-    yield from guard_access("/data/sequence_length", _check_contexts(config, root))
-
-
-def _check_stored_weights(config: JobConfig, root: Path) -> Iterator[Problem]:
-    """Find stored quantised weights where the job needs plain ones."""
-    teacher = config.teacher
-    student = config.student
-    if student is not None and student.model is not None:
+    if student is None:
+        return
+    if student.model is not None:
+        pointer = "/student/model"
+        yield from guard_access(pointer, check_model(pointer, student.model, root))
         own = ModelFolder(locate_model(student.model, root))
-        yield from _ask("/student/model", own, ModelFolder.require_trainable_weights)
-    if teacher is None or not config.runs_teacher or teacher.gguf_file is not None:
-        return
-    folder = ModelFolder(locate_model(teacher.model, root))
-    if student is not None and student.from_teacher is not None:
-        yield from _ask("/student/from_teacher", folder, ModelFolder.require_trainable_weights)
-    if teacher.parallel != "none":
-        whole = partial(ModelFolder.require_plain_weights, why=SPREADS_PLAIN_WEIGHTS)
-        yield from _ask("/teacher/parallel", folder, whole)
-    if teacher.quantization is not None:
-        plain = partial(ModelFolder.require_plain_weights, why=ROUNDS_PLAIN_WEIGHTS)
-        yield from _ask("/teacher/quantization", folder, plain)
+        require = ModelFolder.require_trainable_weights
+        yield from guard_access(pointer, ask_folder(pointer, own, require))
+        # A sealed cache fixes the length of its sequences.
+        if config.cache.fingerprint is None:
+            found = check_context(student.model, config.data.sequence_length, root)
+            yield from guard_access("/data/sequence_length", found)
+    if student.init is not None and student.init.tokenizer is not None:
+        pointer = "/student/init/tokenizer"
+        yield from guard_access(pointer, check_tokenizer(pointer, student.init.tokenizer, root))
 
 
-def _check_contexts(config: JobConfig, root: Path) -> Iterator[Problem]:
-    """Find models whose context is shorter than a sequence of the job."""
-    # A sealed cache fixes the length of its sequences.
-    if config.cache.fingerprint is not None:
-        return
-    named = [config.teacher.model] if config.teacher is not None and config.runs_teacher else []
-    if config.student is not None and config.student.model is not None:
-        named.append(config.student.model)
-    for model in named:
-        context = _read_context(locate_model(model, root))
-        if context is not None and config.data.sequence_length > context:
-            detail = (
-                f"{model!r} has a context of {context} tokens, but got "
-                f"{config.data.sequence_length}."
-            )
-            yield Problem("/data/sequence_length", detail, f"Set it to {context} or less.")
+def check_context(model: str, length: int, root: Path) -> Iterator[Problem]:
+    """Find that the context of a model is shorter than ``length`` tokens."""
+    context = _read_context(locate_model(model, root))
+    if context is not None and length > context:
+        detail = f"{model!r} has a context of {context} tokens, but got {length}."
+        yield Problem("/data/sequence_length", detail, f"Set it to {context} or less.")
 
 
 def _read_context(folder: Path) -> int | None:
@@ -140,7 +96,8 @@ def guard_access(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]
         yield Problem(pointer, f"it cannot be read: {error}.", "Check how it is written.")
 
 
-def _check_tokenizer(pointer: str, name: str, root: Path) -> Iterator[Problem]:
+def check_tokenizer(pointer: str, name: str, root: Path) -> Iterator[Problem]:
+    """Find that the folder of a tokenizer is missing or cannot be used."""
     if is_stored_name(name):
         yield from _check_stored(pointer, name)
     elif not (root / name).is_dir() and not HUB_ID.match(name):
@@ -162,9 +119,10 @@ def describe_missing_tokenizer(pointer: str, name: str) -> Problem:
     return Problem(pointer, f"{name!r} holds no tokenizer.", TOKENIZER_REMEDY)
 
 
-def _check_model(
+def check_model(
     pointer: str, model: str, root: Path, gguf_file: str | None = None
 ) -> Iterator[Problem]:
+    """Find that the files of a model are missing or cannot be used."""
     folder = root / model
     if is_stored_name(model):
         found = list(_check_stored(pointer, model))
@@ -222,7 +180,7 @@ def _check_names(
         # Of a model in a bucket this downloads the small files.
         found = ModelFolder(locate_model(model, root))
         yield from _refuse(pointer, found.require_own_files)
-        yield from _ask(pointer, found, ModelFolder.require_decoder)
+        yield from ask_folder(pointer, found, ModelFolder.require_decoder)
 
 
 def _check_stored(pointer: str, url: str) -> Iterator[Problem]:
@@ -236,7 +194,7 @@ def _check_stored(pointer: str, url: str) -> Iterator[Problem]:
         yield Problem(pointer, error.detail, error.remedy)
 
 
-def _ask(
+def ask_folder(
     pointer: str, folder: ModelFolder, require: Callable[[ModelFolder], None]
 ) -> Iterator[Problem]:
     """Find what ``require`` refuses of a model, as far as its config.json can be read."""
@@ -246,16 +204,6 @@ def _ask(
         is_readable = False
     if is_readable:
         yield from _refuse(pointer, partial(require, folder))
-
-
-def find_unreadable_weights(config: JobConfig, root: Path) -> Iterator[Problem]:
-    """Find a teacher whose stored weights need a package that this machine lacks."""
-    teacher = config.teacher
-    if teacher is None or not config.runs_teacher or teacher.backend != "local":
-        return
-    if teacher.gguf_file is None:
-        folder = ModelFolder(locate_model(teacher.model, root))
-        yield from _ask("/teacher/model", folder, ModelFolder.require_readable_weights)
 
 
 def _suggest_gguf(pointer: str, names: list[str]) -> str:

@@ -10,7 +10,6 @@ from kd.capture.plan import CapturePlan, plan_capture
 from kd.capture.teacher import capture_cache, help_capture
 from kd.config.job import JobConfig
 from kd.config.kinds import CAPTURE
-from kd.config.teacher import SHARED
 from kd.files import find_caches, write_json
 from kd.memory.one_sequence import require_capture_memory
 from kd.models.attention.causality import precheck_causality
@@ -20,6 +19,7 @@ from kd.models.loading import outline_student, require_shareable_teacher, requir
 from kd.models.precision import pick_device
 from kd.models.spread.following import follow
 from kd.models.spread.leading import leading
+from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import KnownTokenizer, require_same_tokenizer
 from kd.models.tokenizing.rules import sample_texts
 from kd.parallel.devices import count_ranks
@@ -38,11 +38,11 @@ def run_precompute(
 
     A teacher that several processes share runs in as many as the job has devices.
     """
-    teacher = config.teacher
-    if teacher is None or teacher.parallel not in SHARED:
+    teacher = config.captured_teacher
+    if teacher is None or not teacher.is_shared:
         return run_capture(config, home, run_dir, monitor)
     ranks = count_ranks(config)
-    require_shareable_teacher(teacher, ranks)
+    require_shareable_teacher(TeacherFiles.resolve(teacher), ranks)
     order = RankOrder(CAPTURE.name, config.model_dump(mode="json"), str(home), str(run_dir))
     return run_in_ranks(order, ranks, monitor)
 
@@ -79,7 +79,7 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     require_possible_student(config, planned, monitor)
     caches = find_caches(home, config.cache.store)
     if not has_manifest(caches / planned.identity.fingerprint):
-        require_capture_memory(planned, pick_device())
+        require_capture_memory(planned, config.resources, pick_device())
     # Before the capture, so that a listener knows the cache while it is still being written.
     monitor.emit("plan", fingerprint=planned.identity.fingerprint)
     trained = f"{len(planned.corpus.train)} sequences to train on"
@@ -104,7 +104,7 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
     known = KnownTokenizer.of(planned.tokenizer, vocabulary, "the teacher's")
     require_same_tokenizer(own, known, texts=sample_texts(config.data), note=monitor.note)
     student = require_trainable_student(
-        config.student, own, config.data.sequence_length, config.teacher
+        config.student, own, config.data.sequence_length, config.teacher_files
     )
     require_rows(student, vocabulary)
     train = config.train

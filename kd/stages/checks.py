@@ -48,13 +48,14 @@ def run_fidelity(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor)
 
     What was measured is written beside the job, and into the cache if it is in bounds.
     """
-    assert config.teacher is not None, "JobConfig refuses kind fidelity without a teacher"
+    teacher = config.captured_teacher
+    assert teacher is not None, "JobConfig refuses kind fidelity without a teacher"
     folder = find_caches(home, config.cache.store) / str(config.cache.fingerprint)
     monitor.emit("plan", fingerprint=folder.name)
     store = open_cache(folder)
     hold_for(store, folder)
     with reported_loading(monitor):
-        origin = TeacherLocation.of_config(store, config.teacher)
+        origin = TeacherLocation.of_section(store, teacher)
         origin.require_genuine(store)
         monitor.emit("stage", stage="precompute", phase="comparing with the teacher")
         stop = "while the cache was compared with its teacher"

@@ -11,18 +11,23 @@ from transformers import PreTrainedTokenizerBase
 
 from cache.reading.usage import hold_for
 from cache.store import Cache, open_cache
-from kd.capture.plan import plan_capture, resolve_teacher_folder
+from kd.capture.plan import plan_capture
 from kd.capture.teacher import warn_of_overruled
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
-from kd.config.teacher import TeacherConfig
+from kd.config.model_source import ModelSource
 from kd.errors import ConfigError
 from kd.files import find_caches, read_json
 from kd.memory.host import choose_chunk_memory
-from kd.models.folder import ModelFolder, require_allowed_remote_code, resolve_model
+from kd.models.folder import (
+    find_source,
+    resolve_model,
+    resolve_source,
+)
 from kd.models.tokenizers import (
     KnownTokenizer,
     hash_tokenizer,
+    load_source_tokenizer,
     load_tokenizer,
     require_same_tokenizer,
     take_chat_template,
@@ -43,7 +48,7 @@ def open_source(
     """The training data, and the student's tokenizer, which must be that of the cache."""
     tokenizer = load_student_tokenizer(config)
     if not config.needs_cache:
-        size = choose_student_vocabulary(tokenizer, config)
+        size = choose_student_vocabulary(tokenizer, config.student, config.teacher_files)
         corpus = open_corpus(config.data, tokenizer, home / TEXTS, monitor, size)
         return tokenizer, PlainText(corpus)
     # Where the capture of this run has written its result, the cache is known without reading the
@@ -96,16 +101,14 @@ def find_teacher_tokenizer(
     config: JobConfig, source: CachedRecords
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer of the teacher, where it is on this machine and still that of the cache."""
-    made = source.store.manifest.provenance
-    teacher = config.teacher or TeacherConfig(
-        model=made.teacher_name or "unknown", revision=made.teacher_revision or None
+    recorded = source.store.manifest.teacher
+    teacher = config.teacher_files or ModelSource(
+        recorded.name or "unknown", recorded.revision or None
     )
-    name = teacher.tokenizer or teacher.model
-    found = ModelFolder.find(name, Path(), teacher.revision)
+    found = find_source(teacher, Path())
     if found is None or not (teacher.gguf_file or found.has_tokenizer):
         return None
-    trusted = require_allowed_remote_code(teacher)
-    own = load_tokenizer(found.path, teacher.gguf_file, trusted)
+    own = load_source_tokenizer(teacher, found.path)
     return own if hash_tokenizer(own) == source.store.identity.tokenizer.sha256 else None
 
 
@@ -141,7 +144,7 @@ def adopt_cache_layout(source: Source, config: JobConfig) -> JobConfig:
 def load_student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
     """The tokenizer in the student's own folder, or the one that a fresh student gets."""
     student = config.student
-    teacher = config.teacher
+    teacher = config.teacher_files
     assert student is not None, "JobConfig refuses a training job without a student"
     own = student.own_tokenizer
     if own is not None:
@@ -149,8 +152,7 @@ def load_student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
         weights = "*.safetensors" if student.model else None
         return load_tokenizer(resolve_model(own, student.revision, weights))
     assert teacher is not None, "JobConfig refuses a fresh student without a tokenizer"
-    folder = resolve_teacher_folder(teacher, teacher.gguf_file)
-    return load_tokenizer(folder, teacher.gguf_file, require_allowed_remote_code(teacher))
+    return load_source_tokenizer(teacher, resolve_source(teacher, whole=False))
 
 
 def select_cache_inputs(config: JobConfig) -> dict[str, Any]:

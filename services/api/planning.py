@@ -73,7 +73,7 @@ def _show_rows(
 
     Raises ``ConfigError`` for rows that a run would refuse.
     """
-    if config.teacher is None or config.data.format not in COLUMNS:
+    if config.teacher_files is None or config.data.format not in COLUMNS:
         return [], []
 
     def look() -> tuple[list[LearnedText], list[Notice]]:
@@ -155,12 +155,17 @@ def _estimate_memory(config: JobConfig, root: Path, kept: KeptAnswers) -> Memory
 
 def _make_vocabulary_finder(config: JobConfig, root: Path, kept: KeptAnswers) -> Callable[[], int]:
     """Make the function that returns the vocabulary of the job's teacher."""
-    teacher = None if config.teacher is None else config.teacher.model_dump(mode="json")
-    return lambda: kept.recall(
-        ["vocabulary", teacher],
-        list_teacher_files(config, root),
-        lambda: estimate_vocabulary_size(config, root),
-    )
+    teacher = config.teacher_files
+
+    def find_vocabulary() -> int:
+        assert teacher is not None, "without a teacher the vocabulary of a student is not asked for"
+        return kept.recall(
+            ["vocabulary", asdict(teacher)],
+            list_teacher_files(teacher, root),
+            lambda: estimate_vocabulary_size(teacher, root),
+        )
+
+    return find_vocabulary
 
 
 # ---------------------------------------------------------------------- warnings

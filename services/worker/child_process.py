@@ -394,7 +394,8 @@ def build_store_environment(settings: Settings, job_id: str | None) -> dict[str,
 
 def find_teacher_key(config: JobConfig) -> dict[str, str]:
     """The API key of the remote teacher that the job names. No other key leaves the worker."""
-    name = None if config.teacher is None else config.teacher.api_key_env
+    teacher = config.served_teacher
+    name = None if teacher is None else teacher.api_key_env
     return {} if name is None or name not in os.environ else {name: os.environ[name]}
 
 

@@ -246,7 +246,7 @@ def read_teacher(study: Study, numbers: list[int]) -> np.ndarray:
     """p (N, V) of the teacher, by torch alone."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(study.text.folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(study.text.teacher.folder).eval()
     sequences = study.text.corpus.train.select(numbers)
     with torch.no_grad():
         logits = model(torch.from_numpy(sequences.tokens.astype(np.int64))).logits[..., :2048]

@@ -82,7 +82,9 @@ def capture_together(plans: Iterable[CapturePlan], root: Path, monitor: Monitor 
         }
         for identity, plan in wanted.items():
             positions = plan.corpus.train.positions + plan.corpus.validation.positions
-            width = ModelFolder(plan.folder).hidden_width if plan.teacher.gguf_file is None else 0
+            teacher = plan.teacher
+            is_gguf = teacher.section.gguf_file is not None
+            width = 0 if is_gguf else ModelFolder(teacher.folder).hidden_width
             require_space(root / identity.fingerprint, identity, positions, width or 0)
         _capture_shards(wanted, writers, monitor)
         for identity, writer in writers.items():

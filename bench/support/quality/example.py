@@ -32,6 +32,7 @@ from kd.capture.plan import make_capture_plan
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.models.loading import build_student, load_model
+from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import load_tokenizer
 from kd.progress import SILENT
 from kd.text.batches import CachedRecords, Source
@@ -195,7 +196,7 @@ def make_student(
     """Make the student that every row of a seed begins with."""
     torch.manual_seed(seed)
     if not group.trained:
-        return build_student(job.student, _load_text(arguments)[0], arguments.length)
+        return build_student(job.student, _load_text(arguments)[1], arguments.length)
     folder = _locate_trained_before(seed, work)
     if not folder.is_dir():
         plain = AT_ONE.told[0]
@@ -217,21 +218,17 @@ def capture_all(group: StudentGroup, arguments: argparse.Namespace, work: Path) 
     capture_together(plans, work / "caches")
 
 
-_TEXT: list[tuple[Any, Corpus, Path]] = []
+_TEXT: list[tuple[TeacherFiles, Any, Corpus]] = []
 
 
-def _load_text(arguments: argparse.Namespace) -> tuple[Any, Corpus, Path]:
-    """Load tokenizer, packed text and the teacher's folder, once for all students."""
+def _load_text(arguments: argparse.Namespace) -> tuple[TeacherFiles, Any, Corpus]:
+    """Find the teacher, and load tokenizer and packed text, once for all students."""
     if not _TEXT:
-        folder = AUSTEN / "teacher"
-        tokenizer = load_tokenizer(folder)
-        _TEXT.append(
-            (
-                tokenizer,
-                load_corpus(make_job(AT_ONE.told[0], AT_ONE, arguments, 0).data, tokenizer),
-                folder,
-            )
-        )
+        job = make_job(AT_ONE.told[0], AT_ONE, arguments, 0)
+        assert job.teacher is not None
+        teacher = TeacherFiles(job.teacher, AUSTEN / "teacher")
+        tokenizer = load_tokenizer(teacher.folder)
+        _TEXT.append((teacher, tokenizer, load_corpus(job.data, tokenizer)))
     return _TEXT[0]
 
 

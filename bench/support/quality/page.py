@@ -71,7 +71,7 @@ def describe_study(study: Study) -> str:
     seen = steps * batch / len(corpus.train)
     changed = f" Set: {', '.join(study.overrides)}." if study.overrides else ""
     return (
-        f"Teacher {job.teacher.gguf_file or study.text.folder.name}, V = "
+        f"Teacher {job.teacher.gguf_file or study.text.teacher.folder.name}, V = "
         f"{study.text.vocabulary:,}. Students: {shape}{', untied' * study.untied}; "
         f"{steps:,} steps of {batch} x {job.data.sequence_length} tokens, learning rate "
         f"{options.learning_rate:g}, warm-up {options.warmup_steps}, "

@@ -195,7 +195,9 @@ def make_student(study: Study, job: JobConfig, seed: int) -> PreTrainedModel:
     """Make the student that every row of ``seed`` begins with."""
     torch.manual_seed(seed)
     text = study.text
-    student = build_student(job.student, text.tokenizer, job.data.sequence_length, job.teacher)
+    student = build_student(
+        job.student, text.tokenizer, job.data.sequence_length, job.teacher_files
+    )
     if study.untied:
         untie(student)
     return student

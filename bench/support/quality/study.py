@@ -12,14 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from bench.support.quality.rows import Row, parse_rows
 from cache.store import open_cache
-from kd.capture.plan import CapturePlan, make_capture_plan, resolve_teacher_folder
+from kd.capture.plan import CapturePlan, make_capture_plan
 from kd.config.job import JobConfig
 from kd.config.jobfile import apply_overrides, parse_config
 from kd.errors import ConfigError, DataError, Problem
 from kd.models.loading import require_trainable_student
 from kd.models.precision import pick_device
+from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import load_tokenizer
-from kd.models.vocabulary import choose_teacher_vocabulary
+from kd.models.vocabulary import choose_source_vocabulary
 from kd.preflight.problems import Folders, Machine, find_problems
 from kd.text.batches import CachedRecords
 from kd.text.corpus import Corpus, load_corpus
@@ -30,11 +31,11 @@ SHARD_SEQUENCES = 64
 
 @dataclass(frozen=True)
 class StudyText:
-    """The text of a study, tokenised for its teacher, and the teacher's folder and vocabulary."""
+    """The text of a study, tokenised for its teacher, and the teacher's files and vocabulary."""
 
+    teacher: TeacherFiles
     tokenizer: PreTrainedTokenizerBase
     corpus: Corpus
-    folder: Path
     vocabulary: int
 
 
@@ -110,11 +111,11 @@ class Study:
     def text(self) -> StudyText:
         """The tokenised text, read once. Raises ``DataError`` where it is too short."""
         job = self.make_job(self.rows[0], 0)
-        teacher = job.teacher
-        assert teacher is not None
-        folder = resolve_teacher_folder(teacher, teacher.gguf_file or "*.safetensors")
-        tokenizer = load_tokenizer(folder, teacher.gguf_file)
-        vocabulary = choose_teacher_vocabulary(tokenizer, teacher, folder)
+        assert job.teacher is not None
+        teacher = TeacherFiles.resolve(job.teacher)
+        source = teacher.section.files
+        tokenizer = load_tokenizer(teacher.folder, source.gguf_file)
+        vocabulary = choose_source_vocabulary(tokenizer, source, teacher.folder)
         corpus = load_corpus(job.data, tokenizer, size=vocabulary)
         _require_sequences("text", "--sequences", len(corpus.train), job.data.max_train_samples)
         _require_sequences(
@@ -125,8 +126,8 @@ class Study:
         )
         assert job.student is not None
         # Raises where no student of this shape can be built.
-        require_trainable_student(job.student, tokenizer, job.data.sequence_length, teacher)
-        return StudyText(tokenizer, corpus, folder, vocabulary)
+        require_trainable_student(job.student, tokenizer, job.data.sequence_length, source)
+        return StudyText(teacher, tokenizer, corpus, vocabulary)
 
     def plan_captures(self) -> list[CapturePlan]:
         """Plan the captures of all caches that the rows need, each once."""
@@ -140,7 +141,7 @@ class Study:
         # Each plan hashes the teacher's files and all tokens of its tokenizer.
         key = job.cache.model_dump_json()
         if key not in self._plans:
-            self._plans[key] = make_capture_plan(job, text.tokenizer, text.corpus, text.folder)
+            self._plans[key] = make_capture_plan(job, text.teacher, text.tokenizer, text.corpus)
         return self._plans[key]
 
     @cached_property

@@ -20,12 +20,13 @@ from kd.capture.estimate.text import (
     CaptureSize,
     TokenCounter,
     estimate_capture_size,
-    find_teacher_folder,
     require_width,
 )
 from kd.config.job import JobConfig
+from kd.config.model_source import ModelSource
 from kd.errors import ConfigError, Problem
 from kd.files import measure_free_bytes
+from kd.models.folder import find_source
 from kd.text.files import find_files
 
 #: Disk space that must stay free beside the cache, as a share of the cache: estimates err.
@@ -123,11 +124,11 @@ def measure_capture(config: JobConfig, root: Path) -> tuple[CaptureSize, CacheSi
 
     Raises what that function raises.
     """
-    require_capture(config)
-    tokenizer = TokenCounter.find(config, root)
+    source = require_capture(config)
+    tokenizer = TokenCounter.find(source, root)
     work = estimate_capture_size(config, root, tokenizer)
     codec = make_codec_identity(config.cache).record_codec(tokenizer.size)
-    width = require_width(config, root) if codec.profile == "hidden" else 0
+    width = require_width(source, root) if codec.profile == "hidden" else 0
     return work, estimate_cache_size(codec, width)
 
 
@@ -140,18 +141,20 @@ def list_measured_files(config: JobConfig, root: Path) -> list[Path]:
         if isinstance(source, str)
     }
     files = [file for source, split in texts for file in find_files(source, root, split).files]
-    return files + list_teacher_files(config, root)
+    teacher = config.teacher_files
+    return files if teacher is None else files + list_teacher_files(teacher, root)
 
 
-def list_teacher_files(config: JobConfig, root: Path) -> list[Path]:
+def list_teacher_files(source: ModelSource, root: Path) -> list[Path]:
     """List the files in the folder of the teacher's tokenizer, if it is on this machine."""
-    folder = find_teacher_folder(config, root)
+    folder = find_source(source, root)
     return [] if folder is None else [file for file in folder.path.iterdir() if file.is_file()]
 
 
-def require_capture(config: JobConfig) -> None:
-    """Raise ``ConfigError`` for a job that captures nothing."""
-    if not config.captures or config.teacher is None:
+def require_capture(config: JobConfig) -> ModelSource:
+    """Return where the captured teacher comes from; ``ConfigError`` for a job without a capture."""
+    source = config.teacher_files
+    if not config.captures or source is None:
         raise ConfigError(
             [
                 Problem(
@@ -161,11 +164,12 @@ def require_capture(config: JobConfig) -> None:
                 )
             ]
         )
+    return source
 
 
-def estimate_vocabulary_size(config: JobConfig, root: Path) -> int:
+def estimate_vocabulary_size(source: ModelSource, root: Path) -> int:
     """Return the vocabulary size of the teacher's tokenizer.
 
     Where the tokenizer is not on this machine, the size comes from config.json, or is a guess.
     """
-    return TokenCounter.find(config, root).size
+    return TokenCounter.find(source, root).size

@@ -14,8 +14,9 @@ from typing import Any
 from cache.errors import PotstillError
 from kd.capture.estimate.storage import MEASURED_VOCABULARY
 from kd.config.job import JobConfig
+from kd.config.model_source import ModelSource
 from kd.errors import ConfigError, DataError, ModelError, Problem
-from kd.models.folder import ModelFolder
+from kd.models.folder import find_source
 from kd.text.chat.chat import Chat, Completion
 from kd.text.corpus import count_held_out, count_kept_held_out, describe_held_out
 from kd.text.files import choose_format, find_files, find_packing, find_suffix, is_saved_dataset
@@ -65,9 +66,9 @@ class TokenCounter:
     inner: Any = None
 
     @classmethod
-    def find(cls, config: JobConfig, root: Path) -> TokenCounter:
+    def find(cls, source: ModelSource, root: Path) -> TokenCounter:
         """Return a counter with the teacher's tokenizer, if its file is on this machine."""
-        folder = find_teacher_folder(config, root)
+        folder = find_source(source, root)
         if folder is None or folder.tokenizer_file is None:
             with _blame_teacher():
                 size = None if folder is None else folder.vocabulary_size
@@ -95,16 +96,9 @@ class TokenCounter:
         return len(self.inner.encode(text, add_special_tokens=False).ids)
 
 
-def find_teacher_folder(config: JobConfig, root: Path) -> ModelFolder | None:
-    """Return the folder of the teacher's tokenizer and configuration, if it is on this machine."""
-    teacher = config.teacher
-    assert teacher is not None
-    return ModelFolder.find(teacher.tokenizer or teacher.model, root, teacher.revision)
-
-
-def require_width(config: JobConfig, root: Path) -> int:
+def require_width(source: ModelSource, root: Path) -> int:
     """Return D of the teacher; raises ``ConfigError`` where its config.json is not here."""
-    folder = find_teacher_folder(config, root)
+    folder = find_source(source, root)
     with _blame_teacher():
         width = None if folder is None else folder.hidden_width
     if width:

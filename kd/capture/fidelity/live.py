@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,12 +16,13 @@ from kd.capture.noise import ALLOWED_NOISE
 from kd.config.teacher import TeacherConfig
 from kd.errors import FidelityError
 from kd.models.attention.causality import require_causal
-from kd.models.folder import compute_fingerprint, is_remote_code_allowed, resolve_model
+from kd.models.folder import compute_fingerprint, is_remote_code_allowed
 from kd.models.layers import compute_hidden_states, find_device, require_context
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
 from kd.models.quantization.groups import read_quantization
+from kd.models.teacher_files import TeacherFiles
 from kd.text.batches import make_batch
 
 
@@ -33,13 +34,14 @@ class LiveTeacher:
     lm_head: LMHead
 
     @classmethod
-    def load(cls, identity: CacheIdentity, config: TeacherConfig, folder: Path) -> LiveTeacher:
-        """Load the model in ``folder``, in the precision and quantisation of the capture."""
+    def load(cls, identity: CacheIdentity, teacher: TeacherFiles) -> LiveTeacher:
+        """Load the model of ``teacher``, in the precision and quantisation of the capture."""
         # Another precision would differ from the records by more than the bounds allow.
         captured = identity.teacher
         quantization = read_quantization(captured.quantization)
-        config = config.model_copy(update={"dtype": captured.dtype, "quantization": quantization})
-        model = load_teacher(config, folder, pick_device(), captured.quantization)
+        changes = {"dtype": captured.dtype, "quantization": quantization}
+        teacher = replace(teacher, section=teacher.section.model_copy(update=changes))
+        model = load_teacher(teacher, pick_device(), captured.quantization)
         require_context(model, identity.data.sequence_length)
         require_causal(model, identity.data.sequence_length)
         return cls(model, find_lm_head(model, identity.tokenizer.vocabulary_size))
@@ -54,57 +56,54 @@ class LiveTeacher:
 
 @dataclass(frozen=True)
 class TeacherLocation:
-    """The folder of a cache's teacher.
+    """The files of a cache's teacher.
 
-    ``genuine`` means that it has the weights that were captured.
+    ``genuine`` means that they have the weights that were captured.
     """
 
-    config: TeacherConfig
-    folder: Path
+    teacher: TeacherFiles
     genuine: bool
 
     @classmethod
     def find(cls, store: Cache, name: str | None, root: Path) -> TeacherLocation:
-        """Find the teacher ``name``, by default the one in the cache's provenance.
+        """Find the teacher ``name``, by default the one that the cache names.
 
         A name is a folder, a GGUF file or a hub id. Raises ``FidelityError`` for a cache whose
         teacher cannot be run, such as a remote one, and ``ModelError`` where no model is found.
         """
         _require_live(store)
-        provenance = store.manifest.provenance
-        wanted = name or provenance.teacher_name
+        recorded = store.manifest.teacher
+        wanted = name or recorded.name
         path = root / wanted
         gguf_file = path.name if path.suffix == ".gguf" else None
         place = path.parent if gguf_file else path
         # owner/model of owner/model/file.gguf; the address of a bucket is cut in the same way.
         named = wanted.rpartition("/")[0] if gguf_file else wanted
-        config = TeacherConfig(
+        section = TeacherConfig(
             model=str(place) if place.exists() else named,
-            revision=None if name else provenance.teacher_revision or None,
+            revision=None if name else recorded.revision or None,
             gguf_file=gguf_file,
             trust_remote_code=is_remote_code_allowed(),
         )
-        return cls.of_config(store, config)
+        return cls.of_section(store, section)
 
     @classmethod
-    def of_config(cls, store: Cache, config: TeacherConfig) -> TeacherLocation:
-        """Find the teacher that ``config`` names; raises as ``find`` does."""
+    def of_section(cls, store: Cache, section: TeacherConfig) -> TeacherLocation:
+        """Find the teacher that ``section`` names; raises as ``find`` does."""
         _require_live(store)
         # One process runs it here, however many did in the capture.
-        parallel = "device_map" if store.identity.teacher.parallel else "none"
-        folder = resolve_model(config.model, config.revision, config.gguf_file or "*.safetensors")
-        digest = compute_fingerprint(folder, config.gguf_file)
-        return cls(
-            config.model_copy(update={"parallel": parallel}),
-            folder,
-            digest == store.identity.teacher.model_sha256,
-        )
+        captured = store.manifest.teacher.identity
+        parallel = "device_map" if captured.parallel else "none"
+        teacher = TeacherFiles.resolve(section.model_copy(update={"parallel": parallel}))
+        digest = compute_fingerprint(teacher.folder, section.gguf_file)
+        return cls(teacher, digest == captured.model_sha256)
 
     def require_genuine(self, store: Cache) -> None:
         """Raise ``FidelityError`` unless the weights are those that were captured."""
         if not self.genuine:
+            folder = self.teacher.folder
             raise FidelityError(
-                f"{store.folder} was captured from other weights than {self.folder} has now.",
+                f"{store.folder} was captured from other weights than {folder} has now.",
                 "Name the teacher of the capture in teacher.model, with its revision.",
             )
 

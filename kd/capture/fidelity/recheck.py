@@ -47,7 +47,7 @@ def recheck_fidelity(
 
     ``waiting`` is called between the parts of the work, and may raise to give up.
     """
-    live = LiveTeacher.load(store.identity, origin.config, origin.folder)
+    live = LiveTeacher.load(store.identity, origin.teacher)
     found = measure_fidelity(store, live, positions, redraws, waiting)
     problems = tuple(find_out_of_bounds(store, found))
     written = origin.genuine and not problems

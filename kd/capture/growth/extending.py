@@ -47,7 +47,7 @@ def adopt_known_shards(
     there, is of another teacher or other settings, or its text is not the beginning of the plan's,
     and ``CacheCorrupt`` where one of its shards is damaged.
     """
-    name = plan.config.cache.extends
+    name = plan.options.extends
     if name is None:
         return
     source = _open(root / name)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kd.config.teacher import TeacherConfig
 from kd.models.spread.whole_head import move_hidden_states, put_head_whole
 
 
@@ -34,14 +33,17 @@ class Places:
     folder: str
 
     @classmethod
-    def of(cls, config: TeacherConfig) -> Places:
-        """Return the places that the job allows; what it does not limit has what is free."""
+    def of(cls, gpu_memory: int | None = None, host_memory: int | None = None) -> Places:
+        """Return the places with at most so many bytes on each GPU, and in the host's memory.
+
+        None means all that is free.
+        """
         # accelerate takes a second to import, and only such teachers need it here.
         from accelerate.utils import get_max_memory
 
         most_bytes: dict[int | str, int] = get_max_memory()
         for name in most_bytes:
-            wanted = config.host_memory if name == "cpu" else config.gpu_memory
+            wanted = host_memory if name == "cpu" else gpu_memory
             most_bytes[name] = most_bytes[name] if wanted is None else wanted
         folder = mkdtemp(prefix="potstill-offload-")
         places = cls(most_bytes, folder)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from transformers import PreTrainedModel
 
-from kd.config.teacher import TeacherConfig
 from kd.errors import OutOfMemory, format_first_line, is_out_of_memory
 from kd.models.attention.interface import use_own_attention, use_packed_attention
 from kd.models.layers import compute_hidden_states
 from kd.models.loading import load_part
 from kd.models.precision import float32_products, pick_device
 from kd.models.spread.channel import Channel, ReadingOrder
+from kd.models.teacher_files import TeacherFiles
 from kd.text.packed_rows import PackedRows
 
 
@@ -26,8 +24,8 @@ def follow() -> None:
         while (order := channel.receive()).do != "end":
             if order.do == "load":
                 model = None  # two parts need not fit into memory
-                config = TeacherConfig(**order.words["teacher"])
-                model = load_part(config, Path(order.words["folder"]), pick_device(), leads=False)
+                teacher = TeacherFiles.from_json(order.words)
+                model = load_part(teacher, pick_device(), leads=False)
             else:
                 assert model is not None, "rank 0 reads what it has loaded"
                 _read(model, order, channel)

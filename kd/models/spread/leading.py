@@ -5,17 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
 from kd.models.attention.interface import get_documents, uses_packed_attention
 from kd.models.layers import find_trunk
 from kd.models.spread.channel import Channel, ReadingOrder
+from kd.models.teacher_files import TeacherFiles
 
 
 class Leader:
@@ -25,10 +24,9 @@ class Leader:
         self._channel = channel
         self._reading = False
 
-    def order_loading(self, config: TeacherConfig, folder: Path) -> None:
+    def order_loading(self, teacher: TeacherFiles) -> None:
         """Let the others load their parts of the teacher; the caller loads its own next."""
-        words = {"teacher": config.model_dump(mode="json"), "folder": str(folder)}
-        self._channel.send(ReadingOrder("load", words))
+        self._channel.send(ReadingOrder("load", teacher.to_json()))
 
     def lead_reading(self, model: PreTrainedModel) -> None:
         """Let the others read what ``model`` reads from now on."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, Problem
 from kd.models.layers import find_decoder_layers, find_trunk, mark_shared_modules, read_layer_sizes
 from kd.models.spread.whole_head import put_head_whole
@@ -31,7 +30,7 @@ _FREE = "free_full_weight"
 _KEEP = "keep_full_weight"
 
 
-def make_places(config: TeacherConfig, hollow: PreTrainedModel, size: int) -> dict[str, Any]:
+def make_places(parallel: str, hollow: PreTrainedModel, size: int) -> dict[str, Any]:
     """Return the arguments of ``from_pretrained`` by which ``size`` processes share the model.
 
     ``hollow`` is the model without its weights.
@@ -39,7 +38,7 @@ def make_places(config: TeacherConfig, hollow: PreTrainedModel, size: int) -> di
     # Only such teachers need it, and older versions of transformers do not have it.
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    if config.parallel == "tensor":
+    if parallel == "tensor":
         return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
     plan = _plan_layers(hollow)
     return {"distributed_config": DistributedConfig(fsdp_size=size, fsdp_plan=plan)}
@@ -89,24 +88,22 @@ def _gather(parameter: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- what cannot be shared
 
 
-def require_shareable(config: TeacherConfig, hollow: PreTrainedModel, size: int) -> None:
+def require_shareable(parallel: str, hollow: PreTrainedModel, size: int) -> None:
     """Raise ``ConfigError`` where ``size`` processes cannot share the model as the job asks."""
-    if problem := _find_problem(config, hollow, size):
+    if problem := _find_problem(parallel, hollow, size):
         raise ConfigError([Problem("/teacher/parallel", *problem)])
 
 
-def _find_problem(
-    config: TeacherConfig, hollow: PreTrainedModel, size: int
-) -> tuple[str, str] | None:
+def _find_problem(parallel: str, hollow: PreTrainedModel, size: int) -> tuple[str, str] | None:
     name = type(hollow).__name__
     if not _has_engine():
         return (
-            f"{config.parallel} needs a transformers that shards models as it reads them.",
+            f"{parallel} needs a transformers that shards models as it reads them.",
             "Install the version in constraints.txt; or set it to device_map.",
         )
     if not find_decoder_layers(hollow):
         return (f"{name} has no list of layers to share.", "Set it to device_map.")
-    if config.parallel == "fsdp":
+    if parallel == "fsdp":
         return None
     if (share := _compute_cut_share(hollow)) < LEAST_SHARE:
         detail = f"the tp_plan that transformers has for {name} cuts {share:.0%} of its layers."

@@ -13,7 +13,6 @@ from kd.capture.codec_identity import make_codec_identity
 from kd.config.fields.removed import restore_removed
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
-from kd.config.teacher import SPREAD_FIELDS
 from kd.errors import ConfigError, TrainingError
 from kd.files import read_json
 from kd.training import checkpoint
@@ -24,6 +23,8 @@ FREE_FIELDS = {
     "dataloader_num_workers", "dataloader_memory", "activation_offload", "strategy", "pipeline",
     "fsdp_offload",
 }  # fmt: skip
+#: Fields of the teacher section that shape its records alone, and a cache's identity has them.
+TEACHER_FREE_FIELDS = ("parallel", "gpu_memory", "host_memory")
 #: Fields that are newer than the first checkpoints, with the values that mean what was done before
 #: they existed: then a checkpoint's identity does not have them.
 NEWER_FIELDS: dict[str, Any] = {
@@ -70,16 +71,16 @@ def compute_resume_identity(
     unset: dict[str, Any] = {"loss": {"tail_control"}}
     if config.loss.router_balance is None:
         unset["loss"].add("router_balance")
-    if config.teacher is not None:
-        # They shape the records alone, and a cache's identity has them.
-        unset["teacher"] = set(SPREAD_FIELDS)
-        if config.teacher.quantization is None:
-            unset["teacher"].add("quantization")
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "float32":
         unset["student"] = {"lora": {"base"}}
     unused = {name for name, value in NEWER_FIELDS.items() if getattr(train, name) == value}
     sections = config.model_dump(mode="json", include=_list_shaping_sections(config), exclude=unset)
+    if teacher := sections.get("teacher"):
+        for name in TEACHER_FREE_FIELDS:
+            del teacher[name]
+        if teacher["quantization"] is None:
+            del teacher["quantization"]
     content = [
         TypeAdapter(dict[str, Any]).dump_json(restore_removed(sections)).decode(),
         train.model_dump_json(exclude=FREE_FIELDS | unused | free),

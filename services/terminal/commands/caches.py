@@ -87,7 +87,7 @@ def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = Fa
         print_facts(summary)
         return
     manifest = read_manifest(folder)
-    precision = manifest.identity.teacher.describe_precision()
+    precision = manifest.teacher.identity.describe_precision()
     print_facts({**summary, "teacher_precision": precision})
     _print_fidelity(_list_rows(manifest.fidelity))
     if manifest.overruled:
@@ -157,8 +157,8 @@ def cache_fidelity(
             )
         elif not found.written:
             err.print(
-                f"The weights in {origin.folder} differ from those of the capture, so the cache"
-                " keeps its earlier fidelity."
+                f"The weights in {origin.teacher.folder} differ from those of the capture, so the "
+                "cache keeps its earlier fidelity."
             )
     raise typer.Exit(UNVERIFIED if problems else 0)
 

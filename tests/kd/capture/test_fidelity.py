@@ -373,8 +373,8 @@ def test_a_gguf_teacher_is_found_where_the_cache_says(
     origin = TeacherLocation.find(store, None, tmp_path)
     assert (
         origin.genuine
-        and origin.config.gguf_file == "tiny.gguf"
-        and origin.folder == tmp_path / "teacher"
+        and origin.teacher.section.gguf_file == "tiny.gguf"
+        and origin.teacher.folder == tmp_path / "teacher"
     )
 
 

@@ -357,8 +357,8 @@ def test_too_little_memory_for_one_sequence_is_told_before_anything_is_written(
 
 
 def replace_batch_size(plan: CapturePlan, size: int) -> CapturePlan:
-    teacher = plan.teacher.model_copy(update={"batch_size": size})
-    return replace(plan, config=plan.config.model_copy(update={"teacher": teacher}))
+    section = plan.teacher.section.model_copy(update={"batch_size": size})
+    return replace(plan, teacher=replace(plan.teacher, section=section))
 
 
 def limit_sequences(monkeypatch: pytest.MonkeyPatch, most: int, error: Exception) -> list[int]:

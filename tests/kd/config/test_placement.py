@@ -172,9 +172,10 @@ def test_a_check_names_its_cache(kind: str) -> None:
 def test_fidelity_is_measured_with_a_teacher() -> None:
     assert "teacher is required for kind fidelity" in refusal(VERIFY | {"kind": "fidelity"})
     job = parse_config(VERIFY | {"kind": "fidelity", "teacher": {"model": "t"}})
-    assert (job.checks_cache, job.needs_cache, job.runs_teacher) == (True, False, True)
+    assert (job.checks_cache, job.needs_cache) == (True, False)
+    assert job.active_teacher == job.teacher is not None
     assert job.stages == ("precompute",)
-    assert not parse_config(VERIFY).runs_teacher
+    assert parse_config(VERIFY | {"teacher": {"model": "t"}}).active_teacher is None
 
 
 def test_only_a_search_has_a_search() -> None:

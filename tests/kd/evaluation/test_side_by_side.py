@@ -21,10 +21,16 @@ from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.evaluation import side_by_side
 from kd.evaluation.comparison import TEACHER
-from kd.evaluation.measure import BASELINE, STUDENT, EvaluationContext, evaluate_in_depth
+from kd.evaluation.measure import (
+    BASELINE,
+    STUDENT,
+    EvaluationContext,
+    evaluate_in_depth,
+    find_reason_without,
+)
 from kd.evaluation.model_card import write_provenance
 from kd.evaluation.pages import format_closing_sections
-from kd.evaluation.side_by_side import ModelCost, find_reason_without
+from kd.evaluation.side_by_side import ModelCost
 from kd.files import read_json, write_json
 from kd.models.folder import ADAPTER_FOLDER, ModelFolder
 from kd.models.loading import load_model
@@ -273,7 +279,7 @@ def test_the_code_for_an_adapter_with_its_base_and_for_chats_generates_text(
     tokenizer = load_tokenizer(done.run / "student")
     if chats:
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    student = build_student(config.student, tokenizer, 32, config.teacher)
+    student = build_student(config.student, tokenizer, 32, config.teacher_files)
     save_student(student, tokenizer, tmp_path, config.student)
     write_provenance(tmp_path, config, done.report)
     assert "PeftModel" in (tmp_path / "README.md").read_text(encoding="utf-8")

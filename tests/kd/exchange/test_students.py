@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cache.errors import StorageError
+from kd.config.model_source import ModelSource
 from kd.config.student import StudentConfig
-from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
 from kd.exchange.students import CONVERTERS, StudentExport, find_converter
 from kd.models.adapters import list_trained_parameters
@@ -38,7 +38,7 @@ def logits_of(model: nn.Module) -> Tensor:
 
 def adapted(plan: StudentConfig, tokenizer: Any, teacher: Path) -> PreTrainedModel:
     torch.manual_seed(0)
-    student = build_student(plan, tokenizer, 64, TeacherConfig(model=str(teacher)))
+    student = build_student(plan, tokenizer, 64, ModelSource(str(teacher)))
     with torch.no_grad():
         for parameter in list_trained_parameters(student):
             parameter.normal_(0.0, 0.1)
@@ -168,9 +168,7 @@ def test_llama_cpp_computes_what_the_student_does(tmp_path: Path) -> None:
     [gguf] = Path(str(SMOLLM2)).glob("*.gguf")
     tokenizer = load_tokenizer(gguf.parent, gguf.name)
     plan = StudentConfig(from_teacher={"layers": 2})
-    student = build_student(
-        plan, tokenizer, 64, TeacherConfig(model=str(gguf.parent), gguf_file=gguf.name)
-    )
+    student = build_student(plan, tokenizer, 64, ModelSource(str(gguf.parent), gguf_file=gguf.name))
     save_student(student, tokenizer, tmp_path / "student", plan)
     out = tmp_path / "student.gguf"
     StudentExport(tmp_path / "student", "gguf", out, outtype="f32").run(SILENT)

@@ -47,7 +47,7 @@ def test_the_flop_are_those_of_the_meter(tiny_teacher: Path, tiny_text: Path) ->
         "teacher": {"model": str(tiny_teacher)}, "student": {"init": init},
         "data": {"train": str(tiny_text), "sequence_length": 64}, "train": {"max_steps": 1},
     })  # fmt: skip
-    student = build_student(config.student, load_tokenizer(tiny_teacher), 64, config.teacher)
+    student = build_student(config.student, load_tokenizer(tiny_teacher), 64, config.teacher_files)
     vocabulary = student.get_output_embeddings().weight.shape[0]
     per_token = count_flops_per_token(student, vocabulary, 64)
     assert found.flops == pytest.approx(found.tokens * per_token, rel=1e-6)

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kd.config.model_source import ModelSource
 from kd.config.student import StudentConfig
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
@@ -21,6 +22,7 @@ from kd.models.layers import find_decoder_layers, require_context
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import build_student, load_model, load_teacher, require_trainable_student
 from kd.models.saving import save_student
+from kd.models.teacher_files import TeacherFiles
 from tests.support.kd.zoo import ROWS, VOCABULARY, some_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -148,7 +150,9 @@ def test_the_language_model_inside_is_teacher_and_student(
     name: str, wholes: dict[str, tuple[Path, Tensor]], tokenizer: Any, tmp_path: Path
 ) -> None:
     folder, expected = wholes[name]
-    teacher = load_teacher(TeacherConfig(model=str(folder)), folder, torch.device("cpu"))
+    teacher = load_teacher(
+        TeacherFiles(TeacherConfig(model=str(folder)), folder), torch.device("cpu")
+    )
     assert type(teacher).__name__ == WHOLES[name][2]
     torch.testing.assert_close(logits_of(teacher), expected, rtol=1e-5, atol=1e-5)
     find_lm_head(teacher, VOCABULARY)
@@ -168,7 +172,7 @@ def test_the_language_model_inside_is_teacher_and_student(
 def test_a_student_is_cut_out_of_the_language_model_inside(
     name: str, wholes: dict[str, tuple[Path, Tensor]], tokenizer: Any, tmp_path: Path
 ) -> None:
-    teacher = TeacherConfig(model=str(wholes[name][0]))
+    teacher = ModelSource(str(wholes[name][0]))
     plan = StudentConfig.model_validate({"from_teacher": {"layers": 2, "pick": "last"}})
     require_trainable_student(plan, tokenizer, 64, teacher)
     student = build_student(plan, tokenizer, 64, teacher)

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from bench.support.paths import AUSTEN
+from kd.config.model_source import ModelSource
 from kd.config.student import LoraConfig, StudentConfig, StudentFromTeacher
-from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
 from kd.models.adapters import has_adapters, merge_adapters
 from kd.models.inheritance import cut_student, pick_layers, sample_text
@@ -244,7 +244,7 @@ def test_students_larger_than_the_teacher_or_of_no_shape_are_refused(
 def test_a_job_may_take_layers_of_its_teacher_and_put_adapters_on_them(
     tiny_teacher: Path, tokenizer: Any
 ) -> None:
-    teacher = TeacherConfig(model=str(tiny_teacher))
+    teacher = ModelSource(str(tiny_teacher))
     config = StudentConfig(from_teacher=plan(1), lora=LoraConfig(rank=4))
     student = build_student(config, tokenizer, 64, teacher)
     assert has_adapters(student) and student.config.num_hidden_layers == 1

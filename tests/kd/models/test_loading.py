@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from bench.support.waiting import PATIENCE_SECONDS
+from kd.config.model_source import ModelSource
 from kd.config.student import StudentConfig, StudentInit
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
@@ -36,6 +37,7 @@ from kd.models.loading import (
     require_trainable_student,
 )
 from kd.models.saving import save_student
+from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import (
     get_vocabulary_size,
     load_tokenizer,
@@ -56,7 +58,7 @@ def test_the_teacher_is_frozen_in_evaluation_mode_and_in_its_precision(tiny_teac
     cpu = torch.device("cpu")
     for dtype, expected in [("auto", torch.float32), ("bfloat16", torch.bfloat16)]:
         teacher = load_teacher(
-            TeacherConfig(model=str(tiny_teacher), dtype=dtype), tiny_teacher, cpu
+            TeacherFiles(TeacherConfig(model=str(tiny_teacher), dtype=dtype), tiny_teacher), cpu
         )
         assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
         assert {p.dtype for p in teacher.parameters()} == {expected}
@@ -139,13 +141,13 @@ def test_damaged_weights_and_models_of_another_kind_are_refused(copied_teacher):
 
 
 def test_code_that_comes_with_a_model_needs_the_operators_consent(monkeypatch):
-    config = TeacherConfig(model="x", trust_remote_code=True)
+    source = ModelSource("x", trust_remote_code=True)
     monkeypatch.delenv("KD_TRUST_REMOTE_CODE", raising=False)
     with pytest.raises(ModelError, match="does not allow"):
-        require_allowed_remote_code(config)
+        require_allowed_remote_code(source)
     monkeypatch.setenv("KD_TRUST_REMOTE_CODE", "1")
-    assert require_allowed_remote_code(config)
-    assert not require_allowed_remote_code(TeacherConfig(model="x"))
+    assert require_allowed_remote_code(source)
+    assert not require_allowed_remote_code(ModelSource("x"))
 
 
 # ---------------------------------------------------------------------- students
@@ -190,7 +192,7 @@ def test_a_fresh_student_stops_where_its_teacher_does(tokenizer, tiny_teacher, t
     known = json.loads((teacher / file).read_text()) if file == "config.json" else {}
     (teacher / file).write_text(json.dumps(known | settings))
     plan = StudentConfig(init=StudentInit(layers=1, hidden_size=32))
-    student = build_student(plan, tokenizer, 64, TeacherConfig(model=str(teacher)))
+    student = build_student(plan, tokenizer, 64, ModelSource(str(teacher)))
     save_student(student, tokenizer, tmp_path / "student")
     saved = GenerationConfig.from_pretrained(tmp_path / "student")
     assert saved.eos_token_id == [7, 0]
@@ -287,7 +289,7 @@ def test_a_gguf_teacher_computes_what_its_original_computes(tokenizer, tmp_path,
     original = LlamaForCausalLM(shape).eval()
     write_gguf(original, tokenizer, tmp_path / "tiny.gguf", dtype)
     config = TeacherConfig(model=str(tmp_path), gguf_file="tiny.gguf")
-    teacher = load_teacher(config, tmp_path, torch.device("cpu"))
+    teacher = load_teacher(TeacherFiles(config, tmp_path), torch.device("cpu"))
     loaded = load_tokenizer(tmp_path, "tiny.gguf")
     text = "Sir Walter Elliot, of Kellynch Hall, in Somersetshire, was a man who"
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
@@ -311,7 +313,7 @@ def test_a_student_cut_out_of_a_gguf_teacher_is_a_model_like_any_other(tokenizer
         **LLAMA | {"vocab_size": 2048, "num_hidden_layers": 2}, tie_word_embeddings=False
     )
     write_gguf(LlamaForCausalLM(shape), tokenizer, tmp_path / "tiny.gguf", np.float32)
-    teacher = TeacherConfig(model=str(tmp_path), gguf_file="tiny.gguf")
+    teacher = ModelSource(str(tmp_path), gguf_file="tiny.gguf")
     config = StudentConfig.model_validate({"from_teacher": {"layers": 1}})
     build_student(config, tokenizer, 32, teacher).save_pretrained(tmp_path / "student")
     written = json.loads((tmp_path / "student" / "config.json").read_text())
@@ -346,7 +348,7 @@ def test_a_shape_that_cannot_be_is_known_without_weights(
     shutil.copytree(tiny_teacher, tmp_path / "t")
     (tmp_path / "t" / "model.safetensors").write_bytes(b"not to be read")
     raw = json.loads(json.dumps(student).replace("TEACHER", str(tmp_path / "t")))
-    teacher = TeacherConfig(model=str(tmp_path / "t"))
+    teacher = ModelSource(str(tmp_path / "t"))
     with pytest.raises(ModelError, match=message):
         require_trainable_student(StudentConfig.model_validate(raw), tokenizer, 32, teacher)
     for sound in (

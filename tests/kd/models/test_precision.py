@@ -22,6 +22,7 @@ from kd.models.precision import (
     make_scaler,
     set_tf32,
 )
+from kd.models.teacher_files import TeacherFiles
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -80,12 +81,13 @@ def test_a_teacher_keeps_the_precision_of_its_weights_where_the_gpu_has_it(
     expected = {"bfloat16": bf16, "float16": fp16, "float32": torch.float32}
     for stored, dtype in expected.items():
         (tmp_path / "config.json").write_text(json.dumps({"dtype": stored}))
-        teacher = TeacherConfig(model=str(tmp_path))
-        assert choose_teacher_dtype(teacher, tmp_path, GPU) == dtype
-        assert choose_teacher_dtype(teacher, tmp_path, CPU) == torch.float32
+        teacher = TeacherFiles(TeacherConfig(model=str(tmp_path)), tmp_path)
+        assert choose_teacher_dtype(teacher, GPU) == dtype
+        assert choose_teacher_dtype(teacher, CPU) == torch.float32
         # What a job asks for, it gets.
-        asked = TeacherConfig(model=str(tmp_path), dtype="bfloat16")
-        assert choose_teacher_dtype(asked, tmp_path, GPU) == torch.bfloat16
+        section = TeacherConfig(model=str(tmp_path), dtype="bfloat16")
+        asked = TeacherFiles(section, tmp_path)
+        assert choose_teacher_dtype(asked, GPU) == torch.bfloat16
 
 
 def test_tf32_has_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.model_source import ModelSource
 from kd.config.student import StudentConfig
-from kd.config.teacher import TeacherConfig
 from kd.evaluation.model_card import write_provenance
 from kd.models.adapters import has_adapters, list_trained_parameters, merge_adapters
 from kd.models.loading import build_student, load_model
@@ -46,7 +46,7 @@ def job_of(teacher: Path, text: Path, **student: Any) -> JobConfig:
 def adapted(plan: StudentConfig, tokenizer: Any, teacher: Path) -> PreTrainedModel:
     """Return the student of ``plan`` with adapters that change its logits."""
     torch.manual_seed(0)
-    student = build_student(plan, tokenizer, 64, TeacherConfig(model=str(teacher)))
+    student = build_student(plan, tokenizer, 64, ModelSource(str(teacher)))
     with torch.no_grad():
         for parameter in list_trained_parameters(student):
             parameter.normal_(0.0, 0.1)

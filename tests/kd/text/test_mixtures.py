@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
+from kd.models.teacher_files import TeacherFiles
 from kd.progress import Event, Monitor
 from kd.text.corpus import Corpus, load_corpus
 from kd.text.mixtures import TextReader
@@ -263,7 +264,10 @@ def test_weights_name_the_data_of_a_cache(
             {"kind": "precompute", "teacher": {"model": str(tiny_teacher)}, "data": data}
         )
         return make_capture_plan(
-            job, tokenizer, load_corpus(job.data, tokenizer), tiny_teacher
+            job,
+            TeacherFiles(job.teacher, tiny_teacher),
+            tokenizer,
+            load_corpus(job.data, tokenizer),
         ).identity.fingerprint
 
     found = [

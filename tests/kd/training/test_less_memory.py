@@ -14,7 +14,6 @@ from cache.store import open_cache
 from kd.config.fields.removed import restore_removed
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.config.teacher import SPREAD_FIELDS
 from kd.errors import ConfigError
 from kd.memory.model_memory import estimate_least_memory
 from kd.models.adapters import list_trained_parameters
@@ -26,7 +25,12 @@ from kd.stages.capture import run_precompute
 from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
-from kd.training.resume.identity import FREE_FIELDS, NEWER_FIELDS, compute_resume_identity
+from kd.training.resume.identity import (
+    FREE_FIELDS,
+    NEWER_FIELDS,
+    TEACHER_FREE_FIELDS,
+    compute_resume_identity,
+)
 from tests.support.kd.zoo import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +72,7 @@ def test_a_base_in_bfloat16_learns_as_one_in_float32(
         summary = run_precompute(config, tmp_path, tmp_path, SILENT)["cache"]
         source = CachedRecords(open_cache(tmp_path / "caches" / summary["fingerprint"]))
         torch.manual_seed(0)
-        student = build_student(config.student, tokenizer, 32, config.teacher)
+        student = build_student(config.student, tokenizer, 32, config.teacher_files)
         dtypes = {each.dtype for each in student.parameters() if not each.requires_grad}
         assert dtypes == {getattr(torch, base)}
         assert {each.dtype for each in list_trained_parameters(student)} == {torch.float32}
@@ -86,7 +90,7 @@ def test_adapters_are_merged_into_a_base_of_float32(
 ) -> None:
     """Small adapters on a base in bfloat16 would be lost if they were rounded with it."""
     config = make_job(tiny_teacher, tiny_text, "bfloat16")
-    student = build_student(config.student, tokenizer, 32, config.teacher)
+    student = build_student(config.student, tokenizer, 32, config.teacher_files)
     layer = student.get_submodule("model.layers.0.mlp.up_proj")
     base = layer.get_base_layer().weight.detach().float().clone()
     with torch.no_grad():
@@ -145,7 +149,7 @@ def test_checkpoints_from_before_the_field_are_resumed(tiny_teacher: Path, tiny_
     unknown: dict[str, Any] = {
         "student": {"lora": {"base"}},
         "loss": {"router_balance", "tail_control"},
-        "teacher": {"quantization", *SPREAD_FIELDS},
+        "teacher": {"quantization", *TEACHER_FREE_FIELDS},
     }
     newer = NEWER_FIELDS.keys() - {"lm_head_floor"}
     sections = jobs[0].model_dump(

@@ -72,7 +72,7 @@ class Taught:
         )
         assert config.train is not None
         torch.manual_seed(config.train.seed)
-        student = build_student(config.student, self.tokenizer, 32, config.teacher)
+        student = build_student(config.student, self.tokenizer, 32, config.teacher_files)
         train(config, source, student, get_vocabulary_size(self.tokenizer), folder, monitor)
         return copy_weights(student)
 
@@ -419,7 +419,7 @@ def test_a_frozen_base_stays_as_it_was(taught: Taught, tmp_path: Path) -> None:
     after = taught.train(config, tmp_path)
     assert config.student is not None
     torch.manual_seed(42)
-    before = build_student(config.student, taught.tokenizer, 32, config.teacher)
+    before = build_student(config.student, taught.tokenizer, 32, config.teacher_files)
     for name, parameter in before.named_parameters():
         changed = not torch.equal(after[name], parameter)
         assert changed == parameter.requires_grad == ("lora_" in name), name

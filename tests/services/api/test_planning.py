@@ -81,7 +81,7 @@ def test_the_plan_of_a_fresh_student_counts_the_real_optimiser_s_state(
 ) -> None:
     job = make_job({"init": INIT | {"tie_word_embeddings": tied}}, tiny_teacher, optim)
     config = parse_config(job)
-    student = build_student(config.student, load_tokenizer(tiny_teacher), 32, config.teacher)
+    student = build_student(config.student, load_tokenizer(tiny_teacher), 32, config.teacher_files)
     require_real_state(plan_memory(job, tmp_path), student, job)
 
 

@@ -12,6 +12,7 @@ from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
+from kd.models.teacher_files import TeacherFiles
 from kd.progress import SILENT, Monitor
 from kd.stages.capture import run_precompute
 
@@ -45,5 +46,7 @@ def capture(
 
 def live(folder: Path) -> LiveTeacher:
     """Load the teacher in ``folder``, of 2,048 tokens, on the CPU."""
-    model = load_teacher(TeacherConfig(model=str(folder)), folder, torch.device("cpu"))
+    model = load_teacher(
+        TeacherFiles(TeacherConfig(model=str(folder)), folder), torch.device("cpu")
+    )
     return LiveTeacher(model, find_lm_head(model, 2048))

@@ -94,14 +94,16 @@ def _show_row(row: LearnedRow) -> None:
 
 def _find_warnings(config: JobConfig, settings: Settings) -> list[Problem]:
     """Find what the job needs and this machine, or a service on it, does not have."""
-    from kd.config.extras import find_missing_extras, find_missing_readers
-    from kd.preflight.validate import find_unreadable_weights
+    from kd.config.extras import find_missing_extras
+    from kd.preflight.teacher_checks import find_missing_readers, find_unreadable_weights
     from services.loops.webhooks import find_webhook_problems
 
+    teacher = config.active_teacher
+    found = [] if teacher is None else find_missing_readers(teacher)
+    found += [] if teacher is None else find_unreadable_weights(teacher, settings.root)
     return [
         *find_missing_extras(config),
-        *find_missing_readers(config),
-        *find_unreadable_weights(config, settings.root),
+        *found,
         *find_webhook_problems(config.webhook, settings),
         *_find_missing_resources(config, settings),
     ]

@@ -75,8 +75,8 @@ def test_fidelity_of_a_spread_teacher_is_measured_in_one_process(
 ) -> None:
     store = capture(make_job(tiny_teacher, tiny_text, "topk", parallel="device_map"), tmp_path)
     origin = TeacherLocation.find(store, None, Path())
-    assert origin.config.parallel == "device_map" and origin.genuine
-    found = measure_fidelity(store, LiveTeacher.load(store.identity, origin.config, origin.folder))
+    assert origin.teacher.section.parallel == "device_map" and origin.genuine
+    found = measure_fidelity(store, LiveTeacher.load(store.identity, origin.teacher))
     assert found.rows == store.manifest.fidelity
     assert find_out_of_bounds(store, found) == []
 
@@ -104,4 +104,4 @@ def test_each_device_needs_memory_for_its_part_of_a_shared_teacher(
     stored = estimate_least_memory(whole, Path())
     assert stored is not None and estimate_least_memory(four, Path()) == stored // 4
     weights = LeastCapture.of(plan_capture(whole), torch.device("cpu")).weights
-    assert LeastCapture.of(plan_capture(four), torch.device("cpu")).weights == weights // 4
+    assert LeastCapture.of(plan_capture(four), torch.device("cpu"), 4).weights == weights // 4

@@ -16,6 +16,7 @@ from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
+from kd.models.teacher_files import TeacherFiles
 from kd.progress import SILENT
 from kd.stages.capture import run_precompute
 from tests.support.kd.captures import live
@@ -40,7 +41,7 @@ def store(tiny_teacher: Path, tiny_text: Path, tmp_path_factory: pytest.TempPath
 
 def test_the_records_are_those_of_the_rounded_weights(store: Cache, tiny_teacher: Path) -> None:
     config = TeacherConfig(model=str(tiny_teacher), quantization="int8")
-    model = load_teacher(config, tiny_teacher, torch.device("cpu"))
+    model = load_teacher(TeacherFiles(config, tiny_teacher), torch.device("cpu"))
     rounded = LiveTeacher(model, find_lm_head(model, 2048))
     (row,) = measure_fidelity(store, rounded, positions=500).rows
     (plain,) = measure_fidelity(store, live(tiny_teacher), positions=500).rows
@@ -50,8 +51,8 @@ def test_the_records_are_those_of_the_rounded_weights(store: Cache, tiny_teacher
 
 
 def test_fidelity_loads_the_teacher_as_it_was_captured(store: Cache, tiny_teacher: Path) -> None:
-    asked = TeacherConfig(model=str(tiny_teacher))
-    found = measure_fidelity(store, LiveTeacher.load(store.identity, asked, tiny_teacher))
+    asked = TeacherFiles(TeacherConfig(model=str(tiny_teacher)), tiny_teacher)
+    found = measure_fidelity(store, LiveTeacher.load(store.identity, asked))
     assert found.rows == store.manifest.fidelity
 
 

@@ -26,6 +26,7 @@ from kd.models.quantization.rounding import (
     make_quantization_config,
     read_widths,
 )
+from kd.models.teacher_files import TeacherFiles
 from kd.progress import Event, Monitor
 from tests.support.kd.quantizers import needs_torchao
 from tests.support.kd.students import make_llama, save_teacher
@@ -67,11 +68,11 @@ def test_the_name_tells_the_smallest_group(
 ) -> None:
     make_llama(width=width, intermediate_size=inner).save_pretrained(tmp_path)
     config = TeacherConfig(model=str(tmp_path), quantization="int4")
-    assert choose_quantization(config, tmp_path) == name
+    assert choose_quantization(TeacherFiles(config, tmp_path)) == name
     assert read_quantization(name) == "int4"
     eight = config.model_copy(update={"quantization": "int8"})
-    assert choose_quantization(eight, tmp_path) == "int8"
-    assert choose_quantization(TeacherConfig(model=str(tmp_path)), tmp_path) == ""
+    assert choose_quantization(TeacherFiles(eight, tmp_path)) == "int8"
+    assert choose_quantization(TeacherFiles(TeacherConfig(model=str(tmp_path)), tmp_path)) == ""
 
 
 @pytest.mark.parametrize(("width", "name"), [(128, "int4"), (96, "int4-group-32")])

@@ -25,6 +25,7 @@ from kd.memory.model_work import count_weight_bytes
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_model, load_teacher
+from kd.models.teacher_files import TeacherFiles
 from kd.preflight.problems import Machine, find_problems
 from tests.support.kd.quantizers import needs_torchao
 from tests.support.kd.students import save_teacher
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def load(folder: Path, **changes: Any) -> PreTrainedModel:
-    return load_teacher(TeacherConfig(model=str(folder), **changes), folder, CPU)
+    return load_teacher(TeacherFiles(TeacherConfig(model=str(folder), **changes), folder), CPU)
 
 
 def unpack(layer: nn.Linear) -> Tensor:
@@ -197,7 +198,7 @@ def test_a_gpu_computes_nearly_what_plain_weights_do(
     config = TeacherConfig(model=str(teacher), dtype="bfloat16")
     tokens_BL = torch.arange(48, device=device)[None]
     found = [
-        compute_hidden_states(load_teacher(each, teacher, device), tokens_BL).float()
+        compute_hidden_states(load_teacher(TeacherFiles(each, teacher), device), tokens_BL).float()
         for each in (config.model_copy(update={"quantization": quantization}), config)
     ]
     assert 0 < float((found[0] - found[1]).norm() / found[1].norm()) < bound

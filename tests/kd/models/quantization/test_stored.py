@@ -21,6 +21,7 @@ from kd.errors import ModelError
 from kd.models.folder import ModelFolder
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import build_student, load_model, load_teacher
+from kd.models.teacher_files import TeacherFiles
 from kd.preflight.problems import Folders, Machine, find_problems
 from tests.support.kd.quantizers import needs_torchao
 
@@ -60,7 +61,7 @@ def test_weights_that_are_stored_quantised_are_not_spread_over_devices(mark):
     assert "stored quantised by bitsandbytes, but teacher.parallel spreads" in own.detail
     spread = TeacherConfig(model=str(folder), parallel="device_map")
     with pytest.raises(ModelError, match="stored quantised by bitsandbytes"):
-        load_teacher(spread, folder, CPU)
+        load_teacher(TeacherFiles(spread, folder), CPU)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_the_library_that_a_teacher_needs_is_named(mark, monkeypatch, method, pa
     assert problem.pointer == "/teacher/model" and method in problem.detail
     assert f"pip install {package}" in problem.remedy
     with pytest.raises(ModelError, match=f"stored quantised by {method}, which needs"):
-        load_teacher(TeacherConfig(model=str(folder)), folder, CPU)
+        load_teacher(TeacherFiles(TeacherConfig(model=str(folder)), folder), CPU)
 
 
 def test_an_unknown_form_is_refused_by_name(mark):
@@ -124,7 +125,7 @@ def save_quantised(source: Path, folder: Path, how: Any) -> PreTrainedModel:
 
 
 def assert_read_as_saved(folder: Path, saved: PreTrainedModel) -> None:
-    model = load_teacher(TeacherConfig(model=str(folder)), folder, CPU)
+    model = load_teacher(TeacherFiles(TeacherConfig(model=str(folder)), folder), CPU)
     find_lm_head(model, 2048)
     tokens_BL = torch.arange(32)[None]
     with torch.no_grad():

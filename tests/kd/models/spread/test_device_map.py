@@ -18,6 +18,7 @@ from kd.models.layers import compute_hidden_states, find_device
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.spread.device_map import Places
+from kd.models.teacher_files import TeacherFiles
 from kd.text.packed_rows import PackedRows
 from tests.support.kd.zoo import DECODERS, PACKS, VOCABULARY, ZOO, build, some_tokens
 
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def load(folder: Path, **changes: Any) -> PreTrainedModel:
-    return load_teacher(TeacherConfig(model=str(folder), **changes), folder, CPU)
+    return load_teacher(TeacherFiles(TeacherConfig(model=str(folder), **changes), folder), CPU)
 
 
 def load_both(name: str, folder: Path, kept: float) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -72,17 +73,17 @@ def test_nothing_but_the_lm_head_is_in_memory_where_none_is_allowed(tmp_path: Pa
 
 
 def test_what_a_job_does_not_limit_has_what_is_free() -> None:
-    free = Places.of(TeacherConfig(model="m", parallel="device_map")).most_bytes
+    free = Places.of().most_bytes
     assert free["cpu"] > 2**20
-    limited = TeacherConfig(model="m", parallel="device_map", host_memory=0)
-    assert Places.of(limited).most_bytes.keys() == free.keys()
-    assert Places.of(limited).most_bytes["cpu"] == 0
+    limited = Places.of(host_memory=0).most_bytes
+    assert limited.keys() == free.keys()
+    assert limited["cpu"] == 0
 
 
 def test_the_folder_of_converted_weights_is_deleted_with_the_teacher(tmp_path: Path) -> None:
     """The experts of the file become one matrix, so they cannot be read from the file each time."""
     build("qwen3 moe").save_pretrained(tmp_path)
-    places = Places.of(TeacherConfig(model="m", parallel="device_map", host_memory=0))
+    places = Places.of(host_memory=0)
     folder = Path(places.folder)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **places.list_arguments())
     assert list(folder.iterdir())

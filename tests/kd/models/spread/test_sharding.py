@@ -10,6 +10,7 @@ import pytest
 from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError
 from kd.models.loading import require_shareable_teacher
+from kd.models.teacher_files import TeacherFiles
 from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.progress import SILENT
 from tests.support.kd.zoo import DECODERS, ZOO, build
@@ -75,9 +76,13 @@ def test_every_architecture_that_can_be_shared_computes_the_same(
     require_equal(found, 2e-6 if parallel == "tensor" else 0.0)
 
 
+def make_teacher(folder: Path, parallel: Any) -> TeacherFiles:
+    return TeacherFiles(TeacherConfig(model=str(folder), parallel=parallel), folder)
+
+
 def refuse(folder: Path, parallel: Any, size: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        require_shareable_teacher(TeacherConfig(model=str(folder), parallel=parallel), size)
+        require_shareable_teacher(make_teacher(folder, parallel), size)
     (problem,) = caught.value.problems
     assert problem.pointer == "/teacher/parallel"
     return f"{problem.detail} {problem.remedy}"
@@ -88,7 +93,7 @@ def test_a_teacher_without_a_plan_for_its_layers_is_refused(name: str, tmp_path:
     folder = save(name, tmp_path)
     found = refuse(folder, "tensor", 2)
     assert f"for {type(build(name)).__name__} cuts" in found and "Set it to fsdp" in found
-    require_shareable_teacher(TeacherConfig(model=str(folder), parallel="fsdp"), 2)
+    require_shareable_teacher(make_teacher(folder, "fsdp"), 2)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_heads_that_cannot_be_shared_equally_are_refused(
     shape = {"num_attention_heads": 4, "num_key_value_heads": 4} | changes
     build("llama tied", **shape).save_pretrained(tmp_path)
     assert field in refuse(tmp_path, "tensor", size)
-    require_shareable_teacher(TeacherConfig(model=str(tmp_path), parallel="fsdp"), size)
+    require_shareable_teacher(make_teacher(tmp_path, "fsdp"), size)
 
 
 def test_a_transformers_that_cannot_share_is_refused(

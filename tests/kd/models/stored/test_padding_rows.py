@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, PreTrainedModel
 
+from kd.config.model_source import ModelSource
 from kd.config.student import StudentConfig
-from kd.config.teacher import TeacherConfig
 from kd.models.loading import build_hollow_student, build_student, load_model
 from kd.models.saving import load_saved_student, save_student
 from tests.support.kd.students import make_llama
@@ -39,7 +39,7 @@ def build_from_folder(folder: Path, tokenizer: Any) -> PreTrainedModel:
 
 
 def build_from_teacher(folder: Path, tokenizer: Any) -> PreTrainedModel:
-    teacher = TeacherConfig(model=str(save_folder(folder, tokenizer)))
+    teacher = ModelSource(str(save_folder(folder, tokenizer)))
     return build_student(StudentConfig(from_teacher={"layers": 1}), tokenizer, 64, teacher)
 
 

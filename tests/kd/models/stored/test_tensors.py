@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kd.config.jobfile import parse_config
+from kd.config.model_source import ModelSource
 from kd.config.student import StudentConfig
 from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, ModelError
@@ -31,6 +32,7 @@ from kd.models.loading import (
     require_trainable_student,
 )
 from kd.models.saving import load_saved_student, save_student
+from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import load_tokenizer
 from kd.preflight.problems import Folders, Machine, find_problems
 from kd.preflight.stored_models import note_models
@@ -102,10 +104,12 @@ def test_missing_tensors_are_refused_before_and_while_they_are_read(
     cut = StudentConfig(from_teacher={"layers": 1})
     for read in (
         lambda: check_stored_model(folder),
-        lambda: load_teacher(teacher, folder, CPU),
-        lambda: load_teacher(TeacherConfig(model="x", parallel="device_map"), folder, CPU),
+        lambda: load_teacher(TeacherFiles(teacher, folder), CPU),
+        lambda: load_teacher(
+            TeacherFiles(TeacherConfig(model="x", parallel="device_map"), folder), CPU
+        ),
         lambda: build_student(own, tokenizer, 32),
-        lambda: build_student(cut, tokenizer, 32, teacher),
+        lambda: build_student(cut, tokenizer, 32, teacher.files),
         lambda: load_saved_student(folder),
     ):
         with pytest.raises(ModelError, match=words):
@@ -313,7 +317,7 @@ def test_layers_for_later_tokens_are_not_counted_in_what_is_saved(
     set_config(tmp_path / "own", **{field: 1})
     (notice,) = check_stored_model(tmp_path / "own")
     assert notice.example == f"{field}: 1"
-    teacher = TeacherConfig(model=str(tmp_path / "own"))
+    teacher = ModelSource(str(tmp_path / "own"))
     for plan in (
         StudentConfig(model=str(tmp_path / "own")),
         StudentConfig(from_teacher={"layers": 1}),

@@ -18,6 +18,7 @@ from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.loading import load_part, load_teacher
 from kd.models.spread import channel, following
 from kd.models.spread.leading import leading
+from kd.models.teacher_files import TeacherFiles
 from kd.parallel.group import join_group
 from kd.parallel.launch import RankOrder
 from kd.progress import Monitor
@@ -48,7 +49,9 @@ def work(order: RankOrder, _: Monitor) -> dict[str, Any]:
 def read(folder: Path, breaks: bool) -> list[str]:
     """Read three times, and say what came of it."""
     with leading():
-        model = load_teacher(TeacherConfig(model=str(folder), parallel="tensor"), folder, CPU)
+        model = load_teacher(
+            TeacherFiles(TeacherConfig(model=str(folder), parallel="tensor"), folder), CPU
+        )
         if breaks:
             break_second_pass(model)
         readings = [attempt(model) for _ in range(3)]

@@ -19,6 +19,7 @@ from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.spread.following import follow
 from kd.models.spread.leading import leading
+from kd.models.teacher_files import TeacherFiles
 from kd.parallel.group import Group, join_group, leave_group
 from kd.parallel.launch import RankOrder
 from kd.progress import Monitor
@@ -55,7 +56,7 @@ def compare_all(group: Group, asked: dict[str, Any]) -> dict[str, Any]:
 def compare(folder: Path, parallel: Any, packs: bool) -> dict[str, Any]:
     """Return relative differences of hidden states, logits and packed rows, and the share held."""
     models = [
-        load_teacher(TeacherConfig(model=str(folder), parallel=each), folder, CPU)
+        load_teacher(TeacherFiles(TeacherConfig(model=str(folder), parallel=each), folder), CPU)
         for each in ("none", parallel)
     ]
     states = [compute_hidden_states(each, some_tokens()) for each in models]
