@@ -54,29 +54,6 @@ OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
 ROUNDING_OPTIMIZERS = ("adamw", "adamw_8bit")
 
 
-class PipelineConfig(Section):
-    """How strategy pipeline cuts the student and the step."""
-
-    microbatches: int | None = Field(
-        None,
-        ge=1,
-        le=65536,
-        description=(
-            "Equal parts of a step that pass through the stages one after the other; null = "
-            "gradient_accumulation_steps. Of M parts and S stages, a stage waits for "
-            "(S - 1) / (M + S - 1) of a step."
-        ),
-    )
-    schedule: Literal["1f1b", "gpipe"] = Field(
-        "1f1b",
-        description=(
-            "1f1b = a stage runs a backward pass as soon as it can, and has at most as many "
-            "micro-batches in memory as there are stages; gpipe = all forward passes run first, "
-            "and all micro-batches are in memory."
-        ),
-    )
-
-
 class TrainConfig(Section):
     """The training loop."""
 
@@ -242,12 +219,11 @@ class TrainConfig(Section):
             "student, and gradients are averaged. fsdp: each holds a part of the weights, "
             "gradients and optimiser state (FSDP2), for students that do not fit on one device. "
             "pipeline: each holds some consecutive layers, and sends only hidden states, for slow "
-            "links. single: one device. auto: ddp, or fsdp if the memory estimate says that ddp "
-            "does not fit. A step has as many sequences as on one device, in equal parts."
+            "links; of M = gradient_accumulation_steps and S devices, a device waits for "
+            "(S - 1) / (M + S - 1) of a step. single: one device. auto: ddp, or fsdp if the memory "
+            "estimate says that ddp does not fit. A step has as many sequences as on one device, "
+            "in equal parts."
         ),
-    )
-    pipeline: PipelineConfig = Field(
-        default_factory=PipelineConfig, description="The stages of strategy pipeline."
     )
     fsdp_offload: bool = Field(
         False,

@@ -2,9 +2,8 @@
 
 Every rank reads the same micro-batches, so only hidden states travel, and their gradients back.
 The last stage computes the loss, and the measurements that other ranks do not have.
-
-    gpipe   all micro-batches go forward, then all go backward
-    1f1b    a stage goes backward as soon as it can, so that fewer micro-batches are in memory
+The schedule is 1F1B: a stage goes backward as soon as it can, and has at most as many micro-batches
+in memory as there are stages.
 
 Shapes: B sequences of a micro-batch, L positions of a sequence.
 """
@@ -25,8 +24,6 @@ from torch.nn import Parameter
 from kd.parallel.group import Group
 
 Result = TypeVar("Result")
-#: The schedules of ``train.pipeline.schedule``.
-_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class Stage(Protocol):
@@ -62,12 +59,11 @@ class Stage(Protocol):
 class StageLoss(nn.Module):
     """A stage of a student and its loss, in the place of ``kd.parallel.strategies.WholeLoss``."""
 
-    def __init__(self, stage: Stage, group: Group, schedule: str, device: torch.device) -> None:
+    def __init__(self, stage: Stage, group: Group, device: torch.device) -> None:
         super().__init__()
         self.parts = nn.ModuleList([stage.student])
         self._stage = stage
         self._group = group
-        self._schedule = schedule
         self._device = device
         self._task = _Task(stage.student, group)
         self._prepared: dict[tuple[Any, ...], PipelineScheduleSingle] = {}
@@ -178,7 +174,7 @@ class StageLoss(nn.Module):
         if not trains:
             return ScheduleGPipe(stage, count)
         # The loss is a sum already: nothing is divided by the number of micro-batches.
-        return _SCHEDULES[self._schedule](stage, count, _take_loss, scale_grads=False)
+        return Schedule1F1B(stage, count, _take_loss, scale_grads=False)
 
     def _add_tied_gradients(self) -> None:
         """Let the first and the last stage have the whole gradient of a tied weight, bit for bit.

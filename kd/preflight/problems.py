@@ -260,24 +260,14 @@ def _find_sharding_problems(config: JobConfig, train: TrainConfig) -> Iterator[P
 
 
 def _find_stage_problems(config: JobConfig, train: TrainConfig, devices: int) -> Iterator[Problem]:
-    """Refuse steps that cannot be cut so, and what stages cannot do."""
-    wanted = train.pipeline
-    count = wanted.microbatches or train.gradient_accumulation_steps
-    sequences = train.sequences_per_step
-    if sequences % count:
+    """Refuse fewer micro-batches than stages, and what stages cannot do."""
+    count = train.gradient_accumulation_steps
+    if count < devices:
         yield Problem(
-            "/train/pipeline/microbatches",
-            f"a step has {sequences} sequences (batch_size {train.batch_size} x "
-            f"gradient_accumulation_steps {train.gradient_accumulation_steps}), which cannot be "
-            f"cut into {count} equal micro-batches.",
-            f"Set it to a divisor of {sequences}.",
-        )
-    elif wanted.schedule == "1f1b" and count < devices:
-        yield Problem(
-            "/train/pipeline/microbatches",
-            f"1f1b needs a micro-batch for each of {devices} stages, but a step has {count}.",
-            f"Set it to {devices} or more (it is gradient_accumulation_steps by default), or "
-            "train.pipeline.schedule to gpipe.",
+            "/train/gradient_accumulation_steps",
+            f"train.strategy is pipeline, which needs a micro-batch for each of {devices} stages, "
+            f"but a step has {count}.",
+            f"Set it to {devices} or more, with a smaller train.batch_size.",
         )
     remedy = "Change it, or set train.strategy to ddp or fsdp."
     for pointer, why in list_unstaged_fields(config, train):

@@ -38,8 +38,10 @@ REMOVED: dict[str, RemovedField] = {
     "checks.clipping_share": RemovedField(_ALARM, None),
     "checks.starvation_share": RemovedField(_ALARM, None),
     "checks.agreement_drop": RemovedField(_ALARM, None),
-    "train.pipeline.stages": RemovedField(
-        "Remove it: strategy pipeline has one stage on each of resources.gpus devices.", None
+    "train.pipeline": RemovedField(
+        "Remove it: the micro-batches of strategy pipeline are the forward passes of a step "
+        "(train.gradient_accumulation_steps), and each of resources.gpus devices has one stage.",
+        None,
     ),
     "train.dataloader_prefetch_factor": RemovedField(
         "Remove it: each thread reads two steps ahead; raise train.dataloader_num_workers.", None

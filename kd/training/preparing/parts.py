@@ -75,19 +75,10 @@ def _cut_student(
     setting: TrainingSetting, loss: StepLoss, optimizer: torch.optim.Optimizer
 ) -> StageLoss:
     """Leave one stage of the student on this rank, and its parameters alone in ``optimizer``."""
-    options = setting.options
     group = setting.group
-    monitor = setting.monitor
     stage = cut(loss.student, group.rank, group.size, loss.precision)
     keep_owned(optimizer, stage.owned)
-    bubble = compute_bubble(group.size, options.gradient_accumulation_steps)
+    bubble = compute_bubble(group.size, setting.options.gradient_accumulation_steps)
     phase = f"training on {group.size} devices (pipeline; each waits for {bubble:.0%} of a step)"
-    monitor.emit("stage", stage="train", phase=phase)
-    if options.gradient_accumulation_steps < group.size:
-        message = (
-            f"A step has {options.gradient_accumulation_steps} micro-batches for {group.size} "
-            f"stages, so that each stage waits for {bubble:.0%} of the step. Raise "
-            "train.pipeline.microbatches."
-        )
-        monitor.emit("warning", message=message)
-    return StageLoss(stage, group, options.pipeline.schedule, loss.device)
+    setting.monitor.emit("stage", stage="train", phase=phase)
+    return StageLoss(stage, group, loss.device)

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
-from kd.memory.step_bytes import resize_micro_batch
 from kd.models.layers import is_hollow
 from kd.models.precision import Precision, pick_device, set_tf32
 from kd.models.products.float8 import require_float8
@@ -23,10 +22,7 @@ from kd.text.batches import Source
 
 @dataclass(frozen=True)
 class TrainingSetting:
-    """What a training is made of, its device, and the precision of its products.
-
-    ``options`` are those of ``config``, with the micro-batches of a pipeline.
-    """
+    """What a training is made of, its device, and the precision of its products."""
 
     config: JobConfig
     options: TrainConfig
@@ -54,7 +50,6 @@ class TrainingSetting:
         options = config.require_train()
         if options.strategy == "pipeline" and not group.alone:
             group = replace(group, staged=True)
-            options = cut_step(options)
         device = pick_device()
         precision = Precision.choose(options.precision, device)
         if options.fp8:
@@ -72,9 +67,3 @@ def choose_first_place(options: TrainConfig, device: torch.device, group: Group)
     """Choose where rank 0 holds the student at first: all of it may not fit the device."""
     whole = group.alone or options.strategy == "ddp"
     return device if whole else torch.device("cpu")
-
-
-def cut_step(options: TrainConfig) -> TrainConfig:
-    """Return ``options`` with the micro-batches that ``train.pipeline`` asks for."""
-    count = options.pipeline.microbatches or options.gradient_accumulation_steps
-    return resize_micro_batch(options, options.sequences_per_step // count)

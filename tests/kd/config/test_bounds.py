@@ -163,8 +163,6 @@ BOUNDS = [
     ),
     ("train.activation_offload", [2, "gpu"], [True, False]),
     ("train.strategy", ["dp", 2], ["auto", "single", "ddp", "fsdp", "pipeline"]),
-    ("train.pipeline.microbatches", [0, 65537], [1, 65536, None]),
-    ("train.pipeline.schedule", ["zero"], ["1f1b", "gpipe"]),
     ("train.fsdp_offload", [2, "cpu"], [False]),
     (
         "train.compile",

@@ -39,8 +39,7 @@ def test_only_what_was_given_and_is_not_the_default_is_named() -> None:
     ("changes", "name", "value", "default"),
     [
         ({"labels": {"a": "b"}}, "labels", {"a": "b"}, {}),
-        ({"train": LEAST["train"] | {"pipeline": {"microbatches": 4}}},
-         "train.pipeline.microbatches", 4, None),
+        ({"loss": {"features": {"weight": 0.5}}}, "loss.features.weight", 0.5, 0.0),
         ({"checks": {"spike_factor": 5.0}}, "checks.spike_factor", 5.0, 3.0),
     ],
 )  # fmt: skip

@@ -50,17 +50,16 @@ def caches(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
     )
 
 
-def stage(job: Job, **pipeline: Any) -> Job:
-    return change(job, train={"strategy": "pipeline", "pipeline": pipeline})
+def stage(job: Job) -> Job:
+    return change(job, train={"strategy": "pipeline"})
 
 
 UNTIED = {"init": {"layers": 4, "hidden_size": 16, "tie_word_embeddings": False}}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_follow_one_process_to_nine_digits_in_float64(
-    job: Job, caches: dict[str, str], tmp_path: Path, tied: bool, schedule: str
+    job: Job, caches: dict[str, str], tmp_path: Path, tied: bool
 ) -> None:
     long = change(job, train={"max_steps": 24, "eval_steps": 12, "save_steps": 24})
     if not tied:
@@ -69,8 +68,7 @@ def test_stages_follow_one_process_to_nine_digits_in_float64(
     one = train_alone(long, cache, str(tmp_path / "one"), dtype="float64")
     for ranks in (2, 4):
         folder = str(tmp_path / f"{ranks}")
-        staged = stage(long, schedule=schedule)
-        many, *_ = run_ranks(ranks, train_student, staged, cache, folder, "float64")
+        many, *_ = run_ranks(ranks, train_student, stage(long), cache, folder, "float64")
         assert len(curve(many)) == 24
         assert curve(many) == pytest.approx(curve(one), rel=1e-9)
         assert curve(many, "grad_norm") == pytest.approx(curve(one, "grad_norm"), rel=1e-9)
@@ -82,8 +80,7 @@ def test_stages_follow_one_process_to_nine_digits_in_float64(
 LEVERS: dict[str, Job] = {
     "plain": {},
     "untied": {"student": UNTIED},
-    "more micro-batches": {"train": {"pipeline": {"microbatches": 8}}},
-    "one micro-batch": {"train": {"pipeline": {"microbatches": 1, "schedule": "gpipe"}}},
+    "more micro-batches": {"train": {"batch_size": 1, "gradient_accumulation_steps": 8}},
     "checkpointing": {"train": {"gradient_checkpointing": "sqrt"}},
     "average": {"train": {"ema_decay": 0.9}},
     "layers": {"train": {"layer_lr_decay": 0.8, "max_grad_norm": 0.1}},
@@ -158,7 +155,7 @@ def test_a_run_goes_on_with_other_strategies_and_numbers_of_stages(
     for ranks, strategy, stop in parts:
         shared = change(job, train={"strategy": strategy})
         run_ranks(ranks, train_student, shared, cache, folder, "float32", stop)
-    found, *_ = run_ranks(4, train_student, stage(job, microbatches=8), cache, folder)
+    found, *_ = run_ranks(4, train_student, stage(job), cache, folder)
     newest = sorted((tmp_path / "parts" / "checkpoints").iterdir())[-1]
     assert newest.name == "step-00000014"
     assert len(list(newest.glob("shard-*.safetensors"))) == 4
@@ -237,19 +234,6 @@ def test_stages_go_back_together_after_a_spike(
     two, _ = run_ranks(2, train_student, stage(job), cache, folder, "float32", None, 13)
     assert two["progress"]["rollbacks"] == 1
     assert curve(two) == pytest.approx(curve(one), rel=1e-5)
-
-
-def test_fewer_micro_batches_than_stages_raise_a_warning(
-    job: Job, caches: dict[str, str], tmp_path: Path
-) -> None:
-    staged = stage(change(job, train={"max_steps": 1}), microbatches=2, schedule="gpipe")
-    folder = str(tmp_path / "run")
-    found, *_ = run_ranks(4, train_student, staged, caches["threshold"], folder)
-    (warning,) = found["warnings"]
-    assert warning == (
-        "A step has 2 micro-batches for 4 stages, so that each stage waits for 60% of the step. "
-        "Raise train.pipeline.microbatches."
-    )
 
 
 def train_to_a_nan(group: Group, *arguments: Any) -> str:

@@ -38,7 +38,7 @@ class LinearStage:
 
 def make_loss(group: Group) -> tuple[nn.Linear, StageLoss, Any]:
     layer = nn.Linear(4, 4)
-    loss = StageLoss(LinearStage(layer), group, "1f1b", torch.device("cpu"))
+    loss = StageLoss(LinearStage(layer), group, torch.device("cpu"))
     batch = SimpleNamespace(tokens_BL=torch.zeros(2, 3), to=lambda device: batch)
     batch.drop_records = lambda: batch
     return layer, loss, batch
@@ -69,7 +69,7 @@ def clip(group: Group) -> list[float]:
     layer, loss, _ = make_loss(group)
     own = nn.Parameter(torch.zeros(1))
     tied = nn.Parameter(torch.zeros(1))
-    loss = StageLoss(LinearStage(layer, (tied,)), group, "gpipe", torch.device("cpu"))
+    loss = StageLoss(LinearStage(layer, (tied,)), group, torch.device("cpu"))
     own.grad = torch.tensor([3.0 + group.rank])
     tied.grad = torch.tensor([12.0])
     norm = loss.clip_([own, tied, nn.Parameter(torch.zeros(1))], 1.0)
@@ -95,7 +95,7 @@ def test_groups_of_an_optimiser_stay_where_a_stage_has_nothing_of_them() -> None
     assert set(optimizer.state) == {second}
 
 
-def test_layers_are_dealt_evenly_and_the_bubble_is_that_of_gpipe() -> None:
+def test_layers_are_dealt_evenly_and_the_bubble_is_that_of_a_pipeline() -> None:
     assert cut_layers(10, 4) == [3, 3, 2, 2]
     with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages"):
         cut_layers(3, 4)

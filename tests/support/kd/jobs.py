@@ -21,7 +21,7 @@ from kd.config.placement import Resources
 from kd.config.search import Dimension, SearchConfig
 from kd.config.student import LoraConfig, StudentConfig, StudentFromTeacher, StudentInit
 from kd.config.teacher import TeacherConfig
-from kd.config.train import PipelineConfig, TrainConfig
+from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
 
 JOB: dict[str, Any] = {
@@ -107,7 +107,6 @@ LEVELS = [
     ("loss.features", FeatureConfig, JOB),
     ("train", TrainConfig, JOB),
     ("train.dropout", Ramp, DROPPING),
-    ("train.pipeline", PipelineConfig, JOB),
     ("checks", ChecksConfig, JOB),
     ("evaluation", EvaluationConfig, JOB),
     ("search", SearchConfig, SEARCHING),
