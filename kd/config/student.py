@@ -34,9 +34,6 @@ class StudentInit(Section):
         le=1024,
         description="Key/value heads (grouped-query attention); default num_attention_heads.",
     )
-    attention_dropout: float = Field(
-        0.0, ge=0.0, lt=1.0, description="Dropout probability of attention weights."
-    )
     tie_word_embeddings: bool = Field(
         True, description="Share the embedding matrix with the LM head."
     )

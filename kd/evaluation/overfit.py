@@ -268,6 +268,7 @@ _LOOP_OPTIONS: dict[str, Any] = {
     "lr_scheduler_kwargs": {},
     "warmup_steps": STEPS // 10,
     "weight_decay": 0.0,
+    "dropout": None,
     "ema_decay": None,
     "compile": "none",
     "logging_steps": STEPS,

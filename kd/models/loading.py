@@ -270,7 +270,6 @@ def _make_fresh_llama(
         num_hidden_layers=init.layers,
         num_attention_heads=init.attention_heads,
         num_key_value_heads=init.num_key_value_heads or init.attention_heads,
-        attention_dropout=init.attention_dropout,
         tie_word_embeddings=init.tie_word_embeddings,
         # Rotary embeddings cost nothing, and a longer context lets the student be trained further.
         max_position_embeddings=max(context, 2048),

@@ -84,6 +84,11 @@ REMOVED: dict[str, RemovedField] = {
             },
         ),
     ),
+    "student.init.attention_dropout": RemovedField(
+        "Use train.dropout, which sets the dropout of the attention in each layer.",
+        (0.0,),
+        after="num_key_value_heads",
+    ),
     "train.batch_scaling": RemovedField(
         "Set train.learning_rate for the batch: times the ratio of the sequences of a step (rule "
         "linear), or times its square root (rule sqrt).",

@@ -52,7 +52,6 @@ BOUNDS = [
     ("student.init.intermediate_size", [7, 131073], [8]),
     ("student.init.num_attention_heads", [0, 3, 64], [1, 2, 32]),
     ("student.init.num_key_value_heads", [0, 3], [1, 2]),
-    ("student.init.attention_dropout", [-0.1, 1.0], [0.0, 0.99]),
     ("data.train", [[], 3, None, ["a"] * 1001], ["a.txt", {"path": "x"}, ["a"] * 1000]),
     ("data.validation_fraction", [-0.01, 0.51, float("nan")], [0, 0.5]),
     ("data.format", ["csv"], ["auto", "messages"]),

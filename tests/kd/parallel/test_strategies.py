@@ -298,8 +298,8 @@ def test_copies_stay_equal_with_dropout_and_steps_that_are_rounded_stochasticall
 ) -> None:
     rounded = change(
         job,
-        student={"init": {"layers": 2, "hidden_size": 16, "attention_dropout": 0.1}},
-        train={"precision": "bf16_pure", "strategy": "ddp"},
+        student={"init": {"layers": 2, "hidden_size": 16}},
+        train={"precision": "bf16_pure", "strategy": "ddp", "dropout": 0.1},
     )
     found, _ = run_ranks(2, train_student, rounded, caches["threshold"], str(tmp_path / "run"))
     first, second = found["digests"]

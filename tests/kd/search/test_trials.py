@@ -36,13 +36,14 @@ def make_job(tiny_teacher: Path, tiny_text: Path) -> Callable[..., JobConfig]:
             "eval_steps": 2,
             "save_steps": 1,
             "logging_steps": 1,
+            "dropout": 0.1,
         }
         return parse_config(
             {
                 "kind": "search",
                 "name": "sweep",
                 "teacher": {"model": str(tiny_teacher), "batch_size": 4},
-                "student": {"init": {"layers": 1, "hidden_size": 16, "attention_dropout": 0.1}},
+                "student": {"init": {"layers": 1, "hidden_size": 16}},
                 "data": {
                     "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
                     "max_train_samples": 8, "max_eval_samples": 2,

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic_core import to_json
 from torch import Tensor, nn
 
 from cache.rounding import KNOWN_STEP
 from cache.store import open_cache
+from kd.config.fields.removed import restore_removed
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted, OutOfMemory, TrainingError
@@ -85,14 +87,14 @@ def taught(
     job: Job = {
         "name": "levers",
         "teacher": {"model": str(tiny_teacher), "batch_size": 8},
-        "student": {"init": {"layers": 2, "hidden_size": 16, "attention_dropout": 0.1}},
+        "student": {"init": {"layers": 2, "hidden_size": 16}},
         "data": {
             "train": str(tiny_text), "validation_fraction": 0.1, "sequence_length": 32,
             "max_train_samples": 20, "max_eval_samples": 4,
         },
         "train": {
             "max_steps": STEPS, "batch_size": 4, "eval_steps": 3, "save_steps": 2,
-            "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 1,
+            "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 1, "dropout": 0.1,
         },
     }  # fmt: skip
     found = Taught(job, tokenizer, home, {})
@@ -455,18 +457,20 @@ def test_the_slope_that_looks_ahead_is_that_of_the_loss(
 def test_without_newer_fields_a_job_may_resume_what_was_begun_before_they_existed(
     taught: Taught,
 ) -> None:
-    plain = taught.config(train={"lm_head_floor": 0.0})
+    before_them = {"lm_head_floor": 0.0, "dropout": None}
+    plain = taught.config(train=before_them)
+    sections = plain.model_dump(
+        include={"student", "loss"}, exclude={"loss": {"router_balance", "tail_control"}}
+    )
     content = [
-        plain.model_dump_json(
-            include={"student", "loss"}, exclude={"loss": {"router_balance", "tail_control"}}
-        ),
+        to_json(restore_removed(sections)).decode(),
         plain.require_train().model_dump_json(exclude=FREE_FIELDS | NEWER_FIELDS.keys()),
         "source",
     ]
     before = hashlib.sha256("\n".join(content).encode()).hexdigest()
     assert compute_resume_identity(plain, "source") == before
     for field in ({"lm_head_floor": 0.1}, {"dropout": 0.0}, {"initial_loss_scale": 2.0}):
-        changed = taught.config(train={"lm_head_floor": 0.0, **field})
+        changed = taught.config(train=before_them | field)
         assert compute_resume_identity(changed, "source") != before
 
 
