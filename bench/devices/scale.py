@@ -51,7 +51,6 @@ from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_
 from kd.parallel.group import ALONE, Group
 from kd.progress import SILENT
 from kd.text.batches import CachedRecords
-from kd.tracking.trace import Trace
 from kd.training.prepare import prepare
 
 SIZES = BenchmarkSizes(student=(4, 384), vocabulary=16_384, length=256, batch=2)
@@ -107,9 +106,7 @@ def measure_rank(
     source = CachedRecords(open_cache(Path(cache)))
     reset_peak_memory(CPU)
     with watching_loading() as peaks:
-        run = prepare(
-            config, source, student, sizes.vocabulary, place, SILENT, Trace(place / "t", 0), team
-        )
+        run = prepare(config, source, student, sizes.vocabulary, place, SILENT, team)
     batches = run.read_batches()
     step_by_hand(run, next(batches))
     group.wait()

@@ -14,7 +14,6 @@ from kd.config.jobfile import parse_config
 from kd.models.attention.isolation import isolate_documents
 from kd.progress import SILENT
 from kd.text.batches import Batch, CachedRecords
-from kd.tracking.trace import Trace
 from kd.training.prepare import prepare
 from kd.training.run import Run
 from kd.training.steps import begin_step, forward_backward, measure_gradients, take_step
@@ -43,9 +42,8 @@ def prepare_run(
         "cache": {"fingerprint": store.identity.fingerprint},
         "train": {"max_steps": 100, "logging_steps": 50, **train},
     })  # fmt: skip
-    trace = Trace(folder / "trace.json", 0)
     source = CachedRecords(store)
-    return prepare(job, source, student, sizes.vocabulary, folder / "run", SILENT, trace)
+    return prepare(job, source, student, sizes.vocabulary, folder / "run", SILENT)
 
 
 def step_by_hand(run: Run, micro_batches: list[Batch]) -> None:

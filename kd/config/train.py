@@ -323,14 +323,6 @@ class TrainConfig(Section):
             "written."
         ),
     )
-    trace_steps: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description=(
-            "Number of steps, after the first few, to record as a Chrome trace (trace.json)."
-        ),
-    )
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description=(

@@ -63,7 +63,7 @@ def make_cross_entropy_job(config: JobConfig) -> JobConfig:
             "features": FeatureConfig(),
         }
     )
-    alone = config.require_train().model_copy(update={"report_to": (), "trace_steps": 0})
+    alone = config.require_train().model_copy(update={"report_to": ()})
     return config.model_copy(
         update={"loss": plain, "train": alone, "evaluation": EvaluationConfig()}
     )

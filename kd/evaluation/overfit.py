@@ -277,7 +277,6 @@ _LOOP_OPTIONS: dict[str, Any] = {
     "early_stopping_patience": None,
     "order": "shuffled",
     "report_to": (),
-    "trace_steps": 0,
 }
 
 

@@ -236,7 +236,7 @@ def make_short_job(config: JobConfig, steps: int | None = None) -> JobConfig:
     }  # fmt: skip
     # The ablation as a whole is asked for, and each run is to have all its tokens.
     data |= {"depends_on": [], "deadline_seconds": None, "webhook": None}
-    data["train"] |= {"report_to": [], "trace_steps": 0, "early_stopping_patience": None}
+    data["train"] |= {"report_to": [], "early_stopping_patience": None}
     return parse_config(_set_length(data, own or steps, steps))
 
 

@@ -40,7 +40,6 @@ from kd.progress import SILENT, Monitor
 from kd.stages.source import adopt_cache_layout, load_student_tokenizer, open_source
 from kd.text.batches import CachedRecords, Source
 from kd.text.steps.reading import TimedIterator
-from kd.tracking.trace import Trace
 from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.prepare import prepare
 from kd.training.preparing.loss import count_total_steps
@@ -292,8 +291,7 @@ def _take_steps(
     student = build_starting_student(config, tokenizer)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     folder.mkdir()
-    trace = Trace(folder / "trace.json", 0)
-    run = prepare(config, source, student, vocabulary, folder, SILENT, trace)
+    run = prepare(config, source, student, vocabulary, folder, SILENT)
     most = STEPS + 1 if counter is None else 2
     ends = [time.monotonic()]
     with counter or nullcontext():
@@ -356,7 +354,6 @@ def _make_probe_job(config: JobConfig, steps: int) -> JobConfig:
             "gradient_accumulation_steps": 1,
             "order": "shuffled",
             "report_to": (),
-            "trace_steps": 0,
         }
     )
     # A learned temperature may look at held-out text, which the trial has none of.

@@ -1,1 +1,1 @@
-"""Where a run writes its numbers: metrics, trackers, times and traces."""
+"""Where a run writes its numbers: metrics, trackers and times."""

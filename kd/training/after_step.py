@@ -45,9 +45,6 @@ def after_step(run: Run, step: Step) -> bool:
     if is_save_due(run, improved) or exhausted or stopping:
         save_checkpoint(run)
     report_compilation(run)
-    trace = run.trace.step()
-    if trace is not None:
-        run.monitor.emit("artifact", name=trace.name, path=str(trace))
     # A run whose last step is taken is not interrupted: it finishes.
     if stopping and not run.is_over:
         done = run.progress.step

@@ -40,7 +40,6 @@ from kd.progress import Monitor
 from kd.text.batches import Source
 from kd.text.steps.reading import TimedIterator
 from kd.tracking.stopwatch import compute_utilisation
-from kd.tracking.trace import Trace
 from kd.tracking.trackers import Trackers, add_trackers
 from kd.training import checkpoint
 from kd.training.after_step import after_step, evaluate_now, finish_evaluation
@@ -82,16 +81,14 @@ def train(
     dense one or finds no memory, and ``Interrupted`` after a checkpoint when a stop is asked for.
     """
     options = config.require_train()
-    # Trackers and trace are closed after an error too: open ones would disturb the next run of this
-    # process, for example the next trial of a search.
+    # Trackers are closed after an error too: open ones would disturb the next run of this process,
+    # for example the next trial of a search.
     with ExitStack() as closing:
         trackers = Trackers(monitor)
         closing.callback(trackers.finish)
-        trace = Trace(run_dir / "trace.json", options.trace_steps if group.leads else 0)
-        closing.callback(trace.close)
         monitor = add_trackers(monitor, trackers)
 
-        run = prepare(config, source, student, vocabulary, run_dir, monitor, trace, group)
+        run = prepare(config, source, student, vocabulary, run_dir, monitor, group)
         run.uploads = uploads
         run.samples = samples
         if group.leads:

@@ -22,7 +22,6 @@ from kd.text.steps.reading import read_training_batches
 from kd.tracking.metrics import MetricsLog
 from kd.tracking.scalars import SpeedMeter
 from kd.tracking.stopwatch import count_flops_per_token
-from kd.tracking.trace import Trace
 from kd.training.compiling import compile_student
 from kd.training.lookahead import LookAhead
 from kd.training.preparing.loss import make_loss
@@ -42,7 +41,6 @@ def prepare(
     vocabulary: int,
     folder: Path,
     monitor: Monitor,
-    trace: Trace,
     group: Group = ALONE,
 ) -> Run:
     """Make everything that training needs, and restore the newest checkpoint in ``folder``.
@@ -84,7 +82,6 @@ def prepare(
         source=source,
         folder=folder,
         monitor=monitor,
-        trace=trace,
         loss=parts.loss,
         loss_module=parts.loss_module,
         state=state,

@@ -27,7 +27,6 @@ from kd.text.steps.reading import read_training_batches
 from kd.tracking.metrics import MetricsLog
 from kd.tracking.scalars import SpeedMeter
 from kd.tracking.stopwatch import Stopwatch
-from kd.tracking.trace import Trace
 from kd.training.compiling import Compilation
 from kd.training.early_stopping import is_out_of_patience
 from kd.training.lookahead import LookAhead
@@ -51,7 +50,6 @@ class Run:
     source: Source
     folder: Path
     monitor: Monitor
-    trace: Trace
     loss: StepLoss
     #: ``loss`` as one module that exchanges gradients with the other ranks.
     loss_module: nn.Module

@@ -43,6 +43,11 @@ REMOVED: dict[str, RemovedField] = {
         "(train.gradient_accumulation_steps), and each of resources.gpus devices has one stage.",
         None,
     ),
+    "train.trace_steps": RemovedField(
+        "Remove it: profile.json has the seconds of each phase. For a trace of every operation, "
+        "call kd.run_job within torch.profiler.profile.",
+        None,
+    ),
     "train.dataloader_prefetch_factor": RemovedField(
         "Remove it: each thread reads two steps ahead; raise train.dataloader_num_workers.", None
     ),

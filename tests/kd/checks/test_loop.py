@@ -25,7 +25,6 @@ from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
 from kd.tracking.metrics import read_metrics
-from kd.tracking.trace import Trace
 from kd.tracking.trackers import Trackers
 from kd.training.loop import train
 from tests.support.kd.students import make_llama
@@ -241,16 +240,13 @@ class Slow(PlainText):
 
 
 @pytest.mark.parametrize("end", ["stopped", "diverged", "whole"])
-def test_trackers_and_traces_are_closed_however_it_ends(
+def test_trackers_are_closed_however_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """Left open, they would disturb the next run of the process, such as a search's next trial."""
     closed: list[str] = []
-    for kind, name in ((Trackers, "finish"), (Trace, "close")):
-        real = getattr(kind, name)
-        monkeypatch.setattr(
-            kind, name, lambda self, real=real, name=name: (closed.append(name), real(self))[1]
-        )
+    real = Trackers.finish
+    monkeypatch.setattr(Trackers, "finish", lambda self: (closed.append("finish"), real(self))[1])
     seen = Seen()
     student = make_student()
 
@@ -259,7 +255,7 @@ def test_trackers_and_traces_are_closed_however_it_ends(
             with torch.no_grad():
                 student.lm_head.weight.fill_(torch.nan)
 
-    job = make_job(max_steps=6, trace_steps=50)
+    job = make_job(max_steps=6)
     with (
         nullcontext()
         if end == "whole"
@@ -273,8 +269,7 @@ def test_trackers_and_traces_are_closed_however_it_ends(
             spoil,
             stop=lambda: end == "stopped" and len(seen.steps()) > 3,
         )
-    assert sorted(closed) == ["close", "finish"]
-    assert (tmp_path / "trace.json").exists() == (end != "diverged")
+    assert closed == ["finish"]
 
 
 def test_a_starved_loop(tmp_path: Path) -> None:

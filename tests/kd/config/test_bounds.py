@@ -173,7 +173,6 @@ BOUNDS = [
     ("train.dataloader_num_workers", [-1, 65], [0, 64]),
     ("train.dataloader_memory", ["much", -1, "2PiB"], [0, "4GiB", "1.5 GB", None]),
     ("train.report_to", ["wandb", ["wand"]], [[], ["tensorboard", "wandb", "mlflow", "trackio"]]),
-    ("train.trace_steps", [-1, 1001], [0, 1000]),
     ("train.logging_steps", [0], [1]),
     ("train.eval_steps", [0], [1]),
     ("train.save_steps", [0], [1]),

@@ -108,7 +108,7 @@ def test_all_that_is_the_teacher_s_goes_and_the_rest_stays(job: dict[str, Any]) 
                 "z_loss": 1e-4,
                 "temperature": {"mode": "adversarial"},
             },
-            "train": job["train"] | {"report_to": ["tensorboard"], "trace_steps": 3},
+            "train": job["train"] | {"report_to": ["tensorboard"]},
             "evaluation": {"baseline": True},
         }
     )
@@ -116,6 +116,6 @@ def test_all_that_is_the_teacher_s_goes_and_the_rest_stays(job: dict[str, Any]) 
     assert plain.loss.hard_labels_only and plain.loss.temperature == 1.0
     assert (plain.loss.divergence, plain.loss.entropy_weighting) == ("forward_kl", 0.0)
     assert (plain.loss.label_smoothing, plain.loss.z_loss) == (0.1, 1e-4)
-    assert plain.train is not None and (plain.train.report_to, plain.train.trace_steps) == ((), 0)
+    assert plain.train is not None and plain.train.report_to == ()
     assert not plain.evaluation.baseline
     assert plain.student == asked.student and plain.data == asked.data and plain.train.seed == 42

@@ -1,8 +1,7 @@
-"""Times, FLOPs, traces, and the trackers that receive a run's numbers."""
+"""Times, FLOPs, and the trackers that receive a run's numbers."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from kd.memory.devices import find_device_kind
 from kd.progress import Event, Monitor, Notice
 from kd.tracking.scalars import SpeedMeter, StepWork
 from kd.tracking.stopwatch import Stopwatch, compute_utilisation, count_flops_per_token
-from kd.tracking.trace import SKIPPED_STEPS, Trace
 from kd.tracking.trackers import Trackers, add_trackers
 
 CPU = torch.device("cpu")
@@ -119,32 +117,6 @@ def test_utilisation_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> N
 def test_rates_are_not_those_of_a_gpu_with_a_like_name(name: str, kind: str | None) -> None:
     found = find_device_kind(name)
     assert (found and found.name) == kind
-
-
-def test_a_trace_holds_the_steps_after_the_first_ones(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "trace.json", 2)
-    written = []
-    for _ in range(SKIPPED_STEPS + 4):
-        torch.ones(3) + 1
-        written.append(trace.step())
-    assert [place for place, path in enumerate(written) if path] == [SKIPPED_STEPS + 1]
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert sum(event.get("name") == "aten::add" for event in events) == 2
-    assert trace.close() is None
-
-
-def test_a_trace_of_a_run_that_ends_early_is_kept(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "trace.json", 50)
-    for _ in range(SKIPPED_STEPS + 1):
-        torch.ones(3) + 1
-        assert trace.step() is None
-    assert trace.close() == tmp_path / "trace.json"
-
-
-def test_no_trace_is_made_where_none_is_asked_for(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "trace.json", 0)
-    assert [trace.step() for _ in range(9)] == [None] * 9 and trace.close() is None
-    assert list(tmp_path.iterdir()) == []
 
 
 def make_job(**options: Any) -> JobConfig:
