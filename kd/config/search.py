@@ -49,4 +49,3 @@ class SearchConfig(Section):
     pruner: Literal["none", "median", "hyperband"] = Field(
         "median", description="How bad trials are stopped early."
     )
-    seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the sampler.")

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from optuna.trial import Trial as Trial  # exported for services, which import no Optuna
 
 Outcome = Literal["complete", "pruned", "failed"]
+#: Seed of every sampler, beside what it samples.
+SEED = 0
 
 
 class Journal(Protocol):
@@ -108,10 +110,10 @@ class FileJournal:
 
 
 def _make_sampler(search: SearchConfig, *what: object) -> BaseSampler:
-    """Make a sampler whose draws depend only on the search's seed and on ``what`` it samples."""
+    """Make a sampler whose draws depend only on ``what`` it samples."""
     from optuna import samplers
 
-    seed = int.from_bytes(hashlib.sha256(repr((search.seed, *what)).encode()).digest()[:4], "big")
+    seed = int.from_bytes(hashlib.sha256(repr((SEED, *what)).encode()).digest()[:4], "big")
     if search.sampler == "tpe":
         # Trials run side by side: constant_liar keeps them from trying the same values.
         return samplers.TPESampler(seed=seed, constant_liar=True)

@@ -94,6 +94,10 @@ REMOVED: dict[str, RemovedField] = {
         (0.0,),
         after="num_key_value_heads",
     ),
+    "search.seed": RemovedField(
+        "Remove it: the sampler has a fixed seed, and the same job tries the same values again.",
+        (0,),
+    ),
     "train.batch_scaling": RemovedField(
         "Set train.learning_rate for the batch: times the ratio of the sequences of a step (rule "
         "linear), or times its square root (rule sqrt).",

@@ -199,7 +199,6 @@ BOUNDS = [
     ("search.trials", [0, 10_001], [1, 10_000]),
     ("search.sampler", ["grid"], ["tpe", "gp", "random"]),
     ("search.pruner", ["asha"], ["none", "median", "hyperband"]),
-    ("search.seed", [-1, 2**32], [0, 2**32 - 1]),
     (
         "labels",
         [{"": "x"}, {"a b": "x"}, {"a": "x\n"}, {"a" * 64: "x"}, {str(n): "x" for n in range(17)}],

@@ -15,6 +15,7 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
 from kd.errors import ConfigError, Interrupted, TrainingError
 from kd.progress import SILENT, Event, Monitor
+from kd.search import study
 from kd.search.trials import search_students
 from kd.stages.capture import run_precompute
 from kd.stages.training import run_train
@@ -219,12 +220,13 @@ def test_a_finished_search_trains_nothing_again_and_more_trials_may_be_asked_for
 
 
 @pytest.mark.long
-def test_a_bad_trial_is_stopped_early(make_job: Any, home: Path) -> None:
+def test_a_bad_trial_is_stopped_early(
+    make_job: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The median pruner needs five trials first; with this seed only the sixth learns badly."""
+    monkeypatch.setattr(study, "SEED", 6)
     space = {"train.learning_rate": {"choices": [1e-7, 2e-2]}}
-    job = make_job(
-        {"eval_steps": 1, "save_steps": 9}, space=space, trials=7, pruner="median", seed=6
-    )
+    job = make_job({"eval_steps": 1, "save_steps": 9}, space=space, trials=7, pruner="median")
     trials = trials_of(search(job, home))
     (pruned,) = [row for row in trials if row["state"] == "pruned"]
     assert (pruned["number"], pruned["values"]) == (5, {"train.learning_rate": 1e-7}) and pruned[
