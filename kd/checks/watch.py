@@ -273,8 +273,8 @@ _EXPLODING_REMEDY = (
     "train.adaptive_clipping to 0.01."
 )
 _VANISHING_REMEDY = (
-    "The layer learns nothing. With precision fp16 raise train.initial_loss_scale or use bf16; "
-    "else look for a layer that the loss does not reach, or raise train.learning_rate."
+    "The layer learns nothing. With precision fp16 use bf16 or fp32; else look for a layer that "
+    "the loss does not reach, or raise train.learning_rate."
 )
 _CLIPPING_REMEDY = (
     "All clipped steps have one length, however large the gradient: "

@@ -166,21 +166,13 @@ class TrainConfig(Section):
             "{schedule, start, end, steps}; default: the value in the student's config.json."
         ),
     )
-    initial_loss_scale: float = Field(
-        65536.0,
-        ge=1e-3,
-        le=2.0**40,
-        description=(
-            "Precision fp16: the factor of the loss at the first step. It halves when gradients "
-            "overflow, and that step is skipped; it doubles after 2,000 steps whose gradients are "
-            "finite."
-        ),
-    )
     precision: Literal["auto", "bf16", "bf16_pure", "fp16", "fp32"] = Field(
         "auto",
         description=(
             "Autocast precision; auto = bf16 on GPUs that have it, fp16 with loss scaling on older "
-            "GPUs, fp32 on a CPU. bf16_pure = weights and gradients are in bfloat16, too, which "
+            "GPUs, fp32 on a CPU. The scale of fp16 begins at 65,536; it halves when gradients "
+            "overflow, and that step is skipped; it doubles after 2,000 steps whose gradients are "
+            "finite. bf16_pure = weights and gradients are in bfloat16, too, which "
             "halves their memory, and the updates are rounded stochastically (optim adamw or "
             "adamw_8bit); the gradients of micro-batches are summed in bfloat16, so a few large "
             "micro-batches are better than many small ones."

@@ -205,6 +205,8 @@ def compute_target_hidden_states(forward: nn.Module, batch: Batch, precision: Pr
 
 # ---------------------------------------------------------------------- the loss scale
 
+#: The loss scale of the first step.
+FIRST_SCALE = 65536.0
 #: The number of latest steps in which falls of the scale are counted. A single fall is normal: the
 #: scaler finds the right scale by raising it until gradients overflow.
 ALARM_STEPS = 20
@@ -215,11 +217,11 @@ ALARM_FALLS = 4
 LEAST_SCALE = 1e-4
 
 
-def make_scaler(initial: float, precision: Precision) -> torch.amp.GradScaler:
+def make_scaler(precision: Precision) -> torch.amp.GradScaler:
     """Make the scaler of the loss; it does nothing if ``precision`` needs none."""
     return torch.amp.GradScaler(
         precision.device,
-        init_scale=initial,
+        init_scale=FIRST_SCALE,
         growth_factor=2.0,
         growth_interval=2000,
         backoff_factor=0.5,

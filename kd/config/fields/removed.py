@@ -27,6 +27,10 @@ class RemovedField:
 
 
 _ALARM = "Remove it: the bound of this alarm is fixed, and checks.alarms turns all alarms off."
+_LOSS_SCALE = (
+    "Remove it: the scale of fp16 begins at 65,536, halves at an overflow, and doubles after 2,000 "
+    "steps. train.precision bf16 and fp32 need none."
+)
 #: The removed fields by their dotted names.
 REMOVED: dict[str, RemovedField] = {
     "checks.initial_loss": RemovedField(_ALARM, None),
@@ -77,9 +81,9 @@ REMOVED: dict[str, RemovedField] = {
         (100,),
         after="target_entropy",
     ),
+    "train.initial_loss_scale": RemovedField(_LOSS_SCALE, (65536.0,)),
     "train.loss_scale": RemovedField(
-        "Use train.initial_loss_scale; the scale doubles after 2,000 steps, and halves at an "
-        "overflow.",
+        _LOSS_SCALE,
         (
             {
                 "initial": 65536.0,

@@ -1,1 +1,1 @@
-"""Parts of the section ``train``: the learning rate, and the loss scale of float16."""
+"""Parts of the section ``train``: the learning rate, and how a finished run goes on."""

@@ -80,7 +80,7 @@ def _make_state(setting: TrainingSetting, parts: StepParts, schedule_began: int)
         scheduler=make_resumed_scheduler(
             parts.optimizer, setting.config, loss.steps, schedule_began
         ),
-        scaler=make_scaler(setting.options.initial_loss_scale, loss.precision),
+        scaler=make_scaler(loss.precision),
         progress=TrainingProgress(),
         extras={name: module for name, module in extras.items() if module is not None},
         group=setting.group,

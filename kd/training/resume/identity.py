@@ -32,7 +32,6 @@ NEWER_FIELDS: dict[str, Any] = {
     "adaptive_clipping": None,
     "dropout": None,
     "fp8": False,
-    "initial_loss_scale": 65536.0,
 }
 #: Fields that a longer run may change, and those that it may change where its schedule restarts.
 LENGTH_FIELDS = frozenset({"max_steps", "epochs", "eval_steps", "early_stopping_patience"})

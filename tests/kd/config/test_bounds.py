@@ -152,7 +152,6 @@ BOUNDS = [
     ("train.dropout.start", [-0.1, 1.0], [0, 0.99]),
     ("train.dropout.end", [-0.1, 1.0], [0, 0.99]),
     ("train.dropout.steps", [0, 100_000_001], [1, None]),
-    ("train.initial_loss_scale", [0, 2.0**41], [1e-3, 2.0**40]),
     ("train.fp8", [2, "e4m3"], [True, False]),
     ("train.precision", ["int8", "bfloat16"], ["bf16", "bf16_pure"]),
     (

@@ -132,7 +132,8 @@ def test_an_extended_schedule_does_not_count_steps_that_overflowed(
 ) -> None:
     # The product refuses float16 on a CPU.
     monkeypatch.setattr(Precision, "choose", lambda *_: Precision("cpu", torch.float16))
-    half = {**STEP, "precision": "fp16", "initial_loss_scale": 2.0**22}
+    monkeypatch.setattr("kd.models.precision.FIRST_SCALE", 2.0**22)
+    half = {**STEP, "precision": "fp16"}
     whole = run(tmp_path / "whole", 14, **half)
     overflowed = rates(tmp_path / "whole").count(0.0) - 1
     assert overflowed in range(1, 5)

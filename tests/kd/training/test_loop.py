@@ -513,16 +513,16 @@ def test_full_disk_while_saving_leaves_the_last_checkpoint(
 
 @pytest.mark.usefixtures("half_on_cpu")
 def test_a_step_that_overflows_in_half_precision_changes_nothing(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss scale starts too high: steps are skipped until it fits, and the schedule waits."""
+    monkeypatch.setattr("kd.models.precision.FIRST_SCALE", 2.0**40)
     job = make_job(
         precision="fp16",
         max_steps=40,
         logging_steps=1,
         eval_steps=40,
         save_steps=40,
-        initial_loss_scale=2.0**40,
     )
     student, _ = run(job, tmp_path, dropout=0.0)
     rates = [

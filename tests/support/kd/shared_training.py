@@ -144,9 +144,12 @@ def train_half(
 
     The first loss scale is so large that gradients overflow.
     """
-    half = job | {"train": job["train"] | {"initial_loss_scale": 2.0**30}}
-    with mock.patch.object(Precision, "choose", return_value=Precision("cpu", torch.float16)):
-        return train_student(group, half, *arguments, **options)
+    half = Precision("cpu", torch.float16)
+    with (
+        mock.patch.object(Precision, "choose", return_value=half),
+        mock.patch("kd.models.precision.FIRST_SCALE", 2.0**30),
+    ):
+        return train_student(group, job, *arguments, **options)
 
 
 def train_and_list_temperatures(group: Group, *arguments: Any) -> list[float]:
