@@ -8,24 +8,12 @@ from kd.config.section import Section
 
 
 class ChecksConfig(Section):
-    """The checks of a training run. Each reports an event with its verdict."""
+    """The checks of a training run. Each reports an event with its verdict.
 
-    parity_tokens: int = Field(
-        8,
-        ge=0,
-        le=4096,
-        description=(
-            "Tokens whose loss and gradient are compared with a dense float64 computation at the "
-            "start; 0 = none."
-        ),
-    )
-    gradients: bool = Field(
-        True,
-        description=(
-            "Check after the first backward pass that every trained parameter has a finite "
-            "gradient other than 0."
-        ),
-    )
+    Each run begins with a comparison of loss and gradient of some tokens with a dense float64
+    computation, which ends the run if they differ.
+    """
+
     spike_factor: float = Field(
         3.0,
         ge=0,
@@ -49,9 +37,10 @@ class ChecksConfig(Section):
     alarms: bool = Field(
         True,
         description=(
-            "Warn if the first loss of a new student is not near ln(vocabulary), if the gradient "
-            "of a layer explodes or vanishes, channels of an MLP are dead, most steps are clipped, "
-            "steps wait for data, the loss scale of fp16 keeps falling, or the student drifts away "
-            "from its teacher. The alarms change nothing in the training."
+            "Warn if the first loss of a new student is not near ln(vocabulary), if a trained "
+            "parameter gets no gradient, the gradient of a layer explodes or vanishes, channels of "
+            "an MLP are dead, most steps are clipped, steps wait for data, the loss scale of fp16 "
+            "keeps falling, or the student drifts away from its teacher. The alarms change nothing "
+            "in the training."
         ),
     )

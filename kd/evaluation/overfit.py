@@ -258,7 +258,7 @@ def _simplify_job(config: JobConfig, sequences: int) -> JobConfig:
 
 #: Checks of an attempt. It does not roll back after a spike, and its only batch is never left out.
 #: The verdict needs to know whether every weight has a gradient.
-_CHECK_OPTIONS = {"spike_factor": 0.0, "max_skipped": 0, "gradients": True}
+_CHECK_OPTIONS = {"spike_factor": 0.0, "max_skipped": 0, "alarms": True}
 #: Train options of an attempt: all steps at one rate, and nothing that hinders memory.
 _LOOP_OPTIONS: dict[str, Any] = {
     "max_steps": STEPS,

@@ -59,6 +59,9 @@ from kd.training.steps import (
 )
 from kd.training.uploads import CheckpointUploads
 
+#: Tokens whose loss and gradient are compared with a dense computation at the start.
+PARITY_TOKENS = 8
+
 
 def train(
     config: JobConfig,
@@ -112,10 +115,7 @@ def check_start(run: Run) -> None:
     if run.progress.first_evaluation is None:
         run.progress.first_evaluation = evaluate_now(run, in_float32=run.group.alone)
         warn_of_empty_evaluation(run, run.progress.first_evaluation)
-    tokens = run.config.checks.parity_tokens
-    if not tokens:
-        return
-    verdict = compare_losses(run, tokens)
+    verdict = compare_losses(run)
     # A resumed run checks again, but writes no second line into its history.
     if run.progress.step == 0:
         run.log.write_verdicts(0, [verdict])
@@ -141,14 +141,14 @@ def warn_of_empty_evaluation(run: Run, found: dict[str, Any]) -> None:
     )
 
 
-def compare_losses(run: Run, tokens: int) -> Verdict:
-    """Compare the fused loss of ``tokens`` tokens of the next batch with a dense one.
+def compare_losses(run: Run) -> Verdict:
+    """Compare the fused loss of ``PARITY_TOKENS`` tokens of the next batch with a dense one.
 
     A batch whose dense loss is not finite compares nothing, and will be left out: then the batch
     after it is taken, as often as the job may leave one out.
     """
     for batch in run.read_next_batches(1 + run.config.checks.max_skipped):
-        inputs = (batch, run.progress.step, tokens)
+        inputs = (batch, run.progress.step, PARITY_TOKENS)
         verdict = share_verdict(run, call_whole(run.loss_module, run.loss.check_parity, *inputs))
         if math.isfinite(verdict.facts["loss"]):
             break

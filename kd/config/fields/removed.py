@@ -33,6 +33,14 @@ _LOSS_SCALE = (
 )
 #: The removed fields by their dotted names.
 REMOVED: dict[str, RemovedField] = {
+    "checks.parity_tokens": RemovedField(
+        "Remove it: the loss of 8 tokens is compared with a dense one when a run starts.", None
+    ),
+    "checks.gradients": RemovedField(
+        "Remove it: a parameter without a gradient is one of the alarms, and checks.alarms turns "
+        "all of them off.",
+        None,
+    ),
     "checks.initial_loss": RemovedField(_ALARM, None),
     "checks.exploding_norm": RemovedField(_ALARM, None),
     "checks.vanishing_norm": RemovedField(_ALARM, None),

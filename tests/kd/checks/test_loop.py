@@ -104,15 +104,10 @@ def test_a_sound_run_says_that_it_is(tmp_path: Path) -> None:
     assert found == {"parity": True, "initial_loss": True, "gradients": True}
 
 
-def test_checks_that_are_switched_off_say_nothing(tmp_path: Path) -> None:
+def test_alarms_that_are_switched_off_say_nothing(tmp_path: Path) -> None:
     seen = Seen()
-    run(
-        tmp_path,
-        make_job({"alarms": False, "gradients": False, "parity_tokens": 0}),
-        make_student(),
-        seen,
-    )
-    assert not [event for event in seen.events if event.type == "check"]
+    run(tmp_path, make_job({"alarms": False}), make_student(), seen)
+    assert {event.data["check"] for event in seen.events if event.type == "check"} == {"parity"}
 
 
 def test_a_dead_parameter(tmp_path: Path) -> None:

@@ -179,7 +179,6 @@ BOUNDS = [
     ("train.early_stopping_patience", [0], [1, None]),
     ("train.save_dtype", ["fp32"], ["float32"]),
     ("train.seed", [-1, 2**32], [0]),
-    ("checks.parity_tokens", [-1, 4097], [0, 4096]),
     ("checks.spike_factor", [-1, 1001], [0, 1000]),
     ("checks.max_skipped", [-1, 10_001], [0, 10_000]),
     ("evaluation.prompts", ["text", ["a"] * 65], [[], ["a"] * 64]),

@@ -51,7 +51,7 @@ GOOD: dict[str, Any] = {
     "train.lr_scheduler_kwargs.num_cycles": {"min": 0.5, "max": 1.5},
     "loss.alpha": {"min": 0, "max": 1},
     "student.init.layers": {"min": 1, "max": 4, "integer": True},
-    "checks.gradients": {"choices": [True, False]},
+    "checks.alarms": {"choices": [True, False]},
 }
 
 

@@ -185,7 +185,7 @@ def test_the_configuration_begins_with_what_is_not_the_default(page: Page, api: 
     everything = page.locator("details").filter(has_text="All settings").locator("pre")
     expect(everything).to_be_hidden()
     page.get_by_text("All settings").click()
-    expect(everything).to_contain_text('"parity_tokens"')
+    expect(everything).to_contain_text('"max_skipped"')
 
 
 def test_a_configuration_of_another_version_is_shown_whole(page: Page, api: Parts) -> None:
