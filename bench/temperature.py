@@ -75,7 +75,6 @@ def make_job(
             "max_eval_samples": arguments.held_out,
         },
         "cache": {"profile": "hidden"},
-        "evaluation": {"plots": False},
         "loss": loss,
         "train": {
             "max_steps": steps,

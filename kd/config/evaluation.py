@@ -54,4 +54,3 @@ class EvaluationConfig(Section):
         max_length=64,
         description="Benchmark tasks of lm-eval (pip install 'potstill[eval]').",
     )
-    plots: bool = Field(True, description="Draw the curves and the reliability plot as PNG files.")

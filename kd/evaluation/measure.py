@@ -126,10 +126,8 @@ def evaluate_in_depth(
         run.monitor.emit("stage", stage="train", phase="running lm-eval")
         batch = _choose_batch_size(config)
         found["tasks"] = run_tasks(student, run.tokenizer, config.evaluation.tasks, batch)
-    plots = []
-    if config.evaluation.plots:
-        metrics = read_metrics(run.training / "metrics.jsonl")
-        plots = draw_plots(run.folder, found["models"], metrics)
+    metrics = read_metrics(run.training / "metrics.jsonl")
+    plots = draw_plots(run.folder, found["models"], metrics)
     return {"evaluation": found, "plots": plots}
 
 

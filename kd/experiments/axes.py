@@ -232,7 +232,7 @@ def make_short_job(config: JobConfig, steps: int | None = None) -> JobConfig:
     # The runs are compared on the held-out text; the costly parts of a report are left out.
     data["evaluation"] |= {
         "teacher": False, "baseline": False, "prompts": [], "tasks": [], "continuations": 0,
-        "samples": 0, "plots": False,
+        "samples": 0,
     }  # fmt: skip
     # The ablation as a whole is asked for, and each run is to have all its tokens.
     data |= {"depends_on": [], "deadline_seconds": None, "webhook": None}

@@ -38,7 +38,6 @@ def job(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
             "max_train_samples": 8, "max_eval_samples": 3,
         },
         "train": {"max_steps": 2, "batch_size": 4, "learning_rate": 1e-2},
-        "evaluation": {"plots": False},
     }  # fmt: skip
 
 
@@ -69,7 +68,7 @@ def run_dir(job: dict[str, Any], tokenizer: Any, tmp_path: Path) -> Path:
 def look(
     job: dict[str, Any], target: str | Path, home: Path, out: Path, **evaluation: Any
 ) -> dict[str, Any]:
-    config = parse_config(job | {"evaluation": {"plots": False} | evaluation})
+    config = parse_config(job | {"evaluation": evaluation})
     return examine(config, ExaminedModel.find(str(target), home), home, out, SILENT)
 
 
@@ -143,9 +142,7 @@ def test_a_run_is_measured_against_teacher_and_start(
     job: dict[str, Any], run_dir: Path, tmp_path: Path
 ) -> None:
     out = run_dir / "evaluation"
-    report = look(
-        job, "mine", tmp_path / "home", out, plots=True, prompts=["She was"], max_new_tokens=3
-    )
+    report = look(job, "mine", tmp_path / "home", out, prompts=["She was"], max_new_tokens=3)
     assert sorted(path.name for path in out.iterdir()) == [
         "curves.png", "kl_by_context.png", "reliability.png", "report.json", "report.md",
         "tokens.json",

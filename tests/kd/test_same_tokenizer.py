@@ -43,7 +43,6 @@ class Captured:
                 "max_train_samples": 8, "max_eval_samples": 3,
             },
             "train": {"max_steps": 1, "batch_size": 4, "learning_rate": 1e-2},
-            "evaluation": {"plots": False},
         }  # fmt: skip
         config = parse_config(self.job | {"student": {"init": {"layers": 1, "hidden_size": 16}}})
         (home / "made").mkdir()

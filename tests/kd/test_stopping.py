@@ -99,7 +99,7 @@ def job(tiny_teacher: Path, tiny_text: Path) -> Job:
         },
         "cache": {"shard_sequences": 8},
         "train": {"max_steps": 4, "batch_size": 1, "eval_steps": 2, "save_steps": 4},
-        "evaluation": {"max_new_tokens": 4, "continuations": 0, "plots": False},
+        "evaluation": {"max_new_tokens": 4, "continuations": 0},
     }
 
 

@@ -68,6 +68,9 @@ REMOVED: dict[str, RemovedField] = {
     ),
     "evaluation.top_k": RemovedField("Remove it: the report compares the 5 best tokens.", None),
     "evaluation.bins": RemovedField("Remove it: the calibration error has 15 bins.", None),
+    "evaluation.plots": RemovedField(
+        "Remove it: a report always has its plots, as PNG files in the run's folder.", None
+    ),
     "checks.max_rollbacks": RemovedField(
         "Remove it: a run returns to a checkpoint twice, and the next spike fails it. "
         "checks.spike_factor 0 does not look for spikes.",

@@ -186,12 +186,6 @@ def test_it_is_written_in_both_forms_and_the_student_s_card_has_the_pictures(
     assert again == report, "the same run, the same report"
 
 
-def test_no_pictures_where_none_are_wanted(trained: Trained, tmp_path: Path) -> None:
-    report = trained.report(tmp_path / "run", plots=False)
-    assert report["plots"] == [] and not list((tmp_path / "run").glob("*.png"))
-    assert "![" not in render_report(report)
-
-
 def test_without_a_run_there_is_what_the_records_tell(trained: Trained) -> None:
     config = trained.config
     vocabulary = get_vocabulary_size(trained.tokenizer)
@@ -378,7 +372,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(trained: Trained, tmp_path:
         json.dumps(content | {"normalizer": {"type": "Lowercase"}})
     )
     other = trained.config.teacher.model_copy(update={"model": str(stranger)})
-    wanted = trained.config.evaluation.model_copy(update={"teacher": True, "plots": False})
+    wanted = trained.config.evaluation.model_copy(update={"teacher": True})
     config = trained.config.model_copy(update={"teacher": other, "evaluation": wanted})
     run = EvaluationContext(tmp_path, trained.tokenizer)
     with pytest.raises(TokenizerMismatch, match="does not encode text alike"):
@@ -402,7 +396,7 @@ def test_where_nothing_is_held_out_nothing_is_measured(trained: Trained, tmp_pat
 
 
 def test_a_closer_look_twice_sees_the_same(trained: Trained, tmp_path: Path) -> None:
-    wanted = trained.config.evaluation.model_copy(update={"teacher": True, "plots": False})
+    wanted = trained.config.evaluation.model_copy(update={"teacher": True})
     config = trained.config.model_copy(update={"evaluation": wanted})
     first, second = (
         evaluate_in_depth(

@@ -55,7 +55,7 @@ def done(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Simpl
         | {
             "loss": {"alpha": 0.0},
             "train": job["train"] | {"max_steps": 12, "learning_rate": 3e-2},
-            "evaluation": {"baseline": True, "plots": False, "max_new_tokens": 6},
+            "evaluation": {"baseline": True, "max_new_tokens": 6},
         }
     )
     result = run_stages(config, home, home / "run", Monitor(events.append))

@@ -41,7 +41,6 @@ def home(tiny_teacher: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathF
         },
         "loss": {"alpha": 0.25},
         "train": {"max_steps": 6, "batch_size": 4, "learning_rate": 0.01, "save_steps": 6},
-        "evaluation": {"plots": False},
     }  # fmt: skip
     run_stages(parse_config(job), home, home / "runs" / "job")
     return home

@@ -32,7 +32,7 @@ DATA = {
 SETTINGS: dict[str, Any] = {
     "train": {"max_steps": 2, "batch_size": 4, "eval_steps": 1, "logging_steps": 1},
     "cache": {"shard_sequences": 8},
-    "evaluation": {"continuations": 0, "plots": False},
+    "evaluation": {"continuations": 0},
 }
 
 

@@ -35,7 +35,7 @@ FAMILIES = {
 #: The token of a tokenizer that its model has no row for.
 PICTURE = "<image_soft_token>"
 #: A job without a teacher's records.
-ALONE: dict[str, Any] = {"kind": "train", "loss": {"alpha": 1.0}, "evaluation": {"plots": False}}
+ALONE: dict[str, Any] = {"kind": "train", "loss": {"alpha": 1.0}}
 
 
 def make_model(family: str, tokenizer: Any, folder: Path) -> Path:
@@ -73,7 +73,7 @@ def make_job(teacher: Path, student: Path | dict[str, int], text: Path, **sectio
         "student": {"model": str(student)} if isinstance(student, Path) else {"init": student},
         "data": data,
         "train": {"max_steps": 1, "batch_size": 4, "learning_rate": 1e-3},
-        "evaluation": {"plots": False, "teacher": True, "prompts": ["She"], "max_new_tokens": 2},
+        "evaluation": {"teacher": True, "prompts": ["She"], "max_new_tokens": 2},
     }
     return parse_config(job | sections)
 

@@ -178,16 +178,14 @@ def test_trials_leave_costly_measurements_to_the_best_job() -> None:
         "baseline": True,
         "prompts": ["It is"],
         "tasks": ["arc_easy"],
-        "plots": False,
     }
     job = make_job(GOOD, evaluation=evaluation)
     found = make_trial_job(job, {}, FINGERPRINT, 0).evaluation
-    assert (found.teacher, found.baseline, found.prompts, found.tasks, found.plots) == (
+    assert (found.teacher, found.baseline, found.prompts, found.tasks) == (
         False,
         False,
         (),
         (),
-        False,
     )
     assert make_best_job(job, {}).evaluation == job.evaluation
 

@@ -51,7 +51,6 @@ def make_job(tiny_teacher: Path, tiny_text: Path) -> Callable[..., JobConfig]:
                 },
                 "cache": {"shard_sequences": 8},
                 "train": options | (train or {}),
-                "evaluation": {"plots": False},
                 "search": {
                     "space": RATES, "trials": 3, "sampler": "random", "pruner": "none", **search,
                 },

@@ -704,7 +704,6 @@ def test_a_real_search_through_the_service(
         },
         "cache": {"shard_sequences": 8},
         "train": {"max_steps": 3, "batch_size": 4, "eval_steps": 3},
-        "evaluation": {"plots": False},
         "search": {
             "space": {"train.learning_rate": {"choices": [1e-6, 1e-2]}},
             "trials": 2,

@@ -41,7 +41,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "max_eval_samples": 6,
         },
         "train": {"max_steps": 2, "batch_size": 4, "warmup_steps": 0},
-        "evaluation": {"continuations": 1, "max_new_tokens": 2, "plots": False},
+        "evaluation": {"continuations": 1, "max_new_tokens": 2},
     }
 
 
