@@ -553,16 +553,14 @@ def parse_as(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
-@functools.cache
-def _resolve_hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+_get_hints = functools.cache(get_type_hints)
 
 
 def _parse_dataclass(kind: Any, value: Any, where: str) -> Any:
     names = {item.name for item in fields(kind)}
     _require(isinstance(value, dict), where, "it must be an object")
     _require(set(value) == names, where, f"fields must be {sorted(names)}, but got {sorted(value)}")
-    hints = _resolve_hints(kind)
+    hints = _get_hints(kind)
     parsed = {name: parse_as(hints[name], value[name], f"{where}.{name}") for name in names}
     try:
         return kind(**parsed)

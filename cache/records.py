@@ -10,7 +10,7 @@ V   vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,12 @@ class Sequences:
     @staticmethod
     def concatenate(parts: Iterable[Sequences]) -> Sequences:
         """Join all sequences of ``parts`` (at least one), in order."""
-        return Sequences(*_concatenate_fields(parts, Sequences))
+        kept = list(parts)
+        return Sequences(
+            tokens=np.concatenate([each.tokens for each in kept]),
+            document_start=np.concatenate([each.document_start for each in kept]),
+            target_mask=np.concatenate([each.target_mask for each in kept]),
+        )
 
 
 #: The axis along which each column has its rows. A record has ``head_count`` rows of heads and
@@ -172,11 +177,6 @@ class Records:
 def compute_offsets(counts: NDArray[Any]) -> NDArray[np.int64]:
     """Return the offsets of rows with ``counts`` entries: one more than rows, from 0 to the sum."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-
-
-def _concatenate_fields(parts: Iterable[Any], kind: type[Any]) -> list[NDArray[Any]]:
-    kept = list(parts)
-    return [np.concatenate([getattr(part, field.name) for part in kept]) for field in fields(kind)]
 
 
 def _require_dtypes(record: object, **dtypes: type[np.generic]) -> None:

@@ -177,14 +177,17 @@ def write_arrays(folder: Path, arrays: Arrays) -> None:
 
 
 def _write_array(group: zarr.Group, name: str, values: NDArray[Any]) -> None:
+    row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
+    chunk_rows = max(1, min(len(values), CHUNK_BYTES // max(row_bytes, 1)))
+    shuffle = _SHUFFLES.get(name, "noshuffle" if values.itemsize == 1 else "shuffle")
     array = group.create_array(
         name,
         shape=values.shape,
         dtype=values.dtype,
-        chunks=_choose_chunk_shape(values),
+        chunks=(chunk_rows, *values.shape[1:]),
         filters=None,
         compressors=[
-            BloscCodec(cname="zstd", clevel=5, shuffle=_choose_shuffle(name, values)),
+            BloscCodec(cname="zstd", clevel=5, shuffle=shuffle),
             Crc32cCodec(),
         ],
         chunk_key_encoding={"name": "default", "separator": "."},
@@ -193,15 +196,3 @@ def _write_array(group: zarr.Group, name: str, values: NDArray[Any]) -> None:
     )
     if values.size:
         array[...] = values
-
-
-def _choose_shuffle(
-    name: str, values: NDArray[Any]
-) -> Literal["noshuffle", "shuffle", "bitshuffle"]:
-    return _SHUFFLES.get(name, "noshuffle" if values.itemsize == 1 else "shuffle")
-
-
-def _choose_chunk_shape(values: NDArray[Any]) -> tuple[int, ...]:
-    row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
-    rows = max(1, min(len(values), CHUNK_BYTES // max(row_bytes, 1)))
-    return (rows, *values.shape[1:])

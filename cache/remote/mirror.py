@@ -104,7 +104,9 @@ class Mirror:
                 ) from None
             return None
         make_folder(self.folder)
-        _write_if_other(self.folder / MANIFEST, data)
+        path = self.folder / MANIFEST
+        if not path.is_file() or path.read_bytes() != data:
+            write_copy(path, data)
         return data
 
     def get_seal(self, name: str) -> bytes | None:
@@ -449,8 +451,3 @@ def _fits(folder: Path, seal: bytes) -> bool:
     """Whether a folder that was just written is the one of ``seal``."""
     found = _parse_seal(seal)
     return found is not None and not found.find_problems(folder)
-
-
-def _write_if_other(path: Path, data: bytes) -> None:
-    if not path.is_file() or path.read_bytes() != data:
-        write_copy(path, data)

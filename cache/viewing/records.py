@@ -100,7 +100,7 @@ def read_page(
     tokens_1L, starts_1L, mask_1L = opened.read_columns(row, PER_SEQUENCE).values()
     places_N = np.flatnonzero(mask_1L[0])
     shown = range(min(start, len(places_N)), min(start + limit, len(places_N)))
-    name = _make_namer(texts)
+    name: NameToken = texts.get_text if texts is not None else lambda token_id: ""
     tokens = tokens_1L[0].tolist()
     columns = _read_columns(opened, row, shown)
     places = places_N[shown.start : shown.stop].tolist()
@@ -123,10 +123,6 @@ def read_page(
         document_starts=tuple((first + np.flatnonzero(starts_1L[0, first:last])).tolist()),
         records=tuple(records),
     )
-
-
-def _make_namer(texts: TokenTexts | None) -> NameToken:
-    return (lambda token_id: "") if texts is None else texts.get_text
 
 
 def _read_columns(opened: Cache, row: range, shown: range) -> Records:

@@ -180,8 +180,11 @@ class CacheWriter:
         #: Seconds in which the disk took what was written so far, encoding and compression apart.
         self.disk_seconds = 0.0
         self._begun: list[Path] = []
+        group = folder / GROUP_FILE
         with storage_errors(folder):
-            self._prepare()
+            # A crash may have left half of it, in a cache of this or of an earlier process.
+            if not group.exists() or group.read_bytes() != GROUP_METADATA:
+                write_file(group, GROUP_METADATA)
 
     def find_missing_shards(self, shards: Iterable[int] | None = None) -> ShardRuns:
         """Find those of ``shards`` (all) still to be written; check every byte of sealed ones."""
@@ -489,12 +492,6 @@ class CacheWriter:
     def _make_folder_entry(self, name: str) -> FolderEntry:
         seal = self._read_own_seal(name)
         return FolderEntry() if seal is None else FolderEntry(seal.bytes, seal.digest)
-
-    def _prepare(self) -> None:
-        # A crash may have left half of it, in a cache of this or of an earlier process.
-        group = self.folder / GROUP_FILE
-        if not group.exists() or group.read_bytes() != GROUP_METADATA:
-            write_file(group, GROUP_METADATA)
 
     def _is_sound(self, index: int) -> bool:
         seal = self._read_shard_seal(index)
