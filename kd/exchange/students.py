@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from cache.disk import list_file_sizes, make_folder, remove_path, storage_errors, sync_path
 from cache.errors import StorageError
-from kd.config.job import JobConfig
+from kd.config.jobfile import read_record
 from kd.errors import ModelError
 from kd.evaluation.model_card import write_provenance
 from kd.files import locate_temporary, read_json, whole_folder
@@ -132,7 +132,7 @@ def merge_into(student: Path, folder: Path) -> None:
     # The card of adapters names peft and the base; a whole model needs neither.
     known = read_json(folder / "distillation.json")
     if known is not None:
-        write_provenance(folder, JobConfig.model_validate(known["job"]), known["report"])
+        write_provenance(folder, read_record(known["job"]), known["report"])
 
 
 def _find_base_dtype(student: Path) -> torch.dtype:
