@@ -86,7 +86,11 @@ def read_entries(
     Raises ``DataError`` where ``k`` does not fit the profile (see ``choose_entry_count``).
     """
     codec = store.codec
-    decoder = _make_decoder(store)
+    if why := codec.why_unsupported():
+        raise DataError(
+            f"An export needs temperature 1, but {why}.", "Capture a cache that serves it."
+        )
+    decoder = TargetDecoder.of(CachedRecords(store), torch.device("cpu"))
     k = choose_entry_count(store, k)
     width = codec.vocabulary_size if "logprobs" in codec.schema() else 1 << 10
     group = max(1, min(_POSITIONS, _ELEMENTS // width) // store.identity.data.sequence_length)
@@ -131,14 +135,6 @@ def choose_entry_count(store: Cache, k: int | None) -> int:
             "Set a smaller k.",
         )
     return k or most
-
-
-def _make_decoder(store: Cache) -> TargetDecoder:
-    if why := store.codec.why_unsupported():
-        raise DataError(
-            f"An export needs temperature 1, but {why}.", "Capture a cache that serves it."
-        )
-    return TargetDecoder.of(CachedRecords(store), torch.device("cpu"))
 
 
 def _take_stored(records: Records, k: int) -> EntryTable:

@@ -110,7 +110,8 @@ def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT
     """
     source = ImportSource.open(request)
     origins = _read_origins(source)
-    if request.format == "parquet" and request.changes_nothing and _are_stored(origins):
+    stored = bool(origins) and all(origin.shapes is not None for origin in origins)
+    if request.format == "parquet" and request.changes_nothing and stored:
         return restore_cache(origins, root, request.teacher_name, monitor)
     for origin in origins[:1]:
         source = replace(source, kept=origin.manifest.identity.codec.always_keep)
@@ -149,10 +150,6 @@ def _read_origins(source: ImportSource) -> list[Origin]:
         expected = KnownTokenizer("the export's", size, probes, known.sha256, origin.token_map)
         require_same_tokenizer(source.tokenizer, expected, "The given")
     return origins
-
-
-def _are_stored(origins: list[Origin]) -> bool:
-    return bool(origins) and all(origin.shapes is not None for origin in origins)
 
 
 # ---------------------------------------------------------------------- reading

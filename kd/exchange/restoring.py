@@ -25,7 +25,7 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -247,9 +247,9 @@ def restore_cache(
     with open_writer(root, identity, lambda: monitor.check(waiting)) as writer:
         missing = writer.find_missing_shards()
         meter = ProgressMeter(identity.data.sequences, "sequences")
-        for index, part in groupby(
-            enumerate(_read_all(origins)), lambda pair: pair[0] // identity.codec.shard_sequences
-        ):
+        rows = chain.from_iterable(origin.read_sequences() for origin in origins)
+        size = identity.codec.shard_sequences
+        for index, part in groupby(enumerate(rows), lambda pair: pair[0] // size):
             parts = [pair for _, pair in part]
             if index in missing:
                 sequences = Sequences.concatenate(each for each, _ in parts)
@@ -263,11 +263,6 @@ def restore_cache(
             writer.write_tail_mean(origins[0].tail_mean)
         writer.finish(provenance, manifest.fidelity, manifest.overruled)
     return summarise_cache(open_cache(folder, identity), reused=False)
-
-
-def _read_all(origins: Sequence[Origin]) -> Iterator[tuple[Sequences, Records]]:
-    for origin in origins:
-        yield from origin.read_sequences()
 
 
 def _require_whole(origins: Sequence[Origin], monitor: Monitor) -> None:

@@ -166,7 +166,9 @@ def check_row(
     to other tokens, it says so, with ``remedies`` as ``Alignment.require`` takes them.
     """
     _require_tokens(row, vocabulary)
-    row = row.keep(_find_predicting(row))
+    # Kept are records before the row's end, whose next token is of the same document.
+    following = np.minimum(row.positions + 1, len(row.tokens) - 1)
+    row = row.keep((row.positions < len(row.tokens) - 1) & ~row.document_start[following])
     _require_ids(row, vocabulary)
     # A stable sort keeps equal entries in the order of the source.
     order = np.argsort(-row.logprobs, axis=1, kind="stable")
@@ -176,12 +178,6 @@ def check_row(
     )
     _require_room(row, vocabulary, remedies)
     return replace(row, gold=_find_gold(row))
-
-
-def _find_predicting(row: Row) -> NDArray[np.bool_]:
-    within = row.positions < len(row.tokens) - 1
-    following = np.minimum(row.positions + 1, len(row.tokens) - 1)
-    return within & ~row.document_start[following]
 
 
 def _require_tokens(row: Row, vocabulary: int) -> None:

@@ -209,16 +209,10 @@ def read_curves(path: Path) -> dict[str, list[tuple[float, float]]]:
     # A step has about the same tokens in the whole run: evaluations name the step alone.
     each = counted[-1][1] / counted[-1][0] if counted and counted[-1][0] else 0.0
     names = {"loss": "loss", "perplexity": "validation_perplexity", "kl": "validation_kl"}
-    return {
-        name: _thin([(line["step"] * each, line[key]) for line in lines if _has(line, key)])
-        for name, key in names.items()
-    }
-
-
-def _has(line: dict[str, Any], key: str) -> bool:
-    return line["type"] in ("metrics", "evaluation") and line.get(key) is not None
-
-
-def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    stride = -(-len(points) // _POINTS) or 1
-    return [*points[:-1:stride], *points[-1:]]
+    told = [line for line in lines if line["type"] in ("metrics", "evaluation")]
+    curves = {}
+    for name, key in names.items():
+        points = [(line["step"] * each, line[key]) for line in told if line.get(key) is not None]
+        stride = -(-len(points) // _POINTS) or 1
+        curves[name] = [*points[:-1:stride], *points[-1:]]
+    return curves

@@ -77,7 +77,10 @@ def _draw_plane(found: dict[str, Any], name: str, title: str) -> str:
     finite = sorted({value for row in grid for value in row if math.isfinite(value)})
     if len(finite) < 2:
         return ""
-    levels = _choose_levels(finite[0], finite[-1])
+    low = finite[0]
+    high = finite[-1]
+    # The levels are close near the minimum and wide above.
+    levels = [low + (high - low) * (number / _LEVELS) ** 2 for number in range(_LEVELS + 1)]
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -92,12 +95,6 @@ def _draw_plane(found: dict[str, Any], name: str, title: str) -> str:
         axes.grid(visible=False)
 
     return draw_svg(draw, f"Loss on {title} around the trained student", 5.4, 4.2)
-
-
-def _choose_levels(low: float, high: float) -> list[float]:
-    """Return levels that are close near the minimum and wide above, from ``low`` to ``high``."""
-    shares = [(number / _LEVELS) ** 2 for number in range(_LEVELS + 1)]
-    return [low + (high - low) * share for share in shares]
 
 
 def _make_facts(found: dict[str, Any], splits: dict[str, str]) -> str:

@@ -44,11 +44,12 @@ def render_cache_card(folder: Path, manifest: Manifest) -> str:
         distillation_teacher=teacher if known else None,
         fingerprint=manifest.identity.fingerprint,
     )
+    rows = [f"| {name} | {value} |" for name, value in _list_facts(folder, manifest).items()]
     parts = [
         f"---\n{data.to_yaml()}\n---\n",
         "# Records of a teacher\n",
         _INTRODUCTION,
-        _render_table(_list_facts(folder, manifest)),
+        "\n".join(["| | |", "|---|---|", *rows, ""]),
         *_describe_fidelity(manifest),
         _describe_use(manifest),
         _describe_licences(teacher if known else "", str(licence)),
@@ -76,11 +77,6 @@ def _list_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "Bytes a token": f"{size / max(manifest.positions, 1):.2f}",
         "Fingerprint": f"`{identity.fingerprint}`",
     }
-
-
-def _render_table(facts: dict[str, str]) -> str:
-    rows = [f"| {name} | {value} |" for name, value in facts.items()]
-    return "\n".join(["| | |", "|---|---|", *rows, ""])
 
 
 def _describe_fidelity(manifest: Manifest) -> list[str]:
