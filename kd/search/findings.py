@@ -33,9 +33,12 @@ OUTCOMES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 def make_search_report(config: JobConfig, study: Study) -> dict[str, Any]:
     """Make the report: the best trial, and all trials from best to worst. No number is NaN."""
     trials = [describe_trial(trial) for trial in study.get_trials(deepcopy=False)]
-    trials.sort(
-        key=lambda row: (row["state"] != "complete", _replace_missing(row["loss"]), row["number"])
-    )
+
+    def rank(row: dict[str, Any]) -> tuple[bool, float, int]:
+        loss = math.inf if row["loss"] is None else row["loss"]
+        return row["state"] != "complete", loss, row["number"]
+
+    trials.sort(key=rank)
     complete = [row for row in trials if row["state"] == "complete"]
     best = {name: complete[0][name] for name in ("number", "loss", "values")} if complete else None
     report: dict[str, Any] = replace_nonfinite(
@@ -81,10 +84,6 @@ def describe_trial(trial: FrozenTrial) -> dict[str, Any]:
         "why": trial.user_attrs.get("why", ""),
         "same_as": trial.user_attrs.get("same_as"),
     }
-
-
-def _replace_missing(loss: float | None) -> float:
-    return math.inf if loss is None else loss
 
 
 def write_search(run_dir: Path, config: JobConfig, report: dict[str, Any]) -> dict[str, str]:
