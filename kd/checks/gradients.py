@@ -52,7 +52,12 @@ def _find_faults(student: nn.Module, scaled: bool) -> dict[str, list[str]]:
         name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None
     }
     # A NaN makes the largest magnitude NaN, so this one number shows zeros and faults alike.
-    largest = dict(zip(present, _find_largest_magnitudes(present.values()), strict=True))
+    sizes = [
+        make_whole(torch.linalg.vector_norm(gradient.detach().float(), math.inf))
+        for gradient in present.values()
+    ]
+    # One transfer for all of them: each transfer waits for the device.
+    largest = dict(zip(present, torch.stack(sizes).tolist() if sizes else [], strict=True))
     zero = [
         name
         for name, size in largest.items()
@@ -122,16 +127,6 @@ def compute_gradient_norms(
         name: math.hypot(*(found.get(each, 0.0) for each in parameters))
         for name, parameters in groups
     }
-
-
-def _find_largest_magnitudes(tensors: Iterable[Tensor]) -> list[float]:
-    """The largest magnitude of each tensor, NaN where it holds a NaN."""
-    sizes = [
-        make_whole(torch.linalg.vector_norm(tensor.detach().float(), math.inf))
-        for tensor in tensors
-    ]
-    # One transfer for all of them: each transfer waits for the device.
-    return torch.stack(sizes).tolist() if sizes else []
 
 
 def _is_unmoved_adapter(name: str, trained: dict[str, nn.Parameter]) -> bool:

@@ -235,9 +235,8 @@ class TrainingWatch:
         before = self._starving
         self._waited = self._worked = 0.0
         self._starving = share > STARVATION_SHARE
-        return self._make_starvation_verdict(share) if self._starving and not before else None
-
-    def _make_starvation_verdict(self, share: float) -> Verdict:
+        if before or not self._starving:
+            return None
         train = self._train
         message = f"The last {WINDOW} steps waited for data {share:.0%} of their time."
         remedy = (
