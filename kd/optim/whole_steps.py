@@ -44,7 +44,10 @@ class WholeSteps(Optimizer):
         """Step one parameter, and return its group without parameters as the step left it."""
         whole = Parameter(make_whole(parameter.detach()))
         whole.grad = make_whole(gradient)
-        state = {key: _gather(value) for key, value in self.state[parameter].items()}
+        state = {
+            key: make_whole(value) if isinstance(value, Tensor) else value
+            for key, value in self.state[parameter].items()
+        }
         group["params"] = [whole]
         self.inner.param_groups = [group]
         self.inner.state = defaultdict(dict, {whole: state} if state else {})
@@ -61,10 +64,6 @@ class WholeSteps(Optimizer):
 def needs_whole_steps(groups: list[dict[str, Any]]) -> bool:
     """Whether some parameter of ``groups`` is in parts."""
     return any(isinstance(each, DTensor) for group in groups for each in group["params"])
-
-
-def _gather(value: Any) -> Any:
-    return make_whole(value) if isinstance(value, Tensor) else value
 
 
 def _is_shaped_like(value: Any, parameter: Parameter) -> bool:
