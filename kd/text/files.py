@@ -203,11 +203,8 @@ def _find_reason(name: str, names: Mapping[str, bool]) -> str:
     if find_suffix(path) not in SUFFIXES:
         return "files without an ending of text"
     beside = find_suffix(PurePath(about)) in SUFFIXES and str(path.with_suffix("")) in names
-    return "files about the data" if beside or _tells_about(about) else ""
-
-
-def _tells_about(stem: str) -> bool:
-    return stem in _ABOUT_NAMES or _ABOUT.match(stem) is not None
+    told = about in _ABOUT_NAMES or _ABOUT.match(about) is not None
+    return "files about the data" if beside or told else ""
 
 
 def _is_hidden(name: str) -> bool:

@@ -76,7 +76,9 @@ class NGrams:
         kinds_N = self.kinds_V[before_N]
         # A token that never had a successor says nothing: the unigram alone counts.
         weight_N = np.where(kinds_N, kinds_N, 1)
-        counts_N = self._count_pairs(before_N * len(self.probability_V) + gold_N)
+        pair_N = before_N * len(self.probability_V) + gold_N
+        place_N = np.minimum(np.searchsorted(self.pairs_P, pair_N), len(self.pairs_P) - 1)
+        counts_N = np.where(self.pairs_P[place_N] == pair_N, self.count_P[place_N], 0)
         seen_N = counts_N + weight_N * self.probability_V[gold_N]
         losses_N: NDArray[np.float64] = -np.log(seen_N / (self.follows_V[before_N] + weight_N))
         return losses_N
@@ -92,13 +94,6 @@ class NGrams:
             total += self.score_unigram(part).sum(), self.score_bigram(part).sum()
             count += part.positions
         return (float(total[0]) / count, float(total[1]) / count) if count else None
-
-    def _count_pairs(self, codes_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        place_N = np.minimum(np.searchsorted(self.pairs_P, codes_N), len(self.pairs_P) - 1)
-        found_N: NDArray[np.int64] = np.where(
-            self.pairs_P[place_N] == codes_N, self.count_P[place_N], 0
-        )
-        return found_N
 
 
 def count_ngrams(source: Source, vocabulary: int) -> NGrams | None:

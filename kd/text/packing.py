@@ -98,7 +98,10 @@ def pack_in_blocks(
     for number, part in enumerate(_split_into_blocks(documents, config, resumed)):
         if number == 0 and not resumed:  # this block is full, or it is all the text there is
             _require_text(part, config, field)
-        sequences = _drop_without_targets(part, _pack_block(part, config, pad_id))
+        sequences = _pack_block(part, config, pad_id)
+        if any(each.trained is not None for each in part):
+            # Sequences of chats without a target would cost a pass and teach nothing.
+            sequences = sequences.select(sequences.target_mask.any(axis=1))
         found |= len(sequences) > 0
         if len(sequences):
             yield Block(sequences, part[-1].end)
@@ -172,12 +175,6 @@ def _pack_block(documents: list[Document], config: DataConfig, pad_id: int) -> S
     return Sequences(
         np.where(real, tokens, np.uint32(pad_id)), document_start=start, target_mask=target
     )
-
-
-def _drop_without_targets(documents: list[Document], sequences: Sequences) -> Sequences:
-    """Drop sequences of chats without a target: they would cost a pass and teach nothing."""
-    whole = all(each.trained is None for each in documents)
-    return sequences if whole else sequences.select(sequences.target_mask.any(axis=1))
 
 
 def _lay_out(

@@ -75,10 +75,6 @@ class RowWithoutText(DataError):
     """A row lacks the column that holds its text or chat, or has null in it."""
 
 
-def _name_type(value: Any) -> str:
-    return _TYPES.get(type(value), f"of type {type(value).__name__}")
-
-
 @dataclass(frozen=True)
 class TextRow:
     """A row, and its place in words."""
@@ -134,8 +130,9 @@ class TextRow:
 
     def refuse_type(self, what: str, value: Any, expected: str) -> DataError:
         """Return the error for a value that is not ``expected``, such as a text or a list."""
+        found = _TYPES.get(type(value), f"of type {type(value).__name__}")
         return DataError(
-            f"{self.place}: {what} must be {expected}, but is {_name_type(value)}.",
+            f"{self.place}: {what} must be {expected}, but is {found}.",
             f"Convert it. {self.suggest_format()}",
         )
 

@@ -167,8 +167,9 @@ def find_seams(tokenizer: PreTrainedTokenizerBase) -> Seams:
     prepends = _check_normalizers(normalizers)
     added = list(backend.get_added_tokens_decoder().values())
     _check_added_tokens(added, backend)
-    ends = _bar_ends(added, all_tokens=prepends)
-    begins = _bar_begins(added, all_tokens=prepends)
+    # Added tokens that take the space after or before them; with a prepended space, all of them.
+    ends = _bar(each.content[-1:] for each in added if each.rstrip or prepends)
+    begins = _bar(each.content[:1] for each in added if each.lstrip or prepends)
     if backend.model.__class__.__name__ == "BPE" and backend.model.dropout:
         raise NoSeamError("its BPE drops merges at random")
     if _has_no_words(steps, normalizers):
@@ -215,16 +216,6 @@ def _check_added_tokens(added: list[AddedToken], backend: Tokenizer) -> None:
                 raise NoSeamError(f"its added token {content!r} holds white space")
         if content.isspace() and (token.lstrip or token.rstrip):
             raise NoSeamError(f"its added token {content!r} takes the white space around it")
-
-
-def _bar_ends(added: list[AddedToken], all_tokens: bool) -> frozenset[str]:
-    """Return the last characters of added tokens that take the space after them, or of all."""
-    return _bar(each.content[-1:] for each in added if each.rstrip or all_tokens)
-
-
-def _bar_begins(added: list[AddedToken], all_tokens: bool) -> frozenset[str]:
-    """Return the first characters of added tokens that take the space before them, or of all."""
-    return _bar(each.content[:1] for each in added if each.lstrip or all_tokens)
 
 
 def _bar(characters: Iterable[str]) -> frozenset[str]:

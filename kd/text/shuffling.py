@@ -57,12 +57,6 @@ class KeyedPermutation:
         """Return the numbers that ``apply`` turns into ``numbers``."""
         return self._walk(numbers, inverse=True)
 
-    @property
-    def _bases(self) -> tuple[int, int]:
-        """The least bases near sqrt(count) whose product is at least ``count``."""
-        upper = math.isqrt(self.count - 1) + 1
-        return upper, -(-self.count // upper)
-
     def _walk(self, numbers: NDArray[np.int64], inverse: bool) -> NDArray[np.int64]:
         found = self._turn(np.asarray(numbers, np.int64), inverse)
         while (outside := found >= self.count).any():
@@ -71,7 +65,9 @@ class KeyedPermutation:
 
     def _turn(self, numbers: NDArray[np.int64], inverse: bool) -> NDArray[np.int64]:
         """Permute the numbers below the product of both bases."""
-        bases = self._bases
+        # The least bases near sqrt(count) whose product is at least count.
+        upper = math.isqrt(self.count - 1) + 1
+        bases = upper, -(-self.count // upper)
         digits = list(np.divmod(numbers, bases[1]))
         rounds = list(enumerate(self.keys))
         for number, key in reversed(rounds) if inverse else rounds:

@@ -84,7 +84,10 @@ def explain_broken(path: Path, place: str, error: Exception) -> DataError:
     if isinstance(error, PermissionError):
         return refuse_unreadable(error)
     promised = _PACKINGS.get(find_packing(path))
-    begin = _read_begin(path) if path.is_file() else b""
+    begin = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            begin = file.read(max(map(len, _KINDS)))
     kind = next((name for mark, name in _KINDS.items() if begin.startswith(mark)), "")
     why = ""
     remedy = "Check that the file is whole."
@@ -103,11 +106,6 @@ def explain_broken(path: Path, place: str, error: Exception) -> DataError:
         if kind:
             remedy = f"It begins as {kind} does: convert it, or give it the suffix of what it is."
     return DataError(f"{place} cannot be read: {why}{error}.", remedy)
-
-
-def _read_begin(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(max(map(len, _KINDS)))
 
 
 def name_rows(rows: Iterable[dict[str, Any]], where: str, remedy: str) -> Iterator[dict[str, Any]]:

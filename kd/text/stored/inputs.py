@@ -83,7 +83,13 @@ def hash_rules(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of all rules of a tokenizer: those of its library, its template, its ids."""
     library = getattr(tokenizer, "backend_tokenizer", None)
     if library is None:
-        rules: Any = [sorted(tokenizer.get_vocab().items()), _get_options(tokenizer)]
+        # Without its folder.
+        options = {
+            name: str(value)
+            for name, value in tokenizer.init_kwargs.items()
+            if not str(value).startswith("/")
+        }
+        rules: Any = [sorted(tokenizer.get_vocab().items()), options]
     else:
         rules = json.loads(library.to_str())
         # The state of the last call, not a rule.
@@ -95,12 +101,6 @@ def hash_rules(tokenizer: PreTrainedTokenizerBase) -> str:
         [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _get_options(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the options of a tokenizer without its folder."""
-    options = tokenizer.init_kwargs.items()
-    return {name: str(value) for name, value in options if not str(value).startswith("/")}
 
 
 def _describe_source(source: str | DatasetSpec, field: str, config: DataConfig) -> dict[str, Any]:

@@ -134,14 +134,12 @@ class StoredSequences:
         numbers = np.asarray(indices, np.int64)
         if ((numbers < -self.count) | (numbers >= self.count)).any():
             raise IndexError(f"sequences are numbered from 0 to {self.count - 1}")
-        return self._read(self.first + np.where(numbers < 0, numbers + self.count, numbers))
-
-    def _read(self, numbers_S: NDArray[np.int64]) -> Sequences:
-        """Read shard by shard, each once."""
+        numbers_S = self.first + np.where(numbers < 0, numbers + self.count, numbers)
         size = self.store.manifest.layout.shard_sequences
         shape = (len(numbers_S), self.length)
         found = (np.empty(shape, np.uint32), np.empty(shape, bool), np.empty(shape, bool))
         shards_S = numbers_S // size
+        # Shard by shard, each once.
         for index in np.unique(shards_S).tolist():
             places = np.flatnonzero(shards_S == index)
             rows = numbers_S[places] - index * size
