@@ -159,25 +159,17 @@ class PlainLayout:
         per_row = np.full(len(sequences), sequences.length)
         rows = {name: _split_into_lists(per_row, values) for name, values in columns.items()}
         if self.stored is not None:
-            rows |= _make_stored_columns(sequences, records)
+            # The columns of the records as stored, a flat list for each sequence.
+            parts = list(cut_by_sequence(sequences, records))
+            for name, column in records.columns.items():
+                sizes = np.array([part[name].size for part in parts])
+                flat = pyarrow.array(column.reshape(-1))
+                rows[PREFIX + name] = _split_into_lists(sizes, flat)
         return pyarrow.table(rows).select(self.schema.names).cast(self.schema)
 
     def finish(self, folder: Path) -> dict[str, Any]:
         """Write nothing: this format has only rows."""
         return {}
-
-
-def _make_stored_columns(sequences: Sequences, records: Records) -> dict[str, Any]:
-    """Return the columns of ``records`` as stored, a flat list for each sequence."""
-    import pyarrow
-
-    parts = list(cut_by_sequence(sequences, records))
-    return {
-        PREFIX + name: _split_into_lists(
-            np.array([part[name].size for part in parts]), pyarrow.array(column.reshape(-1))
-        )
-        for name, column in records.columns.items()
-    }
 
 
 def _make_lists(counts: NDArray[Any], values: NDArray[Any]) -> Any:
