@@ -41,7 +41,9 @@ def estimate_cost(
     """
     if job.ended:
         return job
-    price = _find_price(job, record, workers)
+    # Of the device that the job has or had, else of a worker that may take it.
+    known = record.get("price")
+    price = float(known) if known else find_worker_price(job.stage, job.resources, workers)
     if price is None:
         return job
     amount = job.cost.amount if job.cost is not None else 0.0
@@ -85,15 +87,6 @@ def find_worker_price(
 def count_devices(gpus: int | None) -> int:
     """The devices that a job holds while it runs: those that it asks for, or one."""
     return max(gpus or 1, 1)
-
-
-def _find_price(
-    job: JobRecord, record: Mapping[str, str], workers: Iterable[WorkerState]
-) -> float | None:
-    """The price of the device that the job has or had, else that of a worker that may take it."""
-    if price := record.get("price"):
-        return float(price)
-    return find_worker_price(job.stage, job.resources, workers)
 
 
 def _find_seconds_left(job: JobRecord) -> float | None:

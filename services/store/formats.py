@@ -200,16 +200,12 @@ def require_known_records(client: Redis) -> None:
     try:
         JobStore(client).require_known_format()
     except OtherFormat as error:
-        raise _explain(error) from None
-
-
-def _explain(error: OtherFormat) -> UpgradeError:
-    _, _, text = str(error).partition(" ")
-    detail, _, remedy = text.partition(": ")
-    return UpgradeError(
-        f"{detail[:1].upper()}{detail[1:]}.",
-        f"{remedy[:1].upper()}{remedy[1:]}; or restore a backup of this version.",
-    )
+        _, _, text = str(error).partition(" ")
+        detail, _, remedy = text.partition(": ")
+        raise UpgradeError(
+            f"{detail[:1].upper()}{detail[1:]}.",
+            f"{remedy[:1].upper()}{remedy[1:]}; or restore a backup of this version.",
+        ) from None
 
 
 def _find_key_file(data: Data) -> Iterator[Path]:

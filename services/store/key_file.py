@@ -301,7 +301,10 @@ def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str | tuple[str
         scopes = tuple(entry["scopes"])
         if not scopes or set(scopes) - set(SCOPES):
             raise ValueError(f"scopes must be some of {', '.join(SCOPES)}")
-        end = _parse_end(entry.get("expires_at"))
+        text = entry.get("expires_at")
+        end = None if text is None else datetime.fromisoformat(text)
+        if end is not None and end.tzinfo is None:
+            raise ValueError("expires_at must name its time zone")
         team = _require(entry["team"], NAME) if "team" in entry else None
         return ApiKey(name, digest, scopes, str(entry.get("created_at", "")), end, team)
     except (ValueError, TypeError, KeyError) as error:
@@ -327,13 +330,6 @@ def _parse_quota(entry: dict[str, Any]) -> Quota:
         if value is not None and not 0 < value < float("inf"):
             raise ValueError("a quota must be a number above 0")
     return Quota(None if seconds is None else float(seconds), None if size is None else int(size))
-
-
-def _parse_end(text: str | None) -> datetime | None:
-    end = None if text is None else datetime.fromisoformat(text)
-    if end is not None and end.tzinfo is None:
-        raise ValueError("expires_at must name its time zone")
-    return end
 
 
 def _require(value: Any, pattern: re.Pattern[str]) -> str:

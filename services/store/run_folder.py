@@ -77,13 +77,14 @@ def read_run(folder: Path) -> FoundRun:
     turns = list(config.own_kind.list_turns())
     # A stage that has been done is done again, and finds its work.
     stage, turn = turns[-1] if ended else turns[1] if summary and len(turns) > 1 else turns[0]
+    names = [*ARTIFACTS, *sorted(path.name for path in folder.glob("*.png"))]
     return FoundRun(
         id=folder.name,
         config=config,
         stage=stage.name,
         turn=turn,
         fingerprint=summary.get("fingerprint") or config.cache.fingerprint,
-        artifacts=dict(_list_artifacts(folder)),
+        artifacts={name: folder / name for name in names if (folder / name).exists()},
         error=None if ended else _make_error(folder.name),
     )
 
@@ -122,13 +123,6 @@ def _read_best_step(paths: list[Path]) -> str | None:
             progress = json.loads((path / "state.json").read_bytes())["progress"]
             return f"step-{int(progress['best_step']):08d}"
     return None
-
-
-def _list_artifacts(folder: Path) -> Iterator[tuple[str, Path]]:
-    plots = sorted(path.name for path in folder.glob("*.png"))
-    for name in (*ARTIFACTS, *plots):
-        if (folder / name).exists():
-            yield name, folder / name
 
 
 def _make_error(job_id: str) -> dict[str, str]:

@@ -59,16 +59,12 @@ def _list_roots(settings: Settings, models: tuple[AllowedModel, ...]) -> tuple[P
     if _is_unlimited(settings):
         # The root itself too: it may lie in a hidden folder, as a wheel in .venv does.
         return (Path(settings.root.anchor), settings.root)
-    return (settings.root, *settings.data_roots, *_list_model_folders(models))
+    # The folders in the list of models may lie anywhere: the operator listed them.
+    named = (Path(model.name).expanduser() for model in models)
+    folders = (path.resolve() for path in named if path.is_absolute())
+    return (settings.root, *settings.data_roots, *folders)
 
 
 def _is_unlimited(settings: Settings) -> bool:
     """Whether every file may be read: without keys, the caller is a user of this host."""
     return settings.api_keys_file is None and not settings.data_roots
-
-
-def _list_model_folders(models: tuple[AllowedModel, ...]) -> list[Path]:
-    """The folders in the list of models, which may lie anywhere: the operator listed them."""
-    return [
-        path.resolve() for model in models if (path := Path(model.name).expanduser()).is_absolute()
-    ]

@@ -140,7 +140,9 @@ class JobListing(Workers):
         for job_id, (flat, waits_for, position, actions, held) in zip(ids, shown, strict=True):
             if not flat:
                 continue
-            record = {"stage": "", "status": "", **_pair_fields(flat), "id": job_id}
+            # The record is sent as names and values in turn.
+            fields = dict(zip(flat[::2], flat[1::2], strict=True))
+            record = {"stage": "", "status": "", **fields, "id": job_id}
             job = read_job(
                 record, waits_for=sorted(waits_for), queue_position=position, actions=actions
             )
@@ -156,7 +158,8 @@ class JobListing(Workers):
                     serving = sum(job.stage in worker.stages for worker in workers)
                     pace[job.stage] = _estimate_seconds_per_job(totals, serving)
                 seconds = pace[job.stage]
-                start = _compute_start_time((position + 1) * seconds) if seconds else None
+                wait = timedelta(seconds=(position + 1) * seconds) if seconds else None
+                start = None if wait is None else datetime.now(UTC) + wait
                 yield job.model_copy(update={"estimated_start_at": start})
 
     def _place_artifacts(self, job: JobRecord) -> JobRecord:
@@ -165,11 +168,6 @@ class JobListing(Workers):
             return job
         placed = {name: move_path(path, self.home) for name, path in job.artifacts.items()}
         return job.model_copy(update={"artifacts": placed})
-
-
-def _pair_fields(flat: Sequence[str]) -> dict[str, str]:
-    """The fields of a record, from names and values in turn."""
-    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _read_durations(flat: Sequence[str]) -> tuple[tuple[float, float], dict[str, float]]:
@@ -199,10 +197,6 @@ def move_path(path: str, home: Path) -> str:
     """The path of a run's file below ``home``; ``path`` may name another place of that folder."""
     found = _RUN_FILE.search(path)
     return str(home / found[0].lstrip("/")) if found else path
-
-
-def _compute_start_time(seconds: float) -> datetime:
-    return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
 def _find_cursor_after(moment: datetime) -> int:

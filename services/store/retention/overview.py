@@ -15,7 +15,6 @@ from services.store.jobs.store import JobStore
 from services.store.retention.collector import (
     LEFTOVERS_DAYS,
     AgeLimits,
-    Item,
     Scene,
     find_items,
     look,
@@ -35,7 +34,8 @@ def survey(
     """
     limits = AgeLimits.of(settings, LEFTOVERS_DAYS)
     scene = look(settings, store, limits)
-    items = [_show(item) for item in find_items(scene)]
+    read = wire.StoredItem.model_validate
+    items = [read(item, from_attributes=True) for item in find_items(scene)]
     free = [item for item in items if item.kept_by is None]
     needed = [item for item in items if item.kept_by is not None]
     stored: dict[str, list[wire.StoredItem]] = {kind: [] for kind in KINDS}
@@ -81,10 +81,6 @@ def _describe_rule(kind: str, limits: AgeLimits) -> wire.RetentionRule:
     return wire.RetentionRule(
         kind=kind, after_days=days, keep=keep if kind == "checkpoints" else None
     )
-
-
-def _show(item: Item) -> wire.StoredItem:
-    return wire.StoredItem.model_validate(item, from_attributes=True)
 
 
 def _take_largest(things: list[wire.StoredItem]) -> list[wire.StoredItem]:
