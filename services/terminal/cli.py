@@ -264,7 +264,15 @@ def run(
     settings = make_settings(home=home)
     config = load_job_file(job_file, overrides)
     report = run_here(config, settings, (run_dir or settings.run_dir(config.name)).resolve(), notes)
-    _print_report(report, as_json)
+    if as_json:
+        print_json(report)
+        return
+    artifacts = report.get("artifacts", {})
+    for name, path in artifacts.items():
+        out.print(f"{name}: {path}", soft_wrap=True)
+    page = Path(artifacts.get("report.md", ""))
+    if page.is_file():
+        print_page(page.read_text(encoding="utf-8"))
 
 
 @app.command()
@@ -372,17 +380,6 @@ def _require_usable_store(url: str) -> None:
         require_known_records(client)
         if warning := find_volatility(client):
             _say(f"Warning: {warning}")
-
-
-def _print_report(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(report)
-        return
-    for name, path in report.get("artifacts", {}).items():
-        out.print(f"{name}: {path}", soft_wrap=True)
-    page = Path(report.get("artifacts", {}).get("report.md", ""))
-    if page.is_file():
-        print_page(page.read_text(encoding="utf-8"))
 
 
 def _interrupt_on_signals() -> None:
