@@ -144,7 +144,11 @@ def _show(
     entries = codec.rules.list_entries(codec, records, number, said)
     ids_E, p_E = (np.empty(0, np.int64), np.empty(0)) if entries is None else entries
     top_E = np.argsort(-p_E, kind="stable")[:SHOWN_ENTRIES]
-    tails = _list_tail(codec, records, number)
+    tails: NDArray[Any] | None = None
+    if codec.rules.sampled:
+        # The tokens that were drawn from the tail, (M,).
+        cut = slice(*compute_offsets(records["tail_count"])[number : number + 2].tolist())
+        tails = records["tail_ids"][cut]
     return ShownRecord(
         position=place,
         token=name(token),
@@ -161,15 +165,6 @@ def _show(
         tail_count=None if tails is None else len(tails),
         tail_tokens=() if tails is None else tuple(map(name, tails[:SHOWN_ENTRIES].tolist())),
     )
-
-
-def _list_tail(codec: Codec, records: Records, number: int) -> NDArray[Any] | None:
-    """List the tokens that were drawn from the tail, (M,); None in a profile that draws none."""
-    if not codec.rules.sampled:
-        return None
-    cut = slice(*compute_offsets(records["tail_count"])[number : number + 2].tolist())
-    drawn: NDArray[Any] = records["tail_ids"][cut]
-    return drawn
 
 
 def _round(probability: float) -> float:
