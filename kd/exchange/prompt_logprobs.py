@@ -172,17 +172,10 @@ def make_row(where: str, tokens: Sequence[int], items: Sequence[TokenLogprobs | 
         if token not in item:
             detail = f"{where}, token {place}: id {token} is not among its own log-probabilities."
             raise DataError(detail, "The log-probabilities belong to another text, or are shifted.")
-        records.append(_take_most_probable(item, k))
+        # The token's own entry is left out unless it is one of the most probable.
+        pairs = sorted(item.items(), key=lambda pair: -pair[1])[:k]
+        records.append(([token for token, _ in pairs], [logprob for _, logprob in pairs]))
     gold = np.array(
         [item[token] for token, item in zip(tokens[1:], items[1:], strict=True) if item], np.float64
     )
     return Row.of(where, tokens, np.arange(len(gold)), records, gold)
-
-
-def _take_most_probable(item: TokenLogprobs, k: int) -> tuple[list[int], list[float]]:
-    """Return ids and log-probabilities of the K most probable entries.
-
-    The token's own entry is left out unless it is one of them.
-    """
-    pairs = sorted(item.items(), key=lambda pair: -pair[1])[:k]
-    return [token for token, _ in pairs], [logprob for _, logprob in pairs]
