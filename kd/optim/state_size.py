@@ -72,16 +72,14 @@ def _count_bytes(optim: str, parameter: ParameterShape) -> int:
     if optim == "adamw_8bit" and parameter.has_eight_bit_state:
         scales = STATE_NUMBER_BYTES * parameter.size // BLOCK_NUMBERS
         return 2 * (parameter.size + scales + _CODE_TABLE_BYTES)
-    return STATE_NUMBER_BYTES * _count_numbers(optim, parameter)
-
-
-def _count_numbers(optim: str, parameter: ParameterShape) -> int:
     if optim == "muon":
         # One momentum for the matrices of the layers. AdamW trains embeddings, LM head and vectors.
-        return parameter.size * (1 if parameter.is_layer_matrix else 2)
-    if optim == "adafactor":
-        return _count_factored_numbers(parameter.shape)
-    return parameter.size * _NUMBERS_PER_WEIGHT[optim]
+        numbers = parameter.size * (1 if parameter.is_layer_matrix else 2)
+    elif optim == "adafactor":
+        numbers = _count_factored_numbers(parameter.shape)
+    else:
+        numbers = parameter.size * _NUMBERS_PER_WEIGHT[optim]
+    return STATE_NUMBER_BYTES * numbers
 
 
 def _count_factored_numbers(shape: tuple[int, ...]) -> int:
