@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from kd.config.fields.described import (
 )
 from services.api.app import create_app
 from services.settings import Settings
-from services.terminal.catalogue import walk
+from services.terminal.catalogue import CATALOGUE, walk
 from services.terminal.cli import app
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -86,8 +87,9 @@ _LEVER_FIELDS = (
     "student.lora",
     "data.streaming",
 )
-#: A period or semicolon that is outside of parentheses.
-_END_OF_CLAUSE = re.compile(r"[.;](?: |$)(?![^(]*\))")
+#: Remarks and ends of clauses, which the table of levers leaves out.
+_PARENTHESES = re.compile(r" \([^()]*(?:\([^()]*\)[^()]*)*\)(?!\^)")
+_END_OF_CLAUSE = re.compile(r"[.;](?: |$)")
 
 
 def list_configuration() -> Iterator[str]:
@@ -106,7 +108,7 @@ def _list_levers(sections: list[SectionHelp]) -> Iterator[Row]:
     for section in sections:
         for field in section.fields:
             if section.places[0] in _LEVER_SECTIONS or field.place in _LEVER_FIELDS:
-                clause = _END_OF_CLAUSE.split(field.meaning)[0]
+                clause = _END_OF_CLAUSE.split(_PARENTHESES.sub("", field.meaning))[0]
                 yield f"[`{field.place}`](#{section.places[0]})", clause
 
 
@@ -143,39 +145,49 @@ def list_settings() -> Iterator[str]:
 # ---------------------------------------------------------------------- cli.md
 
 COMMANDS = """\
-`--help` after a command prints the same. `--set` and other parameters with `...` may be given more
-than once. Commands that talk to a service find it at `KD_SERVER` and send the key `KD_API_KEY`.
-Those that read or write caches and runs on this machine use the folder `KD_HOME`
+`--help` after a command prints the same, and an example. In the line of its usage, `{NAME}` must be
+given and `[NAME]` may be given; parameters with `...` may be given more than once. A flag is off
+unless its default is shown. Commands that talk to a service send the key `KD_API_KEY`
 ([settings](settings.md)). Every error names its entry in [troubleshooting](troubleshooting.md).
 """
 #: Options that every command has, or that only concern the shell.
 _LEFT_OUT = {"help", "install_completion", "show_completion"}
+#: A parameter that more commands have than this is described once, at the start of the page.
+_MANY_COMMANDS = 8
+#: The shared options that a command names. All commands have the others, --json and --quiet.
+_NAMED_OPTIONS = ("`--home", "`--server", "`--set")
 #: The help of a parameter: its meaning, then default and bounds in brackets.
 _PARAMETER_HELP = re.compile(r"(.*?)\s*(?:\[([^\[\]]*)\])?", re.DOTALL)
 
 
 def list_commands() -> Iterator[str]:
-    """A table of all commands, then the help, the usage and the parameters of each."""
-    contexts = [
-        typer.Context(command, info_name=f"kd {path}")
+    """The commands by group, the shared parameters, and then each command."""
+    commands = {
+        path: typer.Context(command, info_name=f"kd {path}")
         for path, command in walk(typer.main.get_command(app))
         if not command.hidden
-    ]
-    paths = [each.command_path for each in contexts]
-    links = [f"[`{path}`](#{path.replace(' ', '-')})" for path in paths]
-    helps = [_list_paragraphs(each.command.help or "") for each in contexts]
-    yield make_table(
-        ("command", "what it does"), ((a, b[0]) for a, b in zip(links, helps, strict=True))
-    )
-    for context, path, paragraphs in zip(contexts, paths, helps, strict=True):
-        yield f"## {path}"
-        yield from paragraphs
+    }
+    for group in dict.fromkeys(each.group for each in CATALOGUE.values()):
+        paths = [path for path in commands if CATALOGUE[path].group == group]
+        links = [f"[`kd {path}`](#kd-{path.replace(' ', '-')})" for path in paths]
+        yield f"**{group}**: {', '.join(links)}."
+    parameters = {path: _describe_parameters(context) for path, context in commands.items()}
+    uses = Counter(row for rows in parameters.values() for row in rows)
+    shared = {row for row, number in uses.items() if number > _MANY_COMMANDS}
+    yield "Every command has `--json` and `--quiet`. These parameters mean the same everywhere:"
+    yield _list_rows(sorted(shared))
+    for path, context in commands.items():
         usage = " ".join(context.command.collect_usage_pieces(context))
-        yield f"```text\n{path} {usage}\n```"
-        if rows := [
-            _describe_parameter(each, context) for each in context.command.params if _is_shown(each)
-        ]:
-            yield make_table(("parameter", "meaning", "default, bounds"), rows)
+        named = [name for name, _ in parameters[path] if name.startswith(_NAMED_OPTIONS)]
+        yield f"## kd {path}"
+        yield from _list_paragraphs(context.command.help or "")
+        yield f"```text\nkd {path} {usage}\n```"
+        yield _list_rows(row for row in parameters[path] if row not in shared)
+        yield f"Also: {', '.join(named)}." if named else ""
+
+
+def _list_rows(rows: Iterable[Row]) -> str:
+    return "\n".join(f"- {name}: {meaning}" for name, meaning in rows)
 
 
 def _list_paragraphs(text: str) -> list[str]:
@@ -187,18 +199,27 @@ def _is_shown(parameter: Any) -> bool:
     return parameter.name not in _LEFT_OUT and not getattr(parameter, "hidden", False)
 
 
-def _describe_parameter(parameter: Any, context: Any) -> Row:
-    name, text = parameter.get_help_record(context)
-    name = name.replace(" range>", ">").replace("<list[str]>", "<str> ...")
-    meaning, extra = _PARAMETER_HELP.fullmatch(text.replace("\b", "")).groups()  # type: ignore[union-attr]
-    return f"`{name}`", meaning, extra or ""
+def _describe_parameters(context: Any) -> list[Row]:
+    """Describe each parameter of a command: its name; its meaning with default and bounds."""
+    rows = []
+    for parameter in filter(_is_shown, context.command.params):
+        name, text = parameter.get_help_record(context)
+        name = name.replace(" range>", ">").replace("<list[str]>", "<str> ...")
+        meaning, extra = _PARAMETER_HELP.fullmatch(text.replace("\b", "")).groups()  # type: ignore[union-attr]
+        # The usage shows which arguments are required, and the introduction that flags are off.
+        told = parameter.param_type_name == "argument" and extra == "required"
+        if extra and not told and not extra.startswith("default: no-"):
+            meaning = f"{meaning.rstrip('.')} ({extra})."
+        rows.append((f"`{name}`", " ".join(meaning.split())))
+    return rows
 
 
 # ---------------------------------------------------------------------- api.md
 
 API = """\
-Every path exists twice, at `/` and at `/v1`. `GET /openapi.json` describes the same API for
-programs. Bodies are JSON; the body of a job is described in [configuration.md](configuration.md).
+Every path exists twice, at `/` and at `/v1`. Bodies and answers are JSON, and numbers are finite or
+null. The body of a job is described in [configuration.md](configuration.md). `GET /openapi.json`
+describes the same API for programs, with the type of every field.
 
 - **Keys.** If the operator has set `KD_API_KEYS_FILE`, every request except the health checks must
   send `Authorization: Bearer kd_...`. A key sees the jobs and caches of its own name; the others
@@ -208,22 +229,40 @@ programs. Bodies are JSON; the body of a job is described in [configuration.md](
   `Potstill-Key-Expires`.
 - **Errors** are problem documents (RFC 9457, `application/problem+json`): `type`, `title`,
   `status`, `detail`, `remedy`, `instance`, `request_id`, and `errors` with a JSON pointer for each
-  wrong field. Any path may also answer 400 for an unknown `Host` or for `If-Match`, which no path
-  compares, 401 without a valid key, 403 if the key lacks the scope or a foreign page asks, 429 with
-  `Retry-After` above the caller's rate or a quota (`quota-exceeded`, where `quota` says which, how
-  much is used and what frees it up), and 503 with `Retry-After` while the job store is away.
-  `POST /jobs/validate` and a dry run also answer 503 (`check-limit`) if the check takes more time
-  or memory than the operator allows.
+  wrong field. [Troubleshooting](troubleshooting.md) has an entry for each type.
+- **Names in paths.** `job_id` is the `id` in the answer of `POST /jobs`, and `fingerprint` is the
+  32 hexadecimal digits of a cache.
 - **Files to train on** are sent as they are, not as JSON: [how-to/files.md](how-to/files.md).
-- **Headers.** `Idempotency-Key` makes a POST safe to send again for a day. `X-Request-ID` is kept
-  or made; it is in the answer, in the log and in the job. `RateLimit` and `RateLimit-Policy` show
-  how many requests are left.
-- **Numbers** are finite or null.
+- **Headers.** `Idempotency-Key` makes a POST safe to send again: for a day, the same key and body
+  return the same job. `X-Request-ID` is kept or made; it is in the answer, in the log and in the
+  job. `RateLimit` and `RateLimit-Policy` show how many requests are left.
+- **Lists** are in `data`. If the answer is a page of a list, it also has `has_more` and
+  `next_cursor`, which is the `cursor` of the next page.
+
+The statuses of errors mean the same for every path:
+
+- 400: an unknown `Host`, or `If-Match`, which no path compares.
+- 401: no valid key. 403: the key lacks the scope, or a foreign page asks.
+- 404: there is nothing of this name that the key may see.
+- 409: the present state does not allow the action.
+- 413, 415, 422: the body is too large, of the wrong media type, or not valid.
+- 416: the range is outside of the content.
+- 429 with `Retry-After`: above the caller's rate, or above a quota (`quota-exceeded`, where `quota`
+  says which, how much is used and what frees it up).
+- 503 with `Retry-After`: the job store is away. `POST /jobs/validate` and a dry run also answer 503
+  (`check-limit`) if the check takes more time or memory than the operator allows.
+- 507: a disk of the service is nearly full.
+
+Below, `?name` is a parameter of the query.
 """
 #: The schema of a job's body. docs/configuration.md describes it and all that it holds.
 _JOB_SCHEMA = "JobConfig"
-#: Statuses that any path may answer with; the introduction describes them once.
-_COMMON_STATUSES = ("400", "401", "403", "429", "503")
+#: How FastAPI describes an answer that has no description.
+_SUCCESS = "The request succeeded"
+#: Parameters that the introduction describes once.
+_COMMON_PARAMETERS = ("job_id", "fingerprint", "Idempotency-Key")
+#: The fields of a model that only wraps a list. Its answer is described by the items of the list.
+_LIST_FIELDS = {"data", "has_more", "next_cursor"}
 
 
 def list_api() -> Iterator[str]:
@@ -232,63 +271,79 @@ def list_api() -> Iterator[str]:
     document = create_app(
         Settings(redis_url="redis://127.0.0.1:1/0", api_keys_file=Path("keys"))
     ).openapi()
-    tag, contents = "", []
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            if operation["tags"][0] != tag:
-                tag = operation["tags"][0]
-                yield f"## {tag.capitalize()}"
-            yield f"### `{method.upper()} {path}`"
-            yield from _list_operation(operation)
-            contents += [operation.get("requestBody"), operation["responses"]]
+    schemas = document["components"]["schemas"]
+    operations = [
+        (f"### `{method.upper()} {path}`", operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    for tag in dict.fromkeys(operation["tags"][0] for _, operation in operations):
+        yield f"## {tag.capitalize()}"
+        for heading, operation in operations:
+            if operation["tags"][0] == tag:
+                yield heading
+                yield from _list_operation(operation, schemas)
+    contents = [[each.get("requestBody"), each["responses"]] for _, each in operations]
     yield "## Bodies and answers"
-    for name, model in _find_models(contents, document["components"]["schemas"], {}).items():
-        yield f"### {name}"
-        yield model["description"]
-        yield make_table(("field", "value", "meaning"), _list_model_fields(model))
+    for name, model in _find_models(contents, schemas, {}).items():
+        if not _wraps_list(model):
+            yield f"### {name}"
+            yield model["description"]
+            yield "\n".join(_list_model_fields(model))
 
 
-def _list_operation(operation: Schema) -> Iterator[str]:
+def _list_operation(operation: Schema, schemas: dict[str, Schema]) -> Iterator[str]:
     yield operation["description"]
-    if parameters := operation.get("parameters"):
-        yield make_table(("parameter", "in", "value", "meaning"), map(_describe_query, parameters))
+    shown = [
+        each for each in operation.get("parameters", ()) if each["name"] not in _COMMON_PARAMETERS
+    ]
+    yield "\n".join(map(_describe_parameter_of_path, shown))
     if body := operation.get("requestBody"):
-        yield f"Body: {_describe_content(body)}."
-    answers = (
-        (status, _describe_answer(status, answer))
+        yield f"Body: {_describe_content(body, schemas)}."
+    answers = [
+        f"{status}: {_describe_answer(answer, schemas)}"
         for status, answer in operation["responses"].items()
-        if status not in _COMMON_STATUSES
-    )
-    yield make_table(("status", "answer"), answers)
+        if int(status) < 400
+    ]
+    yield f"Answer {answers[0]}." if len(answers) == 1 else "Answers:"
+    yield "\n".join(f"- {each}." for each in answers if len(answers) > 1)
 
 
-def _describe_query(parameter: Schema) -> Row:
+def _describe_parameter_of_path(parameter: Schema) -> str:
     schema = parameter["schema"]
+    name = f"{'?' if parameter['in'] == 'query' else ''}{parameter['name']}"
     meaning = parameter.get("description", "") or schema.get("description", "")
     default = schema.get("default")
     remark = "" if default in (None, False) else f" Default {default}."
-    return f"`{parameter['name']}`", parameter["in"], _describe(schema), meaning + remark
+    return f"- `{name}` ({describe_value(schema, _link_model)}): {meaning}{remark}"
 
 
-def _describe_answer(status: str, answer: Schema) -> str:
-    shown = "content" in answer and int(status) < 300
+def _describe_answer(answer: Schema, schemas: dict[str, Schema]) -> str:
+    meaning = answer["description"].strip().rstrip(".")
     headers = ", ".join(f"`{name}`" for name in answer.get("headers", ()))
     parts = [
-        answer["description"].strip().rstrip("."),
-        _describe_content(answer) if shown else "",
+        "" if meaning == _SUCCESS else meaning[0].lower() + meaning[1:],
+        _describe_content(answer, schemas) if "content" in answer else "",
         f"with {headers}" if headers else "",
     ]
     return "; ".join(filter(None, parts))
 
 
-def _describe_content(described: Schema) -> str:
+def _describe_content(described: Schema, schemas: dict[str, Schema]) -> str:
     """Describe the first media type; one other than JSON stands for its content."""
     media_type, content = next(iter(described["content"].items()))
-    return _describe(content.get("schema", {})) if media_type.endswith("json") else media_type
+    if not media_type.endswith("json"):
+        return str(media_type)
+    schema = content.get("schema", {})
+    model = schemas.get(schema.get("$ref", "").rpartition("/")[2], {})
+    if not _wraps_list(model):
+        return describe_value(schema, _link_model)
+    items = describe_value(model["properties"]["data"], _link_model)
+    return items.replace("list of", "page of") if "next_cursor" in model["properties"] else items
 
 
-def _describe(schema: Schema) -> str:
-    return describe_value(schema, _link_model)
+def _wraps_list(model: Schema) -> bool:
+    return set(model.get("properties", ())) in ({"data"}, _LIST_FIELDS)
 
 
 def _link_model(name: str) -> str:
@@ -304,9 +359,21 @@ def _find_models(node: Any, schemas: Schema, found: dict[str, Schema]) -> dict[s
     return found
 
 
-def _list_model_fields(model: Schema) -> Iterator[Row]:
+def _list_model_fields(model: Schema) -> Iterator[str]:
+    """Yield a line for each field that its name and type do not explain; the last names the rest.
+
+    Values are shown if they are words to choose from, or other models.
+    """
+    plain = []
     for name, field in model["properties"].items():
-        yield f"`{name}`", _describe(field), field.get("description", "")
+        value = describe_value(field, _link_model)
+        shown = f" ({value})" if "`" in value or "](" in value else ""
+        if meaning := field.get("description", ""):
+            yield f"- `{name}`{shown}: {' '.join(meaning.split())}"
+        else:
+            plain.append(f"`{name}`{shown}")
+    if plain:
+        yield f"- {', '.join(plain)}"
 
 
 # ---------------------------------------------------------------------- python.md
