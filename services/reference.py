@@ -87,9 +87,9 @@ _LEVER_FIELDS = (
     "student.lora",
     "data.streaming",
 )
-#: Remarks and ends of clauses, which the table of levers leaves out.
-_PARENTHESES = re.compile(r" \([^()]*(?:\([^()]*\)[^()]*)*\)(?!\^)")
-_END_OF_CLAUSE = re.compile(r"[.;](?: |$)")
+#: Remarks and the ends of clauses: the table of levers has the first clause, without remarks.
+_REMARK = re.compile(r" \([^()]*(?:\([^()]*\)[^()]*)*\)(?!\^)|, for example .*")
+_END_OF_CLAUSE = re.compile(r"[.;:](?: |$)")
 
 
 def list_configuration() -> Iterator[str]:
@@ -108,7 +108,7 @@ def _list_levers(sections: list[SectionHelp]) -> Iterator[Row]:
     for section in sections:
         for field in section.fields:
             if section.places[0] in _LEVER_SECTIONS or field.place in _LEVER_FIELDS:
-                clause = _END_OF_CLAUSE.split(_PARENTHESES.sub("", field.meaning))[0]
+                clause = _END_OF_CLAUSE.split(_REMARK.sub("", field.meaning))[0]
                 yield f"[`{field.place}`](#{section.places[0]})", clause
 
 

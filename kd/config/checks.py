@@ -37,10 +37,10 @@ class ChecksConfig(Section):
     alarms: bool = Field(
         True,
         description=(
-            "Warn if the first loss of a new student is not near ln(vocabulary), if a trained "
-            "parameter gets no gradient, the gradient of a layer explodes or vanishes, channels of "
-            "an MLP are dead, most steps are clipped, steps wait for data, the loss scale of fp16 "
-            "keeps falling, or the student drifts away from its teacher. The alarms change nothing "
-            "in the training."
+            "Warn if the training looks wrong; the alarms change nothing in it. They are about a "
+            "first loss of a new student that is not near ln(vocabulary), a trained parameter "
+            "without a gradient, a layer whose gradient explodes or vanishes, dead channels of an "
+            "MLP, steps that are mostly clipped or wait for data, a loss scale of fp16 that keeps "
+            "falling, and a student that drifts away from its teacher."
         ),
     )

@@ -177,11 +177,11 @@ class LossConfig(Section):
     tail_control: bool = Field(
         True,
         description=(
-            "Profile threshold: remove most of the noise of the sampled tails from the gradient of "
-            "the LM head, with the mean tail that the cache holds. The mean of the gradient stays "
-            "the same. Has no effect with a cache without a mean tail (merged, of another tool, or "
-            "of an earlier version), with a frozen LM head, with entropy_weighting, or in the "
-            "first epoch of train.order curriculum."
+            "Remove most of the noise of the sampled tails (profile threshold) from the gradient "
+            "of the LM head, with the mean tail that the cache holds. The mean of the gradient "
+            "stays the same. Has no effect with a cache without a mean tail (merged, of another "
+            "tool, or of an earlier version), with a frozen LM head, with entropy_weighting, or in "
+            "the first epoch of train.order curriculum."
         ),
     )
     features: FeatureConfig = Field(

@@ -134,10 +134,10 @@ class TrainConfig(Section):
         ge=0,
         lt=1,
         description=(
-            "adamw, adamw_8bit, muon and schedule_free: weights of the LM head whose gradients are "
-            "below this share of the root mean square of all gradients move in proportion to their "
-            "gradients, so that rows of rare words, and the noise of sampled records in them, move "
-            "little. 0 = plain AdamW, where all weights move by about the same amount."
+            "Make the rows of rare words in the LM head, and the noise of sampled records in them, "
+            "move little. Weights whose gradients are below this share of the root mean square of "
+            "all gradients move in proportion to their gradients (adamw, adamw_8bit, muon and "
+            "schedule_free). 0 = plain AdamW, where all weights move by about the same amount."
         ),
     )
     max_grad_norm: float = Field(
@@ -199,8 +199,8 @@ class TrainConfig(Section):
     activation_offload: bool = Field(
         False,
         description=(
-            "On a GPU: keep the activations for the backward pass in the host's memory, which must "
-            "have room for them. The gradients are the same. The copies take time; with "
+            "Keep a GPU's activations for the backward pass in the host's memory, which must have "
+            "room for them. The gradients are the same. The copies take time; with "
             "gradient_checkpointing only the hidden states between layers are copied."
         ),
     )
@@ -220,10 +220,10 @@ class TrainConfig(Section):
     fsdp_offload: bool = Field(
         False,
         description=(
-            "With strategy fsdp on GPUs: each device's part of the weights, gradients and "
-            "optimiser state stays in the host's memory, and the optimiser steps there, too. Each "
-            "layer is copied to the device for each of its passes, and its gradient is copied "
-            "back, which takes time. Has no effect on a CPU."
+            "Keep each GPU's part of the weights, gradients and optimiser state in the host's "
+            "memory (strategy fsdp). The optimiser steps there, too. Each layer is copied to the "
+            "GPU for each of its passes, and its gradient is copied back, which takes time. Has no "
+            "effect on a CPU."
         ),
     )
     compile: Compile = Field(
