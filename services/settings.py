@@ -256,7 +256,10 @@ class Settings(BaseSettings):
     )
     retain_caches_unused_days: Days = Field(
         0.0,
-        description="Days after which a cache that no run has read is removed. 0 = never.",
+        description=(
+            "Days after the last run that opened a cache, or the last job that named it, after "
+            "which the cache is removed. 0 = never."
+        ),
     )
     retain_caches_days: Days = Field(
         0.0, description="Days after its capture after which a cache is removed. 0 = never."
@@ -264,15 +267,15 @@ class Settings(BaseSettings):
     retain_texts_days: Days = Field(
         0.0,
         description=(
-            "Days after which a token store that no run has read is removed; the next run makes "
-            "it again. 0 = never."
+            "Days after the last run that read or wrote a token store after which the store is "
+            "removed; the next run makes it again. 0 = never."
         ),
     )
     retain_runs_days: Days = Field(
         0.0,
         description=(
-            "Days after the end of a job after which its record and its run folder are removed, "
-            "with its student. 0 = never."
+            "Days after the end of a job after which its record, run folder and student are "
+            "removed, also in a bucket. 0 = never."
         ),
     )
     retain_checkpoints: int = Field(
@@ -294,7 +297,9 @@ class Settings(BaseSettings):
     )
     retain_files_days: Days = Field(
         0.0,
-        description="Days after which an uploaded file that no job names is removed. 0 = never.",
+        description=(
+            "Days after its upload after which a file that no job names is removed. 0 = never."
+        ),
     )
     retain_imports_days: Days = Field(
         0.0,
@@ -306,8 +311,8 @@ class Settings(BaseSettings):
     retain_leftovers_days: Days = Field(
         0.0,
         description=(
-            "Days after which the service removes what crashes left behind: incomplete caches, and "
-            "runs without a record. 0 = never; `kd gc` then uses 7."
+            "Days after the last write after which the service removes what crashes left behind: "
+            "incomplete caches, and runs without a record. 0 = never; `kd gc` then uses 7."
         ),
     )
     retain_hour: int = Field(
