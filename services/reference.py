@@ -178,7 +178,7 @@ def list_commands() -> Iterator[str]:
     yield _list_rows(sorted(shared))
     for path, context in commands.items():
         usage = " ".join(context.command.collect_usage_pieces(context))
-        named = [name for name, _ in parameters[path] if name.startswith(_NAMED_OPTIONS)]
+        named = [f"{n.split()[0]}`" for n, _ in parameters[path] if n.startswith(_NAMED_OPTIONS)]
         yield f"## kd {path}"
         yield from _list_paragraphs(context.command.help or "")
         yield f"```text\nkd {path} {usage}\n```"

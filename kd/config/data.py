@@ -95,8 +95,7 @@ class DataConfig(Section):
             "instruction (and input), its answer under output. The tokenizer's chat template "
             "renders them; if a message's content is given in parts, the parts are joined. "
             "prompt_completion = two texts, joined as they are, or two lists of messages, under "
-            "prompt and completion. A template that writes today's date gets 26 July 2024, so that "
-            "the same chats give the same tokens on any day."
+            "prompt and completion."
         ),
     )
     text_column: str = Field(

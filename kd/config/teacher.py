@@ -53,9 +53,8 @@ class TeacherConfig(Section):
             "Round the weights of the linear layers to int8 or int4 while they are loaded (pip "
             "install 'potstill[quantization]'). Embeddings, LM head, norms and experts stay in "
             "dtype. A quantised teacher has a cache of its own. int4 computes in bfloat16, on a "
-            "GPU of the Ampere generation or later; 128 numbers share a scale, or 64 or 32 if only "
-            "these divide the input width of a layer. Layers whose width none of them divides stay "
-            "in bfloat16."
+            "GPU of the Ampere generation or later. Layers whose input width 32 does not divide "
+            "stay in bfloat16."
         ),
     )
     parallel: Literal["none", "device_map", "tensor", "fsdp"] = Field(
@@ -65,9 +64,7 @@ class TeacherConfig(Section):
             "device_map = its layers are placed one after the other on the GPUs, then in the "
             "host's memory, then on the disk. tensor = each of resources.gpus processes holds a "
             "part of every matrix, as the model's tp_plan says. fsdp = each process holds a part "
-            "of every layer, and gathers the layer that runs. If only one process runs the teacher "
-            "(kd eval, the report, kd estimate), tensor and fsdp work like device_map. It is part "
-            "of the cache's identity."
+            "of every layer, and gathers the layer that runs. It is part of the cache's identity."
         ),
     )
     gpu_memory: Bytes | None = Field(
