@@ -233,9 +233,9 @@ describes the same API for programs, with the type of every field.
 - **Names in paths.** `job_id` is the `id` in the answer of `POST /jobs`, and `fingerprint` is the
   32 hexadecimal digits of a cache.
 - **Files to train on** are sent as they are, not as JSON: [how-to/files.md](how-to/files.md).
-- **Headers.** `Idempotency-Key` makes a POST safe to send again: for a day, the same key and body
-  return the same job. `X-Request-ID` is kept or made; it is in the answer, in the log and in the
-  job. `RateLimit` and `RateLimit-Policy` show how many requests are left.
+- **Headers.** `Idempotency-Key` makes a POST that creates a job safe to send again: for a day, the
+  same key and body return the same job. `X-Request-ID` is kept or made; it is in the answer, in the
+  log and in the job. `RateLimit` and `RateLimit-Policy` show how many requests are left.
 - **Lists** are in `data`. If the answer is a page of a list, it also has `has_more` and
   `next_cursor`, which is the `cursor` of the next page.
 
@@ -253,11 +253,11 @@ The statuses of errors mean the same for every path:
   (`check-limit`) if the check takes more time or memory than the operator allows.
 - 507: a disk of the service is nearly full.
 
-Below, `?name` is a parameter of the query.
+Below, `?name` is a parameter of the query; the other parameters are in the path or headers.
 """
 #: The schema of a job's body. docs/configuration.md describes it and all that it holds.
 _JOB_SCHEMA = "JobConfig"
-#: How FastAPI describes an answer that has no description.
+#: What ``services.api.openapi`` says of an answer that has no description of its own.
 _SUCCESS = "The request succeeded"
 #: Parameters that the introduction describes once.
 _COMMON_PARAMETERS = ("job_id", "fingerprint", "Idempotency-Key")
@@ -322,7 +322,7 @@ def _describe_answer(answer: Schema, schemas: dict[str, Schema]) -> str:
     meaning = answer["description"].strip().rstrip(".")
     headers = ", ".join(f"`{name}`" for name in answer.get("headers", ()))
     parts = [
-        "" if meaning == _SUCCESS else meaning[0].lower() + meaning[1:],
+        "" if meaning == _SUCCESS else meaning,
         _describe_content(answer, schemas) if "content" in answer else "",
         f"with {headers}" if headers else "",
     ]
