@@ -51,7 +51,7 @@ class Codec(CodecNumbers):
 
     @property
     def cosines(self) -> bool:
-        """Whether hidden states are stored as their cosines.
+        """True if hidden states are stored as their cosines.
 
         In 8 bits one scale must suit all numbers of a state, and cosines are of similar size.
         """

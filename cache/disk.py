@@ -109,7 +109,7 @@ def naming_removed_folders(*folders: Path) -> Iterator[None]:
 
 
 def is_full(error: StorageError) -> bool:
-    """Whether the error says that a disk is full, or the quota of a user on it."""
+    """Return whether the error says that a disk is full, or the quota of a user on it."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
 
 
@@ -119,13 +119,13 @@ def find_existing(path: Path) -> Path:
 
 
 def has_room_for_files(path: Path) -> bool:
-    """Whether the disk of ``path`` takes another file; most disks have a limit of their number."""
+    """Return whether the disk of ``path`` takes another file; most disks limit their number."""
     found = os.statvfs(find_existing(path))
     return found.f_files == 0 or found.f_favail > 0
 
 
 def make_folder(folder: Path) -> None:
-    """Create ``folder`` and its parents, durably; do nothing where it exists."""
+    """Create ``folder`` and its parents, durably; do nothing if it exists."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -153,7 +153,7 @@ def measure_disk(folder: Path) -> float:
     """Return the bytes a second that the disk of ``folder`` takes and gives, the lesser of both.
 
     A small file is written durably and read back some times; the fastest time counts. What the
-    system keeps in memory is dropped before it is read, where the disk's file system allows that.
+    system keeps in memory is dropped before it is read, if the disk's file system allows that.
     """
     path = folder / f"{TEMPORARY_PREFIX}probe"
     data = os.urandom(PROBE_BYTES)
@@ -208,7 +208,7 @@ def link_folder(source: Path, folder: Path, names: Iterable[str] | None = None) 
     """Make ``folder`` with files of ``source``, which share their bytes on the disk with it.
 
     All files are taken, or those of ``names``.
-    A file is copied where the disk has no hard links, or no more of this one. No file may be
+    A file is copied if the disk has no hard links, or no more of this one. No file may be
     changed in place after that: it would change in both folders.
     """
     make_folder(folder)
@@ -237,7 +237,7 @@ def recover_folder(folder: Path) -> None:
 
 
 def remove_path(path: Path) -> None:
-    """Delete the file or folder at ``path``, durably; do nothing where there is none.
+    """Delete the file or folder at ``path``, durably; do nothing if there is none.
 
     Of an unfinished one (``TEMPORARY_PREFIX``) a busy file may stay: it is removed another time.
     """
@@ -309,7 +309,7 @@ def list_file_sizes(folder: Path) -> dict[str, int]:
 def walk_files(folder: Path, seen_only: bool = False) -> Iterator[tuple[str, os.stat_result]]:
     """Yield each file below ``folder``, by relative POSIX name, in no order; nothing is listed.
 
-    There are none where there is no folder. Links to folders, and files that go meanwhile, are left
+    There are none if there is no folder. Links to folders, and files that go meanwhile, are left
     out. Raises ``PermissionError`` for a folder that may not be read, unless only what may be seen
     is wanted: its files are not missing.
     """
@@ -437,7 +437,7 @@ def try_lock(file: int | IO[Any], shared: bool = False) -> bool:
 
 
 def is_lock_free(lock: Path) -> bool:
-    """Whether no process holds the lock."""
+    """Return whether no process holds the lock."""
     try:
         with lock.open("rb") as file:
             # Shared, so that two workers that test it at once do not see each other's lock.
@@ -452,7 +452,7 @@ def wait_for_lock(file: int | IO[Any], shared: bool = False) -> None:
 
 
 def _lock(file: int | IO[Any], shared: bool, flags: int = 0) -> None:
-    """Lock an open file; raise ``StorageError`` where its file system has no locks."""
+    """Lock an open file; raise ``StorageError`` if its file system has no locks."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | flags)
     except OSError as error:
@@ -463,7 +463,7 @@ def _lock(file: int | IO[Any], shared: bool, flags: int = 0) -> None:
 
 
 def _name_file(handle: int) -> str:
-    """Return the path of an open file, where the system tells it."""
+    """Return the path of an open file, if the system tells it."""
     try:
         return str(Path(f"/proc/self/fd/{handle}").readlink())
     except OSError:

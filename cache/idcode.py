@@ -10,7 +10,7 @@ to random:
 
 Symbols have few values and skewed counts: zstd's Huffman codes them close to their entropy. Bits
 lie end to end, the lowest first. Those of a sequence begin at a whole byte, so that each sequence
-can be read alone.
+can be read by itself.
 
 The order: ``classes[id]`` is the bit length of the id's count in the shard; the highest class comes
 first, and ids ascend within a class. The classes are stored instead of the order, because they

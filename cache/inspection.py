@@ -57,14 +57,14 @@ class RecordsComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two caches: the differing fields with both values, and the records where comparable."""
+    """Two caches: the differing fields with both values, and the records if comparable."""
 
     fields: tuple[tuple[str, Any, Any], ...]
     records: RecordsComparison | None
 
     @property
     def equal(self) -> bool:
-        """Whether no difference was found."""
+        """True if no difference was found."""
         return not self.fields and (self.records is None or self.records.same in (None, 1.0))
 
     def to_json(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Comparison:
 def compare_caches(left: Cache, right: Cache) -> Comparison:
     """Compare identity, provenance and counts of two caches, and their records if possible.
 
-    Records are compared where both caches have the same sequences and codec.
+    Records are compared if both caches have the same sequences and codec.
 
     Seeds and teachers may differ: then the records show how much that matters. Fidelity is not
     compared, because it is a measurement of the cache and no part of it.

@@ -8,7 +8,7 @@ CacheIdentity          all that the bytes of the records depend on; its fingerpr
 Manifest
 ├── identity           CacheIdentity
 ├── provenance         Provenance          names for people, and what checks a student's tokenizer
-├── shards             one ShardEntry for each shard, in order; empty where they are in pieces
+├── shards             one ShardEntry for each shard, in order; empty if they are in pieces
 ├── head               FolderEntry         the teacher's LM head, in a hidden cache
 ├── fidelity           one FidelityRow for each temperature: closeness to the live teacher
 ├── token_map          FolderEntry         the tokens of all ids; empty in a cache of format 2
@@ -77,7 +77,7 @@ class TeacherIdentity:
 
     ``quantization`` names how its weights were quantised when they were loaded
     (docs/formats.md), and ``parallel`` says how they were spread over several
-    devices; each is empty where they were not.
+    devices; each is empty if they were not.
     """
 
     model_sha256: str
@@ -87,7 +87,7 @@ class TeacherIdentity:
 
     @property
     def plain(self) -> bool:
-        """Whether the weights were used as they are stored, on one device."""
+        """True if the weights were used as they are stored, on one device."""
         return not self.quantization and not self.parallel
 
     def describe_precision(self) -> str:
@@ -204,7 +204,7 @@ class CacheIdentity:
     def lasting_shards(self) -> int:
         """Number of first shards that are the same in a cache of a text that goes on.
 
-        They are whole, and of training sequences alone. The last training sequence is in none of
+        They are whole, and hold only training sequences. The last training sequence is in none of
         them: it may be padded, and a longer text would fill it.
         """
         return max(self.data.train_sequences - 1, 0) // self.codec.shard_sequences
@@ -289,7 +289,7 @@ class RecordedTeacher:
 class FolderEntry:
     """A folder of arrays in the manifest: bytes on disk with the seal, and the seal's digest.
 
-    Both are empty where the cache has no such folder.
+    Both are empty if the cache has no such folder.
     """
 
     bytes: int = 0
@@ -303,12 +303,12 @@ class FidelityRow:
     ``kept_mass``       mean sum of the probabilities whose values are stored
     ``kept_error``      mean sum of their absolute errors
     ``kl``              mean KL(live || decoded) in nats, with all tokens that are not stored as one
-                        bucket; None where a sample stands for them
-    ``bias_z``          largest z of the mean of redrawn samples; None where nothing is drawn
-    ``stored_z``        largest z of the mean of stored samples; None where nothing is drawn
+                        bucket; None if a sample stands for them
+    ``bias_z``          largest z of the mean of redrawn samples; None if nothing is drawn
+    ``stored_z``        largest z of the mean of stored samples; None if nothing is drawn
     ``gold_error``      mean |p decoded / p live - 1| of the next token
     ``top1_agreement``  share of positions with the same most probable token, or one whose stored
-                        value ties with it; None where no record contains it
+                        value ties with it; None if no record contains it
     ``entropy_error``   mean decoded minus live entropy in nats
     """
 
@@ -445,7 +445,7 @@ class Manifest:
         return manifest
 
     def _holds_every_sequence(self) -> bool:
-        """Whether the entries are those of the shards that the identity has."""
+        """Return whether the entries are those of the shards that the identity has."""
         identity = self.identity
         if self.pieces is not None:
             size = self.pieces.piece_shards

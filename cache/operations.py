@@ -60,7 +60,7 @@ _BEGINNING = re.compile(r"[0-9a-f]{1,32}")
 def find_cache(root: Path, name: str) -> Path:
     """Find the one cache below ``root`` whose fingerprint begins with ``name``; return its folder.
 
-    Raises ``CacheNotFound`` where there is none, or more than one.
+    Raises ``CacheNotFound`` if there is none, or more than one.
     """
     found = [folder for folder in list_folders(root) if name and folder.name.startswith(name)]
     if len(found) != 1:

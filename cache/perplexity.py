@@ -116,7 +116,7 @@ class BlockLosses:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """A perplexity of ``tokens`` tokens; ``interval`` is None where there are too few for one."""
+    """A perplexity of ``tokens`` tokens; ``interval`` is None if there are too few for one."""
 
     value: float
     tokens: int
@@ -130,7 +130,7 @@ class Perplexity:
 
     @property
     def shown_interval(self) -> Interval | None:
-        """The interval, where the tokens are so few that it must be shown."""
+        """The interval, if the tokens are so few that it must be shown."""
         return self.interval if self.tokens < FEW_TOKENS else None
 
     def __str__(self) -> str:

@@ -88,7 +88,7 @@ def draw_uniforms(
 def draw_permutations(seed: int, sequences: NDArray[Any], size: int) -> NDArray[np.int64]:
     """Draw a permutation of ``range(size)`` for each of ``sequences`` (S,), (S, size).
 
-    Each depends on (seed, sequence) alone. It is a stable argsort of 64-bit Philox words, so it is
+    Each depends only on (seed, sequence). It is a stable argsort of 64-bit Philox words, so it is
     the same in every numpy version.
     """
     pairs = np.arange((size + 1) // 2)

@@ -33,7 +33,7 @@ class Sequences:
 
     ``tokens`` (S, L) uint32. ``document_start`` (S, L) bool: a new document, or a piece of one,
     begins here. ``target_mask`` (S, L) bool: the position has a record, that is, it predicts the
-    next token of the same document. Raises ``ValueError`` where shapes differ, or where a target
+    next token of the same document. Raises ``ValueError`` if shapes differ, or if a target
     would lie outside the sequence or in another document.
     """
 
@@ -59,7 +59,7 @@ class Sequences:
             )
 
     def _has_target_outside(self, first: int) -> bool:
-        """Whether a target of ``_ROWS_AT_ONCE`` sequences from ``first`` on begins a document."""
+        """Return whether a target of the next ``_ROWS_AT_ONCE`` sequences begins a document."""
         rows = slice(first, first + _ROWS_AT_ONCE)
         return bool((self.target_mask[rows, :-1] & self.document_start[rows, 1:]).any())
 
@@ -124,7 +124,7 @@ class Records:
     """The teacher's records of N positions: columns of small integers.
 
     Files and batches hold the same integers; ``cache.profiles`` defines their meaning. Raises
-    ``ValueError`` where a column is unknown or has a wrong number of rows.
+    ``ValueError`` if a column is unknown or has a wrong number of rows.
     """
 
     columns: dict[str, NDArray[Any]]

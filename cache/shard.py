@@ -142,7 +142,7 @@ class Seal:
 
 
 def _measure(path: Path) -> int | None:
-    """Return the bytes of a file, or None where there is none."""
+    """Return the bytes of a file, or None if there is none."""
     try:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):

@@ -164,7 +164,7 @@ class Cache:
         """Read the sequences numbered ``indices`` (at least one) and their records, in that order.
 
         ``draws`` selects the tail sample, for each sequence or for all, modulo the number of
-        samples. Raises ``IndexError`` for a number outside the cache, ``CacheCorrupt`` where bytes
+        samples. Raises ``IndexError`` for a number outside the cache, ``CacheCorrupt`` if bytes
         differ from what was sealed, ``CacheNotFound`` if the cache was removed meanwhile.
         """
         numbers = np.fromiter(indices, np.int64)
@@ -203,7 +203,7 @@ class Cache:
     def prefetch(self, numbers: NDArray[np.int64]) -> None:
         """Begin to fetch the shards of the sequences ``numbers``, which are read soon.
 
-        Nothing is done where the cache lies on this disk.
+        Nothing is done if the cache lies on this disk.
         """
         if self.mirror is None:
             return
@@ -312,7 +312,7 @@ def open_cache(
     in pieces, there are too many files for that: then the files of a shard are checked when it is
     read. Raises ``CacheNotFound``; ``CacheIncomplete`` without a manifest or a shard;
     ``CacheMismatch`` for another version, or an identity other than ``expected``; ``CacheCorrupt``
-    where a file is missing or has another size.
+    if a file is missing or has another size.
     """
     manifest = read_manifest(folder)
     if expected is not None and expected != manifest.identity:
@@ -397,7 +397,7 @@ def _parse_manifest(folder: Path, data: bytes | None, where: str) -> Manifest:
 
 
 def has_manifest(folder: Path) -> bool:
-    """Whether the cache in ``folder`` has a manifest, so that its capture has finished."""
+    """Return whether the cache in ``folder`` has a manifest, so that its capture has finished."""
     if (mirror := open_mirror(folder)) is None:
         return (folder / MANIFEST).is_file()
     try:

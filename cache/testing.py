@@ -105,7 +105,7 @@ def make_token_map(vocabulary_size: int) -> dict[str, NDArray[Any]]:
 
 
 def make_shard(identity: CacheIdentity, index: int) -> tuple[Sequences, Records]:
-    """Make the random content of a shard, which depends on ``identity`` and ``index`` alone."""
+    """Make the random content of a shard, which depends only on ``identity`` and ``index``."""
     seed = identity.codec.seed * 1000 + index
     sequences = make_sequences(
         seed,

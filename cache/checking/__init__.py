@@ -1,1 +1,1 @@
-"""Whether caches are whole, and a list of all: what is known without reading their records."""
+"""Check whether caches are whole, and list them: what is known without reading their records."""

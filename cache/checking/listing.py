@@ -61,7 +61,7 @@ def list_folders(root: Path) -> list[Path]:
 
 
 def summarise_cache(folder: Path) -> CacheSummary:
-    """Summarise the cache in ``folder``, from its manifest alone where it has one."""
+    """Summarise the cache in ``folder``, from its manifest only if it has one."""
     try:
         return _summarise_complete(folder, read_manifest(folder))
     except (CacheError, OSError) as error:

@@ -30,7 +30,7 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
 
     A sound cache gives no line. Files that are not part of it count for nothing; ``find_extras``
     names them. ``waiting`` is called before each shard, and may raise to give up.
-    Raises ``CacheNotFound`` where there is no folder.
+    Raises ``CacheNotFound`` if there is no folder.
     """
     try:
         manifest = read_manifest(folder)

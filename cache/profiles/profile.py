@@ -1,4 +1,4 @@
-"""What a profile is: one kind of record, from the teacher's floats to what a person reads of it.
+"""A profile: one kind of record, from the teacher's floats to what a person reads of it.
 
 N   positions with a record      V   vocabulary size      E   entries of one record
 """
@@ -27,7 +27,7 @@ WORD = np.dtype(np.uint16)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reading:
-    """What was read of the teacher at N positions, in floats; each profile adds its own.
+    """The teacher's numbers at N positions, in floats; each profile adds its own.
 
     ``known_logprobs`` (N, 1 + A) in nats: of the next token, then of each always_keep id.
     ``entropy`` (N,) in nats.

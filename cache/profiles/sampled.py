@@ -246,7 +246,7 @@ class Tempered(Sampled):
         return TEMPERED_HEAD_STEP
 
     def head_dtype(self) -> np.dtype[Any]:
-        """Return a type that holds small probabilities: a token may be heavy at one T alone."""
+        """Return a type that holds small probabilities: a token may be heavy at only one T."""
         return WORD
 
     def lowest_head(self, numbers: CodecNumbers) -> float:

@@ -149,7 +149,7 @@ class Shard(ArrayFolder):
         self._offsets = self.read_array("offsets")
 
     def count_decoded_bytes(self) -> int:
-        """Count the bytes of all sequences with one sample of the tails, from metadata alone."""
+        """Count the bytes of all sequences with one sample of the tails, only from metadata."""
         names = [name for name, _ in list_arrays(self.codec, 0).values()]
         arrays = [self._get_array(name) for name in (*PER_SEQUENCE, *names)]
         return sum(each.dtype.itemsize * math.prod(each.shape) for each in arrays)

@@ -52,7 +52,7 @@ class StoredArray:
     def decode_chunk(self, number: int, data: bytes) -> NDArray[Any]:
         """Decode the rows of chunk ``number`` from its file; they cannot be written to.
 
-        Raises ``ValueError`` or ``RuntimeError`` where ``data`` is not that of a whole chunk.
+        Raises ``ValueError`` or ``RuntimeError`` if ``data`` is not that of a whole chunk.
         """
         # An array, because the library takes no memoryview, and a part of bytes would be a copy.
         content = np.frombuffer(data, np.uint8)[:-_CHECKSUM_BYTES]

@@ -27,7 +27,7 @@ class KeptValues(Generic[Value]):
         self.size = 0
 
     def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
-        """Return the value of ``key``, which ``make(*arguments)`` makes where none is kept.
+        """Return the value of ``key``, which ``make(*arguments)`` makes if none is kept.
 
         ``make`` runs outside the lock: other keys are served meanwhile, and a thread that wants the
         same key waits. Errors of ``make`` pass through, and the next caller tries again.

@@ -64,7 +64,7 @@ def read_seal(folder: Path, name: str, digest: str) -> Seal:
 
 
 def check_group(folder: Path) -> list[str]:
-    """Return a line where the metadata of the group of shards is missing or damaged."""
+    """Return a line if the metadata of the group of shards is missing or damaged."""
     group = folder / GROUP_FILE
     if not group.is_file():
         return [f"{GROUP_FILE}: missing"]

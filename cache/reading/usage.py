@@ -56,7 +56,7 @@ def read_last_use(folder: Path) -> float | None:
 
 
 def is_read(folder: Path) -> bool:
-    """Whether a process holds the cache in ``folder`` now."""
+    """Return whether a process holds the cache in ``folder`` now."""
     try:
         # Readers share their lock, so this asks for it alone; NFS asks for a file open for writing.
         with locate_use(folder).open("rb+") as file:

@@ -76,7 +76,7 @@ class StoreAddress:
 
 
 def is_bucket(store: str) -> bool:
-    """Whether ``store`` is meant as an address, not as a folder."""
+    """Return whether ``store`` is meant as an address, not as a folder."""
     return "://" in store
 
 
@@ -138,13 +138,13 @@ def name_place(root: Path) -> str:
 
 
 def is_mirror(folder: Path) -> bool:
-    """Whether the cache in ``folder`` lies in a bucket, and ``folder`` only shows it."""
+    """Return whether the cache in ``folder`` lies in a bucket, and ``folder`` only shows it."""
     return (folder.parent / STORE_FILE).is_file()
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What ``store.json`` says: the bucket that a folder mirrors, and the bound of its bytes."""
+    """The content of ``store.json``: the bucket that a folder mirrors, and its bound of bytes."""
 
     address: StoreAddress
     mirror_bytes: int

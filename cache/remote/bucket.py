@@ -1,6 +1,6 @@
 """The objects of a bucket. This is the one module that knows obstore.
 
-Credentials, region and endpoint come from the environment alone. Errors name the bucket, the
+Credentials, region and endpoint come only from the environment. Errors name the bucket, the
 server's code and a remedy; what the environment keeps secret is taken out of them, because a server
 may repeat an access key in its answer.
 """
@@ -84,11 +84,11 @@ class Tagged(NamedTuple):
 class Bucket:
     """The objects of a bucket below a prefix, by name; threads may share it.
 
-    Every method raises ``StoreError`` where the server does not do what is asked.
+    Every method raises ``StoreError`` if the server does not do what is asked.
     """
 
     def __init__(self, address: StoreAddress, patient: bool = True, probes: bool = False) -> None:
-        """Open the bucket. One that is not ``patient`` gives up soon where nothing answers.
+        """Open the bucket. One that is not ``patient`` gives up soon if nothing answers.
 
         One that ``probes`` for a job does so after some ten seconds: a server may be busy.
         """
@@ -98,7 +98,7 @@ class Bucket:
         self._store = self._do(lambda: _open_store(address, patient))
 
     def get(self, name: str) -> bytes:
-        """Return the content of an object; raise ``FileNotFoundError`` where there is none."""
+        """Return the content of an object; raise ``FileNotFoundError`` if there is none."""
         return self.get_tagged(name).data
 
     def get_tagged(self, name: str) -> Tagged:
@@ -115,14 +115,14 @@ class Bucket:
         self._do(lambda: self._obstore.put(self._store, name, data))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object if there is none; return False where one exists.
+        """Write an object if there is none; return False if one exists.
 
         It may be our own: the answer to an earlier attempt may have got lost.
         """
         return self._put_if(name, data, "create", self._obstore.exceptions.AlreadyExistsError)
 
     def replace(self, name: str, data: bytes, tag: str) -> bool:
-        """Replace the object that has ``tag``; return False where it has another one or is gone."""
+        """Replace the object that has ``tag``; return False if it has another one or is gone."""
         return self._put_if(name, data, {"e_tag": tag}, self._obstore.exceptions.PreconditionError)
 
     def _put_if(self, name: str, data: bytes, mode: object, refusal: type[Exception]) -> bool:
@@ -161,7 +161,7 @@ class Bucket:
     def get_part(self, name: str, start: int, stop: int, tag: str | None = None) -> bytes:
         """Return the bytes of an object from ``start`` to before ``stop``; raises as ``get`` does.
 
-        With a ``tag``, ``StoreError`` is raised where the object has another content by now.
+        With a ``tag``, ``StoreError`` is raised if the object has another content by now.
         """
 
         def get() -> bytes:
@@ -199,8 +199,8 @@ class Bucket:
     def _do(self, work: Callable[[], Found]) -> Found:
         """Do ``work`` until it succeeds, fails for good, or has failed too often.
 
-        obstore tries again by itself, but not where a condition could then meet its own success.
-        Here every caller can tell its own success from another writer's.
+        obstore never retries conditional writes: a retry might fail on the object that the first
+        try wrote. Our callers recognise their own object, so we retry.
         """
         for pause in self._pauses:
             try:
@@ -241,7 +241,7 @@ def find_bucket(root: Path) -> Bucket | None:
 
 
 def is_stored(folder: Path) -> bool:
-    """Whether the cache of ``folder`` exists: on the disk, or in the bucket that it mirrors."""
+    """Return whether the cache of ``folder`` exists, on the disk or in the bucket it mirrors."""
     bucket = find_bucket(folder.parent)
     if bucket is None:
         return folder.is_dir()

@@ -59,7 +59,7 @@ class _Coming(NamedTuple):
 
 
 def open_mirror(folder: Path) -> Mirror | None:
-    """Return the mirror of the cache in ``folder``; None where the folder is all there is."""
+    """Return the mirror of the cache in ``folder``; None if the folder is all there is."""
     binding = read_binding(folder.parent)
     return None if binding is None else Mirror(folder, binding)
 
@@ -93,7 +93,7 @@ class Mirror:
     def get_manifest(self) -> bytes | None:
         """Return the bytes of the manifest, which are kept in the folder; None without one.
 
-        Raises ``CacheNotFound`` where the bucket has no object of the cache.
+        Raises ``CacheNotFound`` if the bucket has no object of the cache.
         """
         try:
             data = self.bucket.get(self._name(MANIFEST))
@@ -183,7 +183,7 @@ class Mirror:
     def fetch(self, path: str, sealed: FileDigest, digest: str | None = None) -> bytes:
         """Get one file of a sealed folder, compare it with its sha256, and keep it.
 
-        Raises ``ValueError`` where it has other bytes, ``CacheNotFound`` where the cache is gone.
+        Raises ``ValueError`` if it has other bytes, ``CacheNotFound`` if the cache is gone.
         """
         name, file = split_path(path)
         if digest is None:
@@ -315,7 +315,7 @@ class Mirror:
         raise StoreError(f"{self}/{MANIFEST} changes all the time.", "Run the job again.")
 
     def is_whole(self, name: str, seal: Seal) -> bool:
-        """Whether every file of ``seal`` is in the bucket with its size; no content is read."""
+        """Return whether every file of ``seal`` is in the bucket with its size; read no content."""
         found = self._list_files(name, seal.digest)
         return all(found.get(file) == about.bytes for file, about in seal.files.items())
 
@@ -448,6 +448,6 @@ def _parse_seal(data: bytes) -> Seal | None:
 
 
 def _fits(folder: Path, seal: bytes) -> bool:
-    """Whether a folder that was just written is the one of ``seal``."""
+    """Return whether a folder that was just written is the one of ``seal``."""
     found = _parse_seal(seal)
     return found is not None and not found.find_problems(folder)

@@ -1,6 +1,6 @@
-"""Whether a bucket can hold caches: each property that they need, tried with small objects.
+"""Test whether a bucket can hold caches: each property that they need, tried with small objects.
 
-Several writers of one cache agree by conditional writes alone. A server that accepts the condition
+Several writers of one cache agree only by conditional writes. A server that accepts the condition
 and ignores it would let two of them win, so it is refused before anything is written.
 """
 
@@ -35,7 +35,7 @@ class Property(NamedTuple):
 
 
 def require_store(root: Path, writes: bool) -> None:
-    """Raise ``StoreError`` now where the bucket that ``root`` mirrors cannot be used.
+    """Raise ``StoreError`` now if the bucket that ``root`` mirrors cannot be used.
 
     A folder of caches passes. A bucket that is only read need not take writes.
     """
@@ -50,7 +50,7 @@ def require_store(root: Path, writes: bool) -> None:
 
 
 def require_fit(bucket: Bucket) -> None:
-    """Raise ``StoreUnfit`` where a bucket lacks a property; each bucket is tried once a process."""
+    """Raise ``StoreUnfit`` if a bucket lacks a property; each bucket is tried once a process."""
     _require_fit(bucket.address, os.getpid())
 
 
@@ -68,7 +68,7 @@ def _require_fit(address: StoreAddress, _process: int) -> None:
 def probe(bucket: Bucket) -> Iterator[Property]:
     """Try each property of ``bucket`` in turn; nothing is left in it.
 
-    Raises ``StoreError`` where the bucket does not answer, or refuses access.
+    Raises ``StoreError`` if the bucket does not answer, or refuses access.
     """
     # Unique, so that several processes can probe at the same time.
     folder = f"{PROBE_FOLDER}/{uuid.uuid4().hex}"

@@ -59,7 +59,7 @@ class MirrorRoom:
         self.grow(len(data))
 
     def grow(self, size: int) -> None:
-        """Count bytes that were added, and remove shards where they are too many."""
+        """Count bytes that were added, and remove shards if there are too many."""
         with self._lock:
             if self._bytes is None:
                 self._bytes = sum(each.bytes for each in self._list())

@@ -52,7 +52,7 @@ class _Use:
 def hold_in_bucket(reader: object, folder: Path) -> None:
     """Tell all machines that the cache is in use while ``reader`` exists.
 
-    Nothing is told where ``folder`` mirrors no bucket, or where this machine may only read.
+    Nothing is told if ``folder`` mirrors no bucket, or if this machine may only read.
     """
     if (use := _begin(folder)) is not None:
         weakref.finalize(reader, use.end)
@@ -91,7 +91,7 @@ def require_unused(bucket: Bucket, folder: str) -> None:
 
 
 def is_fresh_use(each: StoredObject, now: float) -> bool:
-    """Whether an object of the bucket says that somebody uses its cache ``now``."""
+    """Return whether an object of the bucket says that somebody uses its cache ``now``."""
     return f"/{USES}/" in each.name and now - each.modified < FRESH_SECONDS
 
 

@@ -1,1 +1,1 @@
-"""What is known of all shards of a cache: their entries, and which of them are missing."""
+"""The shards of a cache: their entries, and which of them are missing."""

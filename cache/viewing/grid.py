@@ -76,7 +76,7 @@ def read_grid(folder: Path, damaged: Collection[int] = (), expected: int = 0) ->
     """Read the states of the shards of the cache in ``folder``, complete or not.
 
     ``damaged`` shards are known to be corrupt. ``expected`` is the number of shards that a capture
-    under way will write, 0 where it is not known.
+    under way will write, 0 if it is not known.
     """
     try:
         manifest = read_manifest(folder)

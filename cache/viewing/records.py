@@ -31,7 +31,7 @@ NameToken = Callable[[int], str]
 
 @dataclass(frozen=True)
 class ShownEntry:
-    """A token whose probability the record stores. ``text`` is empty where it is not known."""
+    """A token whose probability the record stores. ``text`` is empty if it is not known."""
 
     id: int
     text: str

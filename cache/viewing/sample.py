@@ -58,7 +58,7 @@ class SampledStats:
 
     @property
     def whole(self) -> bool:
-        """Whether every record was read, so that the numbers are exact."""
+        """True if every record was read, so that the numbers are exact."""
         return self.sequences_read == self.sequences
 
     def to_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ with open_writer(root, identity) as writer:         one at a time; others wait
     manifest = writer.finish(provenance)
 
 Where several processes capture one cache, one of them holds ``open_writer`` and writes the
-manifest. The others hold ``open_helper``, and write shards alone. A shard that two of them write
+manifest. The others hold ``open_helper``, and write only shards. A shard that two of them write
 appears once: the first one counts.
 """
 
@@ -90,7 +90,7 @@ def open_writer(
     """Begin or resume the cache of ``identity`` below ``root``, as its only writer.
 
     While another process captures the same cache, ``waiting`` is called five times a second; it may
-    raise to give up. ``shared``: helpers write some of the shards. Raises ``StorageError`` where
+    raise to give up. ``shared``: helpers write some of the shards. Raises ``StorageError`` if
     the disk is full or the folder is not writable.
     """
     with storage_errors(root):
@@ -193,7 +193,7 @@ class CacheWriter:
             return ShardRuns.of(index for index in among if not self._is_sound(index))
 
     def has_every_seal(self) -> bool:
-        """Whether all shards are sealed; their bytes are not read."""
+        """Return whether all shards are sealed; their bytes are not read."""
         shards = range(self.identity.shard_count)
         return all(self._read_shard_seal(index) is not None for index in shards)
 
@@ -204,7 +204,7 @@ class CacheWriter:
 
         It holds the sequences ``identity.shard_range(index)``; ``tails`` are the sums of its
         training sequences, from which ``finish`` makes the mean tail of the cache. Raises
-        ``ValueError`` where the data does not fit the identity, ``StorageError`` where the disk is
+        ``ValueError`` if the data does not fit the identity, ``StorageError`` if the disk is
         full or not writable.
         """
         self._require_fit(index, sequences, records)
@@ -239,7 +239,7 @@ class CacheWriter:
         """Take shard ``index`` of ``source`` by links to its files, whose bytes stay in place.
 
         Every byte is checked. The caller knows that this cache has the same sequences there. Raises
-        ``CacheCorrupt`` where the shard of ``source`` is damaged.
+        ``CacheCorrupt`` if the shard of ``source`` is damaged.
         """
         name = name_shard(index)
         digest = source.entries[index].digest
@@ -397,7 +397,7 @@ class CacheWriter:
     def _write_tail_mean(self, cache_bytes: int) -> None:
         """Write and seal the mean tail, then remove the sums that it is made of.
 
-        The sums of the lasting shards stay, where they are a small part of ``cache_bytes``.
+        The sums of the lasting shards stay, if they are a small part of ``cache_bytes``.
         """
         first, whole = self._add_tail_sums()
         if whole is not None:
@@ -427,7 +427,7 @@ class CacheWriter:
         return first, sums
 
     def _read_tail_sums(self, name: str) -> TailSums | None:
-        """Read sums of tails; None where they are missing or damaged."""
+        """Read sums of tails; None if they are missing or damaged."""
         seal = self._read_own_seal(name)
         if seal is None or not self._is_whole(name, seal):
             return None
@@ -498,7 +498,7 @@ class CacheWriter:
         return seal is not None and self._is_whole(name_shard(index), seal)
 
     def _is_whole(self, name: str, seal: Seal) -> bool:
-        """Whether the files of a seal are as they were sealed.
+        """Return whether the files of a seal are as they were sealed.
 
         Every byte in a folder is read. Of those in a bucket the sizes are compared: they are
         compared with their sha256 when they are read.
