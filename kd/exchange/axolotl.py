@@ -100,7 +100,7 @@ def _drop_masked(ids: Any, logprobs: Any, mask: Any) -> Pairs:
 
 
 def _is_target(place: int, labels: list[int] | None) -> bool:
-    """Whether the token at ``place``, which an item predicts, is a target.
+    """Return whether the token at ``place``, which an item predicts, is a target.
 
     The first token never is.
     """
@@ -110,7 +110,7 @@ def _is_target(place: int, labels: list[int] | None) -> bool:
 def _find_place(where: str, tokens: list[int], items: list[Pairs]) -> int:
     """Return the number of the token that the first list is about, as the lists themselves show it.
 
-    A template writes tokens after an answer that a server did not make. Raises ``DataError`` where
+    A template writes tokens after an answer that a server did not make. Raises ``DataError`` if
     there is no proof.
     """
     ids, logprobs = pad_records(items)

@@ -3,7 +3,7 @@
 A dataset consists of Parquet files. A row holds ``input_ids``, and for each position a list of
 bytes in ``compressed_logprobs`` and in ``bytepacked_indices``; ``compression_config.yaml`` beside
 the files describes the bytes. Record r is the distribution of token r + 1. The sampler leaves out
-the first token, which nothing predicts, so a row of n tokens has n - 1 records (or n, where a
+the first token, which nothing predicts, so a row of n tokens has n - 1 records (or n, if a
 packing tool has cut off the last token). The sampler ends short rows with one padding token, so
 that the last token of the text has a record too; this padding token is imported as a normal token.
 
@@ -109,7 +109,7 @@ class Compression(Section):
 
     @property
     def fitted(self) -> bool:
-        """Whether some entries are stored as a curve with rounded residuals."""
+        """True if some entries are stored as a curve with rounded residuals."""
         return self.exact_k < self.k
 
     @property

@@ -83,7 +83,7 @@ def read_entries(
     """Yield the sequences ``numbers`` of a cache, a few at a time, with their records as they are
     written (all draws of the tails), and with at most ``k`` entries per position.
 
-    Raises ``DataError`` where ``k`` does not fit the profile (see ``choose_entry_count``).
+    Raises ``DataError`` if ``k`` does not fit the profile (see ``choose_entry_count``).
     """
     codec = store.codec
     if why := codec.why_unsupported():
@@ -116,7 +116,7 @@ def read_entries(
 def choose_entry_count(store: Cache, k: int | None) -> int:
     """Return the largest number of entries at a position: ``k``, or all that the profile stores.
 
-    Raises ``DataError`` where the profile stores fewer than ``k``, or needs ``k`` and got none.
+    Raises ``DataError`` if the profile stores fewer than ``k``, or needs ``k`` and got none.
     """
     codec = store.codec
     if codec.rules.sampled:
@@ -199,7 +199,7 @@ def _take_sampled(targets: Targets, records: Records) -> EntryTable:
 def _read_gold_and_entropy(records: Records) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the next token's log-probability and the entropy, (N,) each.
 
-    NaN where they are not known.
+    NaN if they are not known.
     """
     known = records["known"][:, 0]
     entropy = records["entropy"]

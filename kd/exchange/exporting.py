@@ -46,9 +46,9 @@ def export_records(
     Profiles topk, dense and hidden export ``k`` entries per position. Profiles threshold and
     tempered export all entries with their weights (Parquet), or with ``lossy`` the ``k`` most
     probable entries that are not sampled (DistillKit). Parquet without ``k`` also holds the records
-    as stored, so that an import gives the same cache. Raises ``DataError`` where ``format`` or
-    ``k`` does not fit the cache, where the format cannot hold the cache and ``lossy`` is not set,
-    or where ``folder`` is not empty.
+    as stored, so that an import gives the same cache. Raises ``DataError`` if ``format`` or
+    ``k`` does not fit the cache, if the format cannot hold the cache and ``lossy`` is not set,
+    or if ``folder`` is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} is not empty.", "Name a new folder.")

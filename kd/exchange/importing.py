@@ -98,7 +98,7 @@ class ImportRequest:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether no option asks for other records or sequences than those in the files."""
+        """True if no option asks for other records or sequences than those in the files."""
         return self.k is None and self.sequence_length is None and not self.validation_fraction
 
 
@@ -106,7 +106,7 @@ def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT
     """Seal a cache with the records of ``request`` below ``root``, unless it is sealed.
 
     Untouched exports of a cache become the same cache. Returns its summary. Raises ``DataError``
-    where a file, row or record is wrong, before it writes anything.
+    if a file, row or record is wrong, before it writes anything.
     """
     source = ImportSource.open(request)
     origins = _read_origins(source)
@@ -137,7 +137,7 @@ def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT
 def _read_origins(source: ImportSource) -> list[Origin]:
     """Read the caches that Parquet files were exported from; empty if they come from elsewhere.
 
-    Raises ``TokenizerMismatch`` where the tokenizer is not that of these caches.
+    Raises ``TokenizerMismatch`` if the tokenizer is not that of these caches.
     """
     files = (*source.train, *source.held_out)
     if not all(path.name.endswith(".parquet") for path in files):

@@ -9,7 +9,7 @@ Also reads columns of other Parquet formats.
                                              entries
     ids              list<list<uint32>>      the entries of the distribution of token t + 1
     logprobs         list<list<float>>       their log-probabilities at temperature 1, or else
-    weights          list<list<float>>       their weights, where some entries are sampled: written,
+    weights          list<list<float>>       their weights, if some entries are sampled: written,
                                              never read. Those of profile tempered sum to 1 in the
                                              mean over draws, and not in each position
     residual         list<float>             log of the mass outside the entries; null for none

@@ -11,7 +11,7 @@ These fields are read, at the top of an object or in its ``choices``:
                                         (vLLM: ``return_tokens_as_token_ids: true``)
 
 Item t is the distribution *of* token t, so it becomes the record of position t - 1. It has K
-entries, and one more where token t is not among the K most probable. An item with fewer entries, or
+entries, and one more if token t is not among the K most probable. An item with fewer entries, or
 without token t, belongs to another text and is refused. ``prompt_token_ids`` may also be called
 ``input_ids``.
 """

@@ -139,9 +139,9 @@ class Origin:
 
     @classmethod
     def read(cls, path: Path) -> Origin | None:
-        """Read the metadata of a Parquet file; None where it is no export of a cache.
+        """Read the metadata of a Parquet file; None if it is no export of a cache.
 
-        Raises ``CacheError`` where its manifest is damaged or of another version.
+        Raises ``CacheError`` if its manifest is damaged or of another version.
         """
         found, columns = read_parquet_metadata(path)
         keys = {name: f"potstill.{name}".encode() for name in _KEYS}
@@ -211,7 +211,7 @@ def _make_sequence(arrays: Arrays, where: str) -> tuple[Sequences, Records]:
 def read_origins(files: Sequence[Path]) -> list[Origin]:
     """Read the origin of each file, in the order of their sequences; empty if one has none.
 
-    Raises ``DataError`` where a cache that they name cannot be read by this program.
+    Raises ``DataError`` if a cache that they name cannot be read by this program.
     """
     found = []
     for path in files:
@@ -230,7 +230,7 @@ def restore_cache(
 ) -> dict[str, Any]:
     """Seal the cache of ``origins`` again below ``root``, unless it is sealed; return its summary.
 
-    Raises ``DataError`` where a file is missing, of another cache or changed, before it writes.
+    Raises ``DataError`` if a file is missing, of another cache or changed, before it writes.
     """
     manifest = origins[0].manifest
     identity = manifest.identity

@@ -49,14 +49,14 @@ class Row:
     document_start   (L,) bool
     positions        (N,)     ascending
     ids              (N, K)
-    logprobs         (N, K)   in nats; -inf where there is no entry
+    logprobs         (N, K)   in nats; -inf if there is no entry
     gold             (N,)     log-probability of the next token if the source has it apart from the
                               entries, else NaN
     residual         (N,)     log of the mass outside the entries; None if the source does not have
                               it
     rounding         the most by which rounding in the source may change a sum of probabilities
     fitted           whether entries lie on a curve through the teacher's values
-    entropy          (N,)     in nats, NaN where it is not known; None if the source does not have
+    entropy          (N,)     in nats, NaN if it is not known; None if the source does not have
                               it
     kept             ids that stand in every record, however rare they are
     """
@@ -130,7 +130,7 @@ def pad_records(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Join records of unequal length into ids and log-probabilities (N, K).
 
-    -inf where there is no entry.
+    -inf if there is no entry.
     """
     counts = np.array([len(ids) for ids, _ in records], np.int64)
     ids = [each for entry, _ in records for each in entry]
@@ -245,7 +245,7 @@ def _normalise_row(row: Row, tolerance: float) -> Row:
 
 
 def _require_room(row: Row, vocabulary: int, remedies: Mapping[str, str] | None) -> None:
-    """Raise ``DataError`` where more mass is missing than the tokens outside the entries can have.
+    """Raise ``DataError`` if more mass is missing than the tokens outside the entries can have.
 
     Each of them is at most as probable as the last entry.
     """

@@ -1,6 +1,6 @@
-"""Write a finished student in another form: a merged model, an adapter alone, or a GGUF file.
+"""Write a finished student in another form: a merged model, only an adapter, or a GGUF file.
 
-GGUF is written by llama.cpp's own converter, where it is installed: it knows the architectures and
+GGUF is written by llama.cpp's own converter, if it is installed: it knows the architectures and
 the tokenizers that llama.cpp reads.
 """
 
@@ -42,7 +42,7 @@ _UNKNOWN_TOKENIZER = "pre-tokenizer was not recognized"
 
 @dataclass(frozen=True)
 class StudentExport:
-    """What to write: ``form`` of the student in ``folder`` to ``out``, which must be new.
+    """An order: write ``form`` of the student in ``folder`` to ``out``, which must be new.
 
     ``converter`` is the path of llama.cpp's, None for the one on PATH; ``outtype`` is the precision
     of a GGUF file, one of OUTTYPES.
@@ -57,8 +57,8 @@ class StudentExport:
     def run(self, monitor: Monitor) -> dict[str, Any]:
         """Write the export, whole or not at all; return a summary.
 
-        Raises ``ModelError`` where the student has no such form or the converter refuses, and
-        ``StorageError`` where ``out`` is in use.
+        Raises ``ModelError`` if the student has no such form or the converter refuses, and
+        ``StorageError`` if ``out`` is in use.
         """
         if self.out.exists():
             raise StorageError(f"{self.out} exists.", "Give the name of a new one with --out.")
@@ -177,7 +177,7 @@ def find_converter(named: str | None) -> Path:
 
 
 def _convert(converter: Path, model: Path, out: Path, outtype: str) -> None:
-    """Run the converter. Raises ``ModelError`` with its last words where it fails."""
+    """Run the converter. Raises ``ModelError`` with its last words if it fails."""
     command = [sys.executable] if converter.suffix == ".py" else []
     command += [str(converter), str(model), "--outfile", str(out), "--outtype", outtype]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -5,7 +5,7 @@ LM head's weight once more (``count_head_gradient_bytes``), so large chunks move
 fewer bytes. Their number also decides the order in which the terms of that gradient are added, and
 so its last bits. Therefore the size is a power of two: it stays the same while the free memory
 changes by less than half, as between two steps or two runs of a job. ``train.logits_chunk`` fixes
-it. On a CPU, whose caches decide, it depends on the vocabulary alone. Imports torch only to ask a
+it. On a CPU, whose caches decide, it depends only on the vocabulary. Imports torch only to ask a
 GPU, because plans are made without it.
 """
 
@@ -76,8 +76,8 @@ def count_head_gradient_bytes(numbers: int, chunks: int) -> int:
 
 
 def suits_kernels(codec: Codec | None, divergence: str) -> bool:
-    """Whether a GPU's kernels can compute this loss; they write the gradient over the logits.
+    """Return whether a GPU's kernels can compute this loss and write the gradient over the logits.
 
-    They know forward KL from sampled records, and hard labels alone.
+    They know forward KL from sampled records, and hard labels without records.
     """
     return divergence == "forward_kl" and (codec is None or codec.rules.sampled)

@@ -22,7 +22,7 @@ from kd.text.batches import Source
 class TargetDecoder:
     """Decodes the columns of a batch into targets; a run makes one.
 
-    ``codec`` is None where there is no teacher. ``lm_head`` is the teacher's, for profile hidden.
+    ``codec`` is None if there is no teacher. ``lm_head`` is the teacher's, for profile hidden.
     ``k`` reads only that many entries of topk records.
     """
 
@@ -46,8 +46,8 @@ class TargetDecoder:
         """The targets of N positions, on the device of their columns.
 
         Without columns there are hard labels only.
-        ``temperature`` is a number, or a 0-dim tensor; where it requires a gradient, the loss
-        computes it. Raises ``ValueError`` where the profile cannot serve it.
+        ``temperature`` is a number, or a 0-dim tensor; if it requires a gradient, the loss
+        computes it. Raises ``ValueError`` if the profile cannot serve it.
         """
         if columns is None:
             return Targets(gold_N, temperature=temperature)

@@ -4,7 +4,7 @@
     cosine   1 - cos(P x, h)
 
 with x the student's states and h the teacher's, which profile hidden keeps. The mse compares
-normalised states, because a norm precedes most LM heads. P is the identity where both have one
+normalised states, because a norm precedes most LM heads. P is the identity if both have one
 width. Else P is a linear map, learned with the student and discarded after training: two bases of
 different widths have no known correspondence. Attention maps are not matched: fused attention never
 builds them.
@@ -28,7 +28,7 @@ FeatureKind = Literal["mse", "cosine"]
 
 
 class FeatureLoss(nn.Module):
-    """The weighted matching term; where the widths differ, with a projection (float32)."""
+    """The weighted matching term; if the widths differ, with a projection (float32)."""
 
     def __init__(self, kind: FeatureKind, weight: float, width: int, teacher_width: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class FeatureLoss(nn.Module):
     def forward(self, hidden_ND: Tensor, targets: Targets) -> Tensor:
         """The sum of the term over N positions, times its weight.
 
-        It is differentiable in the states and in the projection. Raises ``ValueError`` where the
+        It is differentiable in the states and in the projection. Raises ``ValueError`` if the
         targets are not hidden states.
         """
         if not isinstance(targets.teacher, HiddenTarget):

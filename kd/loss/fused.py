@@ -53,7 +53,7 @@ class LossTerms(NamedTuple):
     total = (1 - alpha) kd + alpha (ce + smoothing) + z, where ``kd`` is the divergence times T^2,
     ``ce`` the cross-entropy of the hard label itself, ``smoothing`` what label smoothing adds to
     it, and ``z`` the weighted squares. ``total`` carries the gradients; the other terms are for
-    reports. ``entropy`` is the teacher's at T, where its records have it.
+    reports. ``entropy`` is the teacher's at T, if its records have it.
     """
 
     total: Tensor
@@ -119,7 +119,7 @@ class LossChunk:
 
     @property
     def entries(self) -> SparseTarget | None:
-        """The teacher's target where it consists of entries, else None."""
+        """The teacher's target if it consists of entries, else None."""
         return self.teacher if isinstance(self.teacher, SparseTarget) else None
 
     def weigh(self, value: float, like: Tensor) -> float | Tensor:
@@ -179,16 +179,16 @@ class _LossInputs:
 
     @property
     def scale(self) -> float:
-        """T^2, or 1 where only the teacher is tempered."""
+        """T^2, or 1 if only the teacher is tempered."""
         return self.student_temperature**2
 
     @property
     def student_temperature(self) -> float:
-        """T, or 1 where only the teacher is tempered."""
+        """T, or 1 if only the teacher is tempered."""
         return 1.0 if self.objective.teacher_only else self.targets.temperature_value
 
     def can_use_kernels(self, hidden_ND: Tensor) -> bool:
-        """Whether the GPU kernels can do this pass: of entries, hard labels and forward KL."""
+        """Return whether GPU kernels can do this pass: of entries, hard labels and forward KL."""
         sparse = self.targets.teacher is None or isinstance(self.targets.teacher, SparseTarget)
         return sparse and self.objective.divergence == "forward_kl" and can_run_kernels(hidden_ND)
 
@@ -251,12 +251,12 @@ class _LossPass:
 
     @property
     def wants_logits(self) -> bool:
-        """Whether the gradient with respect to the logits is needed."""
+        """True if the gradient with respect to the logits is needed."""
         return not (self.d_hidden_ND is None and self.d_weight is None and self.d_bias is None)
 
     @property
     def wants_slope(self) -> bool:
-        """Whether E_q[log q] is needed: by the gradient for T, where the student is tempered."""
+        """True if E_q[log q] is needed: by the gradient for T, if the student is tempered."""
         return self.d_temperature is not None and not self.work.objective.teacher_only
 
     @property
@@ -383,7 +383,7 @@ class _LossPass:
         return alpha + 2.0 * z * lse_N[:, None]
 
     def _can_use_sums(self, teacher: TargetChunk) -> bool:
-        """Whether the divergence and its slopes need no more than E_p[s] and LSE(s)."""
+        """Return whether the divergence and its slopes need no more than E_p[s] and LSE(s)."""
         forward = self.work.objective.divergence == "forward_kl"
         return forward and (self.d_temperature is None or not isinstance(teacher, Distribution))
 
@@ -412,7 +412,7 @@ class _LossPass:
     def _add_apart(self, chunk: LossChunk, teacher: TargetChunk, s_NV: Tensor) -> Tensor | None:
         """Add a divergence that shares no softmax with the hard label; return its gradient.
 
-        The gradient is None where the logits need none.
+        The gradient is None if the logits need none.
         """
         temperature = self.work.student_temperature
         s_NV = s_NV / temperature
@@ -465,7 +465,7 @@ class _LossPass:
     ) -> Tensor | None:
         """Add any divergence of whole distributions and its slope in T; return its gradient.
 
-        The gradient is None where the logits need none.
+        The gradient is None if the logits need none.
         """
         work = self.work
         objective = self.work.objective

@@ -30,7 +30,7 @@ class Objective:
 
     @classmethod
     def of(cls, config: LossConfig) -> Objective:
-        """The objective of a job; where alpha has a schedule, at its start."""
+        """The objective of a job; if alpha has a schedule, at its start."""
         temperature = config.temperature
         return cls(
             alpha=config.alpha.start if isinstance(config.alpha, Ramp) else config.alpha,

@@ -9,7 +9,7 @@ differentiates.
 A token of the tail weighs p_T over its chance to be drawn (Horvitz and Thompson, 1952), so that the
 mean of its weight over draws is p_T. The sum W of a position's weights is then 1 in the mean, and
 not in each draw. Dividing the weights by W would make every draw a distribution, but a biased one:
-W is large where improbable tokens were drawn too seldom. So the loss multiplies LSE(s) by W. At
+W is large if improbable tokens were drawn too seldom. So the loss multiplies LSE(s) by W. At
 T = 1 of profile threshold all tail weights are equal, and W is 1 in each draw.
 
 Shapes: N positions that have a target, V vocabulary, A known ids (the gold token, then
@@ -36,7 +36,7 @@ class SparseTarget:
     """Weighted entries; those of position n are ``offsets_N1[n]`` to ``offsets_N1[n + 1]``.
 
     The first ``candidate_count_N[n]`` entries are at least as probable as all tokens that are not
-    among them, so the teacher's best token is one of them; 0 where there are no such entries.
+    among them, so the teacher's best token is one of them; 0 if there are no such entries.
     ``normalized`` tells that the weights of every position sum to 1. ``tail_places_M`` are the
     places of sampled entries among all; a chunk has none. A target of entries is its own chunk.
     """
@@ -244,7 +244,7 @@ class _SampledEntries:
     ) -> SparseTarget:
         """Join known ids, head and tail of each position. ``weights`` are theirs, in this order.
 
-        ``known_leads_N`` is True where the best known id is above the threshold. A head entry is
+        ``known_leads_N`` is True if the best known id is above the threshold. A head entry is
         always above the threshold, and a token that is not an entry always below.
         """
         known = self.ids_NA.shape[1]

@@ -84,14 +84,14 @@ class StudentRows:
 
     @property
     def mean_nll_N(self) -> Tensor | None:
-        """The mean of -log q over the vocabulary; None where not requested."""
+        """The mean of -log q over the vocabulary; None if not requested."""
         if self.rows.total_N is None:
             return None
         return self.rows.lse_N - self.rows.total_N / self.lm_head.vocabulary
 
     @property
     def negentropy_N(self) -> Tensor | None:
-        """E_q[log q] at the temperature; None where not requested."""
+        """E_q[log q] at the temperature; None if not requested."""
         if self.rows.mean_N is None:
             return None
         return self.rows.mean_N / self.temperature - self.rows.soft_lse_N

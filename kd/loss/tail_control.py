@@ -10,8 +10,8 @@ position, which the cache holds (``cache.records.TailSums``). So the loss gets t
     sum_v c_v (s_v - N b_v) (W m)_v        N positions; m a constant, c the share of the cache
 
 Its mean is 0: over the draws s becomes P, and over the batches of an epoch P becomes N b. For that
-m must not depend on the batch, so it is the average of the steps before. The term leaves hidden
-states alone; its gradient is c (s - N b) mᵀ for the weight and c (s - N b) for the bias.
+m must not depend on the batch, so it is the average of the steps before. The term does not
+change hidden states; its gradient is c (s - N b) mᵀ for the weight and c (s - N b) for the bias.
 
 Where batches come in the order of their entropy, P is far from N b in each of them, and the term
 would draw all of them to the same tail. So it needs batches that are a random part of the text.

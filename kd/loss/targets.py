@@ -42,11 +42,11 @@ class TargetChunk(Protocol):
 
     @property
     def entropy_N(self) -> Tensor:
-        """H(p) in nats; 0 where the record lacks it, so that KL is a cross-entropy there."""
+        """H(p) in nats; 0 if the record lacks it, so that KL is a cross-entropy there."""
 
     @property
     def total_N(self) -> Tensor | None:
-        """The sum W of p of each position, float64; None where it is 1 at all positions."""
+        """The sum W of p of each position, float64; None if it is 1 at all positions."""
 
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
         """E_p[s] of each position, float64."""
@@ -59,7 +59,7 @@ class TargetChunk(Protocol):
         """
 
     def find_best_N(self) -> Tensor:
-        """The teacher's most probable token, -1 where the record does not determine it."""
+        """The teacher's most probable token, -1 if the record does not determine it."""
 
 
 class TeacherTarget(Protocol):
@@ -67,7 +67,7 @@ class TeacherTarget(Protocol):
 
     @property
     def whole(self) -> bool:
-        """Whether it has the probability of every token."""
+        """True if it has the probability of every token."""
 
     def take_chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> TargetChunk:
         """The target of positions ``rows``; whole distributions come in ``dtype``."""
@@ -77,8 +77,8 @@ class TeacherTarget(Protocol):
 class Targets:
     """The hard label of N positions, and the teacher's distribution at ``temperature``.
 
-    ``teacher`` is None where there is no teacher; alpha must then be 1. ``entropy_N`` is the
-    teacher's H in nats at T = 1 from the records, float64, NaN where it is unknown.
+    ``teacher`` is None if there is no teacher; alpha must then be 1. ``entropy_N`` is the
+    teacher's H in nats at T = 1 from the records, float64, NaN if it is unknown.
     """
 
     gold_N: Tensor
@@ -133,5 +133,5 @@ def list_betas(betas: tuple[float, ...], device: torch.device, dtype: torch.dtyp
 
 
 def decode_entropies(codes_N: Tensor, unknown: float) -> Tensor:
-    """H(p) in nats, float64; ``unknown`` where the record does not have it."""
+    """H(p) in nats, float64; ``unknown`` if the record does not have it."""
     return (codes_N.double() * ENTROPY_STEP).masked_fill(codes_N == UNKNOWN_ENTROPY, unknown)

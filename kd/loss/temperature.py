@@ -59,8 +59,8 @@ class StepStatistics:
     """The statistics of a step that the temperature needs, as means per token.
 
     ``kd`` is T^2 D and ``entropy`` H(p_T), both in nats. ``lookahead_slope`` is the slope of
-    ``kd.training.lookahead``, None where this step computed none. ``loss_scale`` is the factor by
-    which the loss was multiplied before its backward pass; where ranks add up their gradients, also
+    ``kd.training.lookahead``, None if this step computed none. ``loss_scale`` is the factor by
+    which the loss was multiplied before its backward pass; if ranks add up their gradients, also
     by their number.
     """
 
@@ -73,7 +73,7 @@ class StepStatistics:
 class TemperatureControl(nn.Module):
     """The temperature of every step; all of its state is in ``state_dict``.
 
-    ``state_dict`` is empty where T is not learned. The module stays on the CPU: the loop reads T at
+    ``state_dict`` is empty if T is not learned. The module stays on the CPU: the loop reads T at
     every step and must not wait for a GPU.
     """
 
@@ -110,21 +110,21 @@ class TemperatureControl(nn.Module):
 
     @property
     def learned(self) -> bool:
-        """Whether T is learned, so that there is state to keep."""
+        """True if T is learned, so that there is state to keep."""
         return isinstance(self.config, LearnedTemperature)
 
     @property
     def teacher_only(self) -> bool:
-        """Whether only the teacher is tempered and the student stays at T = 1."""
+        """True if only the teacher is tempered and the student stays at T = 1."""
         return self._mode == "teacher_only"
 
     @property
     def follows_held_out(self) -> bool:
-        """Whether ``kd.training.lookahead`` moves T."""
+        """True if ``kd.training.lookahead`` moves T."""
         return self._mode in {"lookahead", "teacher_only"}
 
     def is_lookahead_step(self, step: int) -> bool:
-        """Whether ``step`` needs ``StepStatistics.lookahead_slope``: one step in ``interval``."""
+        """Return whether this ``step``, one in ``interval``, needs a ``lookahead_slope``."""
         config = self.config
         return (
             isinstance(config, LearnedTemperature)
@@ -176,7 +176,7 @@ class TemperatureControl(nn.Module):
         """T of the last step, the gradient that theta descends, and how far T is from a bound.
 
         The distance is to the nearer bound, as a share of the range of log T: 0.5 in the middle.
-        Gradient and distance are None where T is not learned.
+        Gradient and distance are None if T is not learned.
         """
         if not self.learned:
             return {
@@ -191,7 +191,7 @@ class TemperatureControl(nn.Module):
         }
 
     def describe_alarm(self) -> str | None:
-        """A warning that T stays at a bound, at the step where such steps exceed 1 %, else None."""
+        """A warning that T stays at a bound, at the step when such steps exceed 1 %, else None."""
         config = self.config
         if not isinstance(config, LearnedTemperature) or self.crossed.item() != 1:
             return None
@@ -211,7 +211,7 @@ class TemperatureControl(nn.Module):
     def _compute_slope(
         self, config: LearnedTemperature, step: int, seen: StepStatistics
     ) -> float | None:
-        """The slope in log T that theta descends; None where this step has none."""
+        """The slope in log T that theta descends; None if this step has none."""
         match config.mode:
             case "entropy":
                 assert config.target_entropy is not None, (

@@ -22,9 +22,9 @@ from kd.parallel.group import Group
 
 
 def compute_token_weights(targets: Targets, objective: Objective) -> Tensor | None:
-    """Compute c, (N,) in float64; None where every weight is 1.
+    """Compute c, (N,) in float64; None if every weight is 1.
 
-    Raises ``ValueError`` where the targets have no entropies.
+    Raises ``ValueError`` if the targets have no entropies.
     """
     if objective.entropy_weighting == 0.0 or targets.teacher is None or not len(targets):
         return None
@@ -43,7 +43,7 @@ def measure_mean_weight(
     """Compute the mean of (1 + H)^w over the records of the micro-batches ``parts`` of all ranks.
 
     The columns are those of ``kd.text.batches.Batch.teacher``, on the host; w is ``exponent``. None
-    where no entropy is known. All ranks call it.
+    if no entropy is known. All ranks call it.
     """
     sums = torch.zeros(2, dtype=torch.float64)
     for columns in parts:

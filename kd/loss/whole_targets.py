@@ -29,7 +29,7 @@ class TopTarget:
     the student lies outside the K tokens, not where. In the gradient q - p the bucket is therefore
     spread as the student spreads it: r q_v / (1 - Q), with Q the student's mass on the K tokens. 1
     - Q is summed over the outside itself: as a difference, or as log1mexp of the K tokens'
-    logsumexp, it loses all digits where Q nears 1. The outside ends at ``vocabulary``, V: rows
+    logsumexp, it loses all digits when Q nears 1. The outside ends at ``vocabulary``, V: rows
     beyond it get no part of the rest. A target of tokens is its own chunk.
     """
 
@@ -94,7 +94,7 @@ def decode_top(columns: Columns, k: int | None = None, vocabulary: int | None = 
 
 
 def _decode_steps(codes: Tensor) -> Tensor:
-    """Log-probabilities, -inf where the record has none."""
+    """Log-probabilities, -inf if the record has none."""
     steps = codes.double()
     return (steps * -TOP_STEP).masked_fill(steps == UNKNOWN, -torch.inf)
 

@@ -21,7 +21,7 @@ class Dropout:
     def of(cls, model: PreTrainedModel) -> Dropout:
         """Find the places; those of adapters have a field of their own.
 
-        Raises ``ModelError`` where the layers of ``model`` have none.
+        Raises ``ModelError`` if the layers of ``model`` have none.
         """
         places = [
             (module, attribute)

@@ -1,7 +1,7 @@
 """AdamW with a state of 8 bits a number, by torchao: pip install 'potstill[quantization]'.
 
 Blocks of 256 numbers are stored as codes of a byte and one scale (Dettmers et al. 2022, arXiv
-2110.02861). Import this module only where a job asks for it: torchao takes seconds to import.
+2110.02861). Import this module only if a job asks for it: torchao takes seconds to import.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The optimiser of the student: which one, which weights decay, and how fast each layer learns.
 
-    adamw          torch.optim.AdamW: fused where the device allows it, else foreach or a loop
+    adamw          torch.optim.AdamW: fused if the device allows it, else foreach or a loop
     adamw_8bit     torchao's AdamW of 8 bits for the matrices of the layers, AdamW for the rest
     adafactor      transformers' Adafactor without its own choice of the rate, as in its Trainer
     muon           torch.optim.Muon for the matrices of the layers, AdamW for the rest
@@ -46,7 +46,7 @@ def make_optimizer(
     Weight decay is on matrices only: on norms and biases it would only shrink their scale. The
     first group holds the LM head and has the full rate, and so has ``extra``. Raises
     ``TrainingError`` for an argument in ``train.optim_args`` that the optimiser does not have; the
-    message lists those it has. Raises ``ConfigError`` where the optimiser's library is missing.
+    message lists those it has. Raises ``ConfigError`` if the optimiser's library is missing.
     """
     groups = _make_groups(student, list(extra), options)
     optimizer: Optimizer

@@ -29,7 +29,7 @@ def keep_floor(optimizer: Optimizer, weight: Parameter, floor: float) -> None:
     """Let ``optimizer`` keep the mean square of ``weight``'s gradients above a floor.
 
     ``floor`` is c above. The floor is applied after each step, for the steps that follow. Does
-    nothing where the optimiser has no mean square of each weight (Lion, LARS, Adafactor).
+    nothing if the optimiser has no mean square of each weight (Lion, LARS, Adafactor).
     """
 
     def raise_to_floor(stepped: Optimizer, *_: Any) -> None:

@@ -22,7 +22,7 @@ from kd.parallel.sharded_files import get_own
 
 
 class RoundedAdamW(AdamW):
-    """torch's AdamW that rounds its steps stochastically where parameters are in bfloat16.
+    """torch's AdamW that rounds its steps stochastically if parameters are in bfloat16.
 
     One parameter at a time is in memory in float32 too. Others than bfloat16 are stepped as by
     ``AdamW``.

@@ -3,7 +3,7 @@
 transformers.get_scheduler           linear, cosine, polynomial and others
 torch's OneCycleLR                   onecycle
 step, multistep                      the rate falls by a factor at given steps
-torch's ReduceLROnPlateau            it falls where the held-out loss no longer does
+torch's ReduceLROnPlateau            it falls when the held-out loss no longer does
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, options: TrainConfig, steps
 
     Each group of parameters moves from a rate of its own. Call ``step()`` once after each optimiser
     step; ``get_last_lr()[0]`` is the rate of the LM head. Raises ``TrainingError``, with the fields
-    to change, where the schedule cannot be made.
+    to change, if the schedule cannot be made.
     """
     name = options.lr_scheduler_type
     # YAML may write a count as 2.0; the schedules need whole numbers.
@@ -111,7 +111,7 @@ def _read_number(arguments: dict[str, Any], name: str, default: float) -> float:
 
 
 class Plateau(ReduceLROnPlateau):
-    """A linear warm-up; then the rate falls where the held-out loss no longer does.
+    """A linear warm-up; then the rate falls when the held-out loss no longer does.
 
     ``step`` follows each optimiser step, as with the other schedules, and ``observe`` each
     evaluation. Evaluations during the warm-up count for nothing.
@@ -133,7 +133,7 @@ class Plateau(ReduceLROnPlateau):
             self._warm_up()
 
     def observe(self, loss: float) -> None:
-        """Record the held-out loss of an evaluation, in nats; lower the rate where that is due."""
+        """Record the held-out loss of an evaluation, in nats; lower the rate if that is due."""
         if self.taken >= self.warmup:
             super().step(loss)
 
@@ -173,7 +173,7 @@ def scale_rates(scheduler: Any, factor: float) -> None:
 def list_rates(options: TrainConfig, steps: int) -> list[float]:
     """Return the rate of the LM head at each of ``steps`` optimiser steps.
 
-    A schedule that follows the held-out loss never falls here. Raises ``TrainingError`` where the
+    A schedule that follows the held-out loss never falls here. Raises ``TrainingError`` if the
     schedule cannot be made.
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], options.learning_rate)

@@ -1,4 +1,4 @@
-"""Bytes of trained weights and of each optimiser's state, from shapes alone. Imports no torch.
+"""Bytes of trained weights and of each optimiser's state, only from shapes. Imports no torch.
 
 Training (``kd.memory.step_memory``) and the API's plan of a job (``services.api.planning``) both
 count with it.
@@ -48,7 +48,7 @@ class ParameterShape:
 
     @property
     def has_eight_bit_state(self) -> bool:
-        """Whether ``adamw_8bit`` keeps its state in 8 bits.
+        """True if ``adamw_8bit`` keeps its state in 8 bits.
 
         It does so for matrices of the layers, and for the stacks of them that experts have. The
         rows of embeddings and LM head differ too much in their gradients to share a scale.

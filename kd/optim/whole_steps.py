@@ -62,7 +62,7 @@ class WholeSteps(Optimizer):
 
 
 def needs_whole_steps(groups: list[dict[str, Any]]) -> bool:
-    """Whether some parameter of ``groups`` is in parts."""
+    """Return whether some parameter of ``groups`` is in parts."""
     return any(isinstance(each, DTensor) for group in groups for each in group["params"])
 
 

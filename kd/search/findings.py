@@ -58,7 +58,7 @@ def make_search_report(config: JobConfig, study: Study) -> dict[str, Any]:
 def judge_search(trials: list[dict[str, Any]]) -> Verdict | None:
     """Judge the teacher of a search that also tried to train without it (``loss.alpha`` 1).
 
-    The best trials of both kinds are compared. None where one kind has no complete trial.
+    The best trials of both kinds are compared. None if one kind has no complete trial.
     """
     losses: dict[bool, list[float]] = {True: [], False: []}
     for row in trials:

@@ -38,7 +38,7 @@ def get_search(config: JobConfig) -> SearchConfig:
 def make_best_job(config: JobConfig, overrides: Overrides) -> JobConfig:
     """Make the job of one point of the space: kind distill, with the search's text and teacher.
 
-    Raises ``ConfigError`` where the values contradict each other.
+    Raises ``ConfigError`` if the values contradict each other.
     """
     data = config.model_dump(mode="json") | {
         "kind": "distill",
@@ -69,7 +69,7 @@ def make_trial_job(
 
 
 def keeps_best(config: JobConfig, overrides: Overrides) -> bool:
-    """Whether a trial saves its best weights (with early stopping), and not its last."""
+    """Return whether a trial saves its best weights (with early stopping), and not its last."""
     train = make_best_job(config, overrides).train
     return train is not None and train.early_stopping_patience is not None
 

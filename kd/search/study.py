@@ -177,7 +177,7 @@ def start_trial(study: Study, search: SearchConfig) -> Trial | None:
 
 
 def has_tried_all(study: Study, search: SearchConfig) -> bool:
-    """Whether the trials have had all values of the space; a range of numbers has no end."""
+    """Return whether the trials have had all values of the space; a range of numbers has no end."""
     sizes = map(_count_values, search.space.values())
     points = math.prod(math.inf if size is None else size for size in sizes)
     trials = study.get_trials(deepcopy=False)
@@ -263,7 +263,7 @@ def report_loss(study: Study, trial: Trial, step: int, loss: float | None) -> No
 
 
 def should_prune(trial: Trial) -> bool:
-    """Whether the trial is so bad that it should stop."""
+    """Return whether the trial is so bad that it should stop."""
     return bool(trial.should_prune())
 
 

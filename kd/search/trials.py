@@ -171,7 +171,7 @@ class TrialMonitor:
             self.monitor.emit(event.type, **event.data)
 
     def should_stop(self) -> bool:
-        """Whether the trial should stop at the next point where everything is saved."""
+        """Return whether the trial should stop at the next point where everything is saved."""
         return (self.pruned and not self.trained) or self.monitor.should_stop()
 
     def catch_up(self, metrics: Path) -> None:

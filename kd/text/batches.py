@@ -182,7 +182,7 @@ class Batch:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the batch lies in pinned memory."""
+        """True if the batch lies in pinned memory."""
         return self.tokens_BL.is_pinned()
 
     def pin(self) -> Batch:
@@ -272,7 +272,7 @@ class CachedRecords:
         return self.store.disk_reads
 
     def is_far(self, options: TrainConfig) -> bool:
-        """Whether whole shards are to be fetched from a bucket before they are read.
+        """Return whether whole shards are to be fetched from a bucket before they are read.
 
         In random order a shard that cannot stay on the disk would be fetched for one sequence.
         """
@@ -285,7 +285,7 @@ class CachedRecords:
         return self.store.teacher_head()
 
     def tail_mean(self) -> dict[str, NDArray[Any]] | None:
-        """Return the mean tail; None where the cache has none."""
+        """Return the mean tail; None if the cache has none."""
         return self.store.tail_mean()
 
     def read(self, indices: np.ndarray, draws: int | np.ndarray = 0) -> tuple[Sequences, Records]:

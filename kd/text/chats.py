@@ -93,7 +93,7 @@ def _note_row(
 
 
 def _require_learned(encoded: EncodedChat, where: str) -> EncodedChat:
-    """Return ``encoded``; raise ``DataError`` where no token is a target."""
+    """Return ``encoded``; raise ``DataError`` if no token is a target."""
     _, trained = encoded
     if trained is not None and not trained[1:].any():
         raise DataError(
@@ -164,7 +164,7 @@ def _tokenize(
 
 
 def _find_byte_offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
-    """Find the characters of each token where Python computes the tokens, such as ByT5's.
+    """Find the characters of each token if Python computes the tokens, such as ByT5's.
 
     Raises ``DataError`` unless each token is a byte of ``text``, or an added token that stands
     there. Special tokens at the ends of a text have no characters.

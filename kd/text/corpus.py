@@ -85,8 +85,8 @@ def open_corpus(
 ) -> Corpus:
     """Open the text that ``config`` names; tokenize it into a store below ``texts`` first.
 
-    A text whose store is complete is not read again. Raises ``DataError`` where the text holds a
-    token whose id is not below ``size``, V, or where its store is damaged.
+    A text whose store is complete is not read again. Raises ``DataError`` if the text holds a
+    token whose id is not below ``size``, V, or if its store is damaged.
     """
 
     def load(field: str, wanted: int | None) -> StoredSequences:
@@ -301,7 +301,7 @@ def count_held_out(count: int, fraction: float) -> int:
 
 
 def count_kept_held_out(held_out: int, trained: int, config: DataConfig) -> int:
-    """Count the sequences that are kept of ``held_out``, where ``trained`` are trained on.
+    """Count the sequences that are kept of ``held_out`` if ``trained`` are trained on.
 
     A share of a long text may be much more than the few sequences of it that are trained on.
     """
@@ -313,7 +313,7 @@ def count_kept_held_out(held_out: int, trained: int, config: DataConfig) -> int:
 
 
 def describe_held_out(kept: int, trained: int, config: DataConfig) -> str:
-    """Say which ``kept`` sequences are held out, where ``trained`` are trained on, and why."""
+    """Say which ``kept`` sequences are held out if ``trained`` are trained on, and why."""
     share = f"the last {config.held_out_fraction:.3g} of data.train"
     source = "data.validation" if config.validation else share
     if kept == 0:

@@ -6,7 +6,7 @@ One rule says which files of a folder, of a pattern and of a bucket are read, an
     read       files with an ending of ``SUFFIXES``, in any case; folders that are linked, too
     left out   hidden files and folders (their names begin with . or _), files about the data
                (README, LICENSE, dataset_info.json, a.txt.json beside a.txt), other endings, and the
-               files of other splits, where the names tell splits apart
+               files of other splits, if the names tell splits apart
 
 What is left out is counted and named. A file that is named itself is always read.
 """
@@ -147,7 +147,7 @@ def list_stored_texts(url: str, split: str = "train") -> tuple[list[str], dict[s
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether ``save_to_disk`` of ``datasets`` wrote ``folder``: one split, or several."""
+    """Return whether ``save_to_disk`` of ``datasets`` wrote ``folder``: one split, or several."""
     one = [folder / name for name in SAVED_SPLIT]
     return (folder / SAVED_SPLITS).is_file() or all(map(Path.is_file, one))
 

@@ -29,7 +29,7 @@ class MarkedText:
         return Mark(self._begin, self._next)
 
     def read(self, most: int) -> Sequences | None:
-        """Return at least one and at most ``most`` sequences; None where there are no more."""
+        """Return at least one and at most ``most`` sequences; None if there are no more."""
         while self._sequences is None or self._next >= len(self._sequences):
             block = next(self._blocks, None)
             if block is None:
@@ -67,7 +67,7 @@ class TextReader:
         return Cursor(tuple(text.mark for text in self._texts), tuple(self._given))
 
     def read(self, most: int) -> Sequences | None:
-        """Return at least one and at most ``most`` sequences; None where there are no more."""
+        """Return at least one and at most ``most`` sequences; None if there are no more."""
         if not self._given:
             return self._texts[0].read(most)
         turn = min(range(len(self._texts)), key=self._given.__getitem__)
@@ -87,7 +87,7 @@ class TextReader:
 
 
 def is_mixture(sources: TextSources, config: DataConfig) -> bool:
-    """Whether the sources are mixed in shares: if one has a weight, or if one is a stream.
+    """Return whether the sources are mixed in shares: if one has a weight, or if one is a stream.
 
     Without a mixture, only the first of several streams would be read.
     """
@@ -96,7 +96,7 @@ def is_mixture(sources: TextSources, config: DataConfig) -> bool:
 
 
 def has_dataset(sources: TextSources) -> bool:
-    """Whether one of ``sources`` is a dataset."""
+    """Return whether one of ``sources`` is a dataset."""
     return any(isinstance(source, DatasetSpec) for source in sources)
 
 

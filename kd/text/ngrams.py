@@ -48,7 +48,7 @@ class NGrams:
 
     @classmethod
     def of(cls, parts: Iterable[Sequences], vocabulary: int) -> NGrams | None:
-        """Count the targets of ``parts``; None where there are none."""
+        """Count the targets of ``parts``; None if there are none."""
         before_N, gold_N = _take_targets(parts)
         if not len(gold_N):
             return None
@@ -97,7 +97,7 @@ class NGrams:
 
 
 def count_ngrams(source: Source, vocabulary: int) -> NGrams | None:
-    """Count the beginning of the training text of ``source``; None where it has no target."""
+    """Count the beginning of the training text of ``source``; None if it has no target."""
     if isinstance(source, CachedRecords):
         return NGrams.of(_read_stored_tokens(source), vocabulary)
     parts = read_in_parts(source, range(source.train_count), _SEQUENCES_AT_ONCE)

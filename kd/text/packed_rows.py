@@ -23,7 +23,7 @@ class PackedRows:
     document in the flattened batch, then B L: (C + 1,), int32. Both go to the device;
     ``host_bounds_C`` are the same bounds and stay on the host. No document is longer than
     ``longest``, which is rounded up to a power of two: compiled code serves all batches with the
-    same one. ``apart``: whether attention must keep the documents apart; not where only padding
+    same one. ``apart``: whether attention must keep the documents apart; not if only padding
     follows the first one of each row.
     """
 
@@ -37,7 +37,7 @@ class PackedRows:
     def of(cls, positions_BL: Tensor, apart: bool = True) -> PackedRows:
         """Find the documents of rows whose positions are on the host.
 
-        A document starts with each row, and where positions do not go up by one, as in
+        A document starts with each row, and wherever positions do not go up by one, as in
         transformers.
         """
         begins_BL = torch.diff(positions_BL, dim=1, prepend=positions_BL[:, :1]) != 1

@@ -59,7 +59,7 @@ class Document:
 
     @property
     def targets(self) -> np.ndarray:
-        """Whether each token is a target, (N,) bool."""
+        """True at each token that is a target, (N,) bool."""
         return np.ones(len(self), bool) if self.trained is None else self.trained
 
 

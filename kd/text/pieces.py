@@ -113,7 +113,7 @@ class TextEncoder:
             yield self.finish(list(zip(batch, ids, strict=True)), where, at)
 
     def _cut(self, chunks: Iterator[str]) -> Iterator[str]:
-        """Cut one document into pieces; it stays whole where the tokenizer has no seams."""
+        """Cut one document into pieces; it stays whole if the tokenizer has no seams."""
         if self._seams is None:
             return iter(["".join(chunks)])
         return cut_text(chunks, self._seams, PIECE_CHARACTERS)
@@ -162,7 +162,7 @@ class TextEncoder:
     def encode_short(self, texts: list[str]) -> list[NDArray[np.uint32]] | None:
         """Encode ``texts`` of at most ``PIECE_CHARACTERS`` characters each, at once; ids (N,) each.
 
-        They are without what ``finish`` adds. None where a text has to be read alone.
+        They are without what ``finish`` adds. None if a text has to be read alone.
         """
         return None if self._seams is None else self.encode_pieces(texts)
 

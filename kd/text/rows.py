@@ -174,14 +174,14 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def read_cell(cells: Any, place: str, config: DataConfig) -> str | Chat | Completion:
-    """Return the document in a row; raises ``DataError`` where it is not of the job's format."""
+    """Return the document in a row; raises ``DataError`` if it is not of the job's format."""
     row = TextRow(require_object(cells, place), place, config.format)
     reader = _READERS.get(config.format)
     return row.read_text(config.text_column) if reader is None else reader(row)
 
 
 def require_object(cells: Any, place: str) -> dict[str, Any]:
-    """Return the cells of a row; raise ``DataError`` where it is no object."""
+    """Return the cells of a row; raise ``DataError`` if it is no object."""
     if not isinstance(cells, dict):
         raise DataError(
             f"{place} is not a JSON object: {str(cells)[:40]}.",

@@ -248,7 +248,7 @@ def _check_normalizers(steps: list[dict[str, Any]]) -> bool:
 
 
 def _is_local_pattern(pattern: dict[str, str]) -> bool:
-    """Whether a replaced pattern cannot reach over a cut: a space, or no white space at all."""
+    """Return whether a replaced pattern cannot reach over a cut: a space, or no white space."""
     text = pattern.get("String")
     if text is None:
         return pattern.get("Regex") in (" {2,}", r" {2,}", r"\s+")
@@ -259,7 +259,7 @@ def _is_local_pattern(pattern: dict[str, str]) -> bool:
 
 
 def _has_no_words(steps: list[dict[str, Any]], normalizers: Iterable[dict[str, Any]]) -> bool:
-    """Whether the pre-tokenizer gives the model a whole text as one word."""
+    """Return whether the pre-tokenizer gives the model a whole text as one word."""
     marked = any(
         step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == MARK
         for step in normalizers
@@ -296,7 +296,7 @@ def _check_words(steps: list[dict[str, Any]]) -> tuple[bool, bool]:
 
 
 def _is_plain(steps: list[dict[str, Any]]) -> bool:
-    """Whether no step depends on where in a text its word stands."""
+    """Return whether no step depends on where in a text its word stands."""
     return all(step["type"] in ("ByteLevel", "Digits", "Punctuation", "Split") for step in steps)
 
 
@@ -305,7 +305,7 @@ def _describe(step: dict[str, Any]) -> str:
 
 
 def _leaves_space(step: dict[str, Any]) -> bool:
-    """Whether a step cuts at no white space and depends on none."""
+    """Return whether a step cuts at no white space and depends on none."""
     if step["type"] == "Digits":
         return True
     if step["type"] == "Punctuation":
@@ -320,7 +320,7 @@ def _leaves_space(step: dict[str, Any]) -> bool:
 
 
 def _cuts_words(step: dict[str, Any]) -> bool:
-    """Whether every alternative of a regex is known, and one of them takes any white space."""
+    """Return whether all alternatives of a regex are known, and one takes any white space."""
     alternatives = split_alternatives(step["pattern"].get("Regex", ""))
     isolates = (step["behavior"], step["invert"]) in (("Isolated", False), ("Removed", True))
     return isolates and r"\s+" in alternatives and set(alternatives) <= _WORDS

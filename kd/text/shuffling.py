@@ -1,4 +1,4 @@
-"""Random orders that are never listed: the sequence at any place of an epoch is computed alone.
+"""Random orders that are never listed: the sequence at any place of an epoch is computed by itself.
 
 A cache that is larger than memory is read by *windows*. The shards are put in random order, every
 ``width`` of them in a row are one window, and the sequences of a window come in random order. So
@@ -29,7 +29,7 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 @dataclass(frozen=True)
 class KeyedPermutation:
-    """A random permutation of 0 to ``count - 1``, computed for each number alone.
+    """A random permutation of 0 to ``count - 1``, computed for each number by itself.
 
     It is a Feistel network on the two digits of a number in a mixed base near sqrt(count). A result
     of ``count`` or more is permuted again until it is smaller, which keeps the map one to one

@@ -192,7 +192,7 @@ def _read_cells(
 ) -> Iterator[FoundDocument]:
     """Yield the documents of ``rows`` from ``start`` on; those before it are only passed over.
 
-    Rows without text are left out. Raises ``DataError`` where there are more of them than others.
+    Rows without text are left out. Raises ``DataError`` if there are more of them than others.
     """
     missing = 0
     found = start.row

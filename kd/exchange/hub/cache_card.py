@@ -80,7 +80,7 @@ def _list_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def _describe_fidelity(manifest: Manifest) -> list[str]:
-    """How close the records are to the teacher, where that was measured."""
+    """How close the records are to the teacher, if that was measured."""
     if not manifest.fidelity:
         return []
     rows = [

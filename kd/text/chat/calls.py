@@ -59,7 +59,7 @@ def _read_call(call: Any, what: str) -> dict[str, Any]:
 
 
 def _is_bare(value: Any) -> bool:
-    """Whether a call or a schema lacks the object around it."""
+    """Return whether a call or a schema lacks the object around it."""
     return isinstance(value, dict) and "name" in value and "function" not in value
 
 

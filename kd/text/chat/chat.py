@@ -28,7 +28,7 @@ class Chat:
     unread_columns: tuple[str, ...] = ()
 
     def is_learned(self, number: int) -> bool:
-        """Whether message ``number`` is one of the assistant that may be learned."""
+        """Return whether message ``number`` is one of the assistant that may be learned."""
         message = self.messages[number]
         return bool(
             message.get("role") == "assistant"

@@ -25,7 +25,7 @@ def squeeze(text: str) -> str:
 
 
 def holds(shown: str, said: str) -> bool:
-    """Whether the text ``shown`` holds ``said``, but for white space."""
+    """Return whether the text ``shown`` holds ``said``, but for white space."""
     return said.strip() in shown or squeeze(said) in squeeze(shown)
 
 
@@ -74,7 +74,7 @@ def _find_lost_in_call(function: dict[str, Any], shown: str) -> str | None:
 
 
 def is_open(message: dict[str, Any], shown: str) -> bool:
-    """Whether nothing stands after the answer in ``shown``: no token ends the turn."""
+    """Return whether nothing stands after the answer in ``shown``: no token ends the turn."""
     if message.get("tool_calls"):
         return re.search(r"[}\]]\s*$|</\w*(call|calls|function)>\s*$", shown) is not None
     said = squeeze(read_content(message).rpartition("</think>")[2])

@@ -1,4 +1,4 @@
-"""Control tokens that stand in a chat as text: they become tokens where a template renders them.
+"""Control tokens that stand in a chat as text: they become tokens when a template renders them.
 
 A user may have typed <|im_end|>; a tokenizer makes the token of it, as of the template's own.
 """

@@ -75,7 +75,7 @@ def _look_at_clock() -> str:
 
 
 def marks_answers(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the template has markers around what the assistant writes."""
+    """Return whether the template has markers around what the assistant writes."""
     return _GENERATION.search(get_template(chat, tokenizer)) is not None
 
 

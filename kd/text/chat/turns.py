@@ -114,7 +114,7 @@ class TurnFinder:
             self._note("rows with messages that the chat template changes", f"{what} {lost}.")
 
     def _renders_to(self, chat: Chat, text: str) -> bool:
-        """Whether the template makes ``text`` of the chat; it may refuse it."""
+        """Return whether the template makes ``text`` of the chat; it may refuse it."""
         try:
             return render(chat, self.tokenizer)[0] == text
         except Exception:
@@ -124,7 +124,7 @@ class TurnFinder:
         self.notices.append(Notice(what, 1, self.place, remedy))
 
     def _holds_all(self, whole: Rendered) -> bool:
-        """Whether the spans between markers are those of every answer, with all that it says."""
+        """Return whether the spans between markers are those of all answers, with all they say."""
         messages = whole.chat.messages
         if whole.chat.learned_from or not all(each.get("weight", 1) for each in messages):
             return False

@@ -1,1 +1,1 @@
-"""What a file of text holds: its text, or its rows."""
+"""Read files of text: its text, or its rows."""

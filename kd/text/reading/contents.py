@@ -57,7 +57,7 @@ class TextFile:
     note: Callable[[int], None] = ignore_count
 
     def read_chunks(self) -> Iterator[str]:
-        """Yield the text in order. Raises ``DataError`` where it cannot be read as UTF-8."""
+        """Yield the text in order. Raises ``DataError`` if it cannot be read as UTF-8."""
         require_content(self.path)
         try:
             with self.path.open("rb") as raw, _decode(self.path, raw) as file:
@@ -74,7 +74,7 @@ class TextFile:
 
 
 def require_content(path: Path) -> None:
-    """Raise ``DataError`` where ``path`` holds not its content, but a pointer of Git LFS to it."""
+    """Raise ``DataError`` if ``path`` holds not its content, but a pointer of Git LFS to it."""
     if is_lfs_pointer(path):
         raise DataError(f"{path} is a pointer of Git LFS, and not the file itself.", LFS_REMEDY)
 
@@ -188,7 +188,7 @@ def _skip_space(text: str, place: int) -> int:
 
 
 def _may_be_cut(error: json.JSONDecodeError, held: str) -> bool:
-    """Whether an item is no JSON only because the text ``held`` ends within it."""
+    """Return whether an item is no JSON only because the text ``held`` ends within it."""
     return error.msg.startswith("Unterminated") or error.pos > len(held) - _LONGEST_LITERAL
 
 

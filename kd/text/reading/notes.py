@@ -1,4 +1,4 @@
-"""What the reading of a text finds and leaves out or changes, counted with an example."""
+"""Notes of what the reading of a text leaves out or changes, counted with an example."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def read_parquet_rows(path: Path, config: DataConfig) -> Iterator[Row]:
-    """Yield the rows of ``path``; raises ``DataError`` where it holds none."""
+    """Yield the rows of ``path``; raises ``DataError`` if it holds none."""
     with _open(path) as file:
         if file.metadata.num_rows == 0:
             raise DataError(f"{path} holds no rows.", "Remove it, or check how it was written.")

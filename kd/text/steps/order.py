@@ -100,7 +100,7 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
 
 
 def is_by_difficulty(source: Source, options: TrainConfig, step: int) -> bool:
-    """Whether optimiser step ``step`` has sequences in the order of the teacher's entropy.
+    """Return whether optimiser step ``step`` has sequences in the order of the teacher's entropy.
 
     After the first epoch a curriculum is shuffled, so that a late resume needs no entropies.
     """
@@ -109,7 +109,7 @@ def is_by_difficulty(source: Source, options: TrainConfig, step: int) -> bool:
 
 
 def _require_listable(source: Source, options: TrainConfig) -> None:
-    """Raise ``ConfigError`` where an order by content would list too many sequences."""
+    """Raise ``ConfigError`` if an order by content would list too many sequences."""
     if source.train_count > LISTED_SEQUENCES:
         detail = (
             f"order {options.order} lists all sequences in memory, so it takes at most "
@@ -141,8 +141,8 @@ def order_by_windows(piece: int, width: int, count: int, seed: int, epoch: int) 
 def choose_window(source: Source) -> tuple[int, int]:
     """Choose the sequences of a piece and the pieces of a window.
 
-    A piece is a shard where two of them fit into ``WINDOW_BYTES``, else a part of one. The choice
-    depends on the source alone, so that every machine has one order.
+    A piece is a shard if two of them fit into ``WINDOW_BYTES``, else a part of one. The choice
+    depends only on the source, so that every machine has one order.
     """
     shard = source.shard_sequences
     most = WINDOW_BYTES // max(source.sequence_bytes, 1)

@@ -94,7 +94,7 @@ def _list_step_slots(
 def read_step_sequences(
     source: Source, options: TrainConfig, step: int
 ) -> Iterator[tuple[int, Batch]]:
-    """Yield the number of each sequence of optimiser step ``step``, and a batch of it alone."""
+    """Yield the number of each sequence of optimiser step ``step``, and a batch of only it."""
     arrange = choose_epoch_order(source, options, range(step, step + 1))
     slots = _list_step_slots(source, options, arrange, step)
     for index, epoch in zip(*slots, strict=True):

@@ -1,4 +1,4 @@
-"""What a token store is made of: its name is a digest of this, so that the same text is kept once.
+"""The inputs of a token store: its name is a digest of this, so that the same text is kept once.
 
 The tokenizer counts with all its rules. A file counts with its path, its bytes, its inode and the
 times of its last writing and of its last change, which no program can set back: its content is not
@@ -63,7 +63,7 @@ def name_inputs(inputs: dict[str, Any]) -> str:
 
 
 def require_inputs(folder: Path, found: Any, expected: dict[str, Any]) -> None:
-    """Raise ``DataError`` where the store in ``folder`` was made of other inputs."""
+    """Raise ``DataError`` if the store in ``folder`` was made of other inputs."""
     if found == expected:
         return
     found = found if isinstance(found, dict) else {}

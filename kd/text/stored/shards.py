@@ -145,7 +145,7 @@ class TokenSeal:
 
 @dataclass(frozen=True)
 class StoreProgress:
-    """What the first ``shards`` shards hold together, and where the text goes on after them.
+    """The sums of the first ``shards`` shards, and where the text goes on after them.
 
     ``sha256`` is a chain: the hash of the one before it and of the next shard's. ``notes`` is what
     was found up to there (``TextNotes.to_json``).
@@ -255,7 +255,7 @@ def read_object(folder: Path, path: Path) -> dict[str, Any]:
 
 
 def require_format(folder: Path, value: dict[str, Any]) -> None:
-    """Raise ``DataError`` where a file of the store has another version than this program."""
+    """Raise ``DataError`` if a file of the store has another version than this program."""
     if (found := value.get("format")) != FORMAT:
         raise DataError(
             f"{folder}: the token store has version {found}, but this program reads {FORMAT}.",

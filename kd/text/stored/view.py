@@ -151,7 +151,7 @@ class StoredSequences:
 
 
 def _to_slice(rows: NDArray[np.int64]) -> Any:
-    """Return the slice that means the same as ``rows`` where they follow each other."""
+    """Return the slice that means the same as ``rows`` if they follow each other."""
     first = int(rows[0])
     run = bool((rows == np.arange(first, first + len(rows))).all())
     return slice(first, first + len(rows)) if run else rows

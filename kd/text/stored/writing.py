@@ -62,8 +62,8 @@ class StoreOrder:
 def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> None:
     """Make the store in ``folder`` complete; wait while another process writes it.
 
-    Raises ``DataError`` where the folder holds another text, or where the text changes meanwhile,
-    and ``StorageError`` where the disk is too small.
+    Raises ``DataError`` if the folder holds another text, or where the text changes meanwhile,
+    and ``StorageError`` if the disk is too small.
     """
     lock = locate_lock(folder)
     with storage_errors(folder):
@@ -96,7 +96,7 @@ def _begin(folder: Path, order: StoreOrder) -> dict[str, Any]:
 
 
 def is_current(folder: Path, expected: dict[str, Any]) -> bool:
-    """Whether the store in ``folder`` is complete and of ``expected``; raises for another's."""
+    """Return whether the store in ``folder`` is complete; raise if it is not of ``expected``."""
     if not (folder / MANIFEST).is_file():
         return False
     check_inputs(folder, expected)
@@ -104,13 +104,13 @@ def is_current(folder: Path, expected: dict[str, Any]) -> bool:
 
 
 def _has_changed(folder: Path) -> bool:
-    """Whether a file that was young when the store was begun has another content now."""
+    """Return whether a file that was young when the store was begun has another content now."""
     young = read_object(folder, folder / INPUTS).get("young", {})
     return any(not Path(file).is_file() or hash_file(Path(file)) != young[file] for file in young)
 
 
 def check_inputs(folder: Path, expected: dict[str, Any]) -> None:
-    """Raise ``DataError`` where the store was made of other inputs, or by another version."""
+    """Raise ``DataError`` if the store was made of other inputs, or by another version."""
     found = read_object(folder, folder / INPUTS)
     require_format(folder, found)
     require_inputs(folder, found.get("inputs"), expected)
@@ -135,7 +135,7 @@ def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) 
 
 
 def _count_next(order: StoreOrder, done: int) -> int:
-    """Count the sequences of the next shard at most; 0 where no more are wanted."""
+    """Count the sequences of the next shard at most; 0 if no more are wanted."""
     size = order.layout.shard_sequences
     return size if order.wanted is None else min(size, order.wanted - done)
 
@@ -159,7 +159,7 @@ def _require_same(folder: Path, order: StoreOrder, inputs: dict[str, Any]) -> No
 
 
 def _require_space(folder: Path, order: StoreOrder, done: StoreProgress | None) -> None:
-    """Raise ``StorageError`` where the disk cannot hold the tokens that are to come."""
+    """Raise ``StorageError`` if the disk cannot hold the tokens that are to come."""
     layout = order.layout
     limits = [order.source_bytes / _BYTES_PER_TOKEN] if order.source_bytes else []
     limits += [order.wanted * layout.sequence_length] if order.wanted is not None else []
