@@ -123,7 +123,7 @@ class Reconciler:
             )
 
     def _has_watched_a_whole_lease(self) -> bool:
-        """Whether this loop was in contact with Redis for the time of a whole lease.
+        """Return whether this loop was in contact with Redis for the time of a whole lease.
 
         After an outage, or after this machine slept, leases seem expired although their workers
         are alive. Within a lease every such worker beats again.

@@ -132,7 +132,7 @@ class TeamRules:
 
 
 def _measure(folder: Path) -> tuple[bool, int]:
-    """Whether a cache is sealed, and its bytes."""
+    """Return whether a cache is sealed, and its bytes."""
     if is_mirror(folder):
         # Only now, because it loads zarr.
         from cache.checking.listing import summarise_cache

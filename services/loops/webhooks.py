@@ -91,7 +91,7 @@ class Hosts:
         return frozenset(map(_decode_host, self.entries))
 
     def allows(self, url: httpx.URL) -> bool:
-        """Whether a message may go to this URL. The address is checked later."""
+        """Return whether a message may go to this URL. The address is checked later."""
         if url.scheme not in ("https", "http") or url.userinfo or not 0 < (url.port or 443) < 2**16:
             return False
         return any(

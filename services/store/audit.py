@@ -52,7 +52,7 @@ class AuditQuery:
     before: datetime | None = None
 
     def wants(self, entry: dict[str, Any]) -> bool:
-        """Whether an entry matches; ids decide the time."""
+        """Return whether an entry matches; ids decide the time."""
         action = entry.get("action", "")
         return (
             self.actor in (None, entry.get("actor"))

@@ -140,7 +140,7 @@ class Backup:
 
 @dataclass(frozen=True)
 class Lacking:
-    """What a backup lacks.
+    """The things that a backup lacks.
 
     ``needed`` are folders, files and buckets outside of it that jobs name, each with the number of
     those jobs; ``links`` are those that were left out, with what they lead to.

@@ -129,7 +129,7 @@ class StoreUnsuitable(PotstillError):
 
 
 def ask_server(client: Redis, section: str | None = None) -> dict[str, Any]:
-    """Return what INFO says; empty where this user may not ask. Raises ``RedisError``."""
+    """Return what INFO says; empty if this user may not ask. Raises ``RedisError``."""
     try:
         return client.info(section) if section else client.info()
     except ResponseError:
@@ -164,7 +164,7 @@ def find_unsuitability(client: Redis) -> StoreUnsuitable | None:
 
 
 def find_volatility(client: Redis) -> str:
-    """Say that the server keeps nothing on a disk; empty where it does, or may not be asked."""
+    """Say that the server keeps nothing on a disk; empty if it does, or may not be asked."""
     found = ask_server(client, "persistence")
     if not found or found.get("aof_enabled"):
         return ""

@@ -1,4 +1,4 @@
-"""What a device-hour costs, and a job: estimated before it ends, and final after it."""
+"""The cost of a device-hour and of a job: estimated before it ends, and final after it."""
 
 from __future__ import annotations
 

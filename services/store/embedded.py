@@ -217,7 +217,7 @@ class EmbeddedServer:
         )
 
     def _answers(self) -> bool:
-        """Whether a server with our password and our data answers on our port."""
+        """Return whether a server with our password and our data answers on our port."""
         try:
             with connect_redis(self.url) as client:
                 client.ping()  # a server that still loads refuses this, and tells its folder
@@ -229,7 +229,7 @@ class EmbeddedServer:
     def _read_or_create(self, name: str, make: Callable[[], str]) -> str:
         """Read a file that only its owner can read. A missing or empty file is written.
 
-        It is empty where a disk was full when an earlier version began to write it.
+        It is empty if a disk was full when an earlier version began to write it.
         """
         path = self._folder / name
         if not path.exists() or not path.stat().st_size:
@@ -245,7 +245,7 @@ def find_free_port() -> int:
 
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen on this port."""
+    """Return whether a server could listen on this port."""
     return find_bind_error(port, host) is None
 
 

@@ -45,7 +45,7 @@ class UpgradeError(PotstillError):
 
 @dataclass(frozen=True)
 class Data:
-    """All that a service keeps. ``client`` is None where there is no job store yet."""
+    """All that a service keeps. ``client`` is None if there is no job store yet."""
 
     settings: Settings
     client: Redis | None
@@ -55,7 +55,7 @@ class Data:
 class Format:
     """One format: where it lies, which number a place has, and how this version takes it.
 
-    ``check`` raises ``PotstillError`` where this version cannot read the place; its text names both
+    ``check`` raises ``PotstillError`` if this version cannot read the place; its text names both
     numbers and the remedy. ``rewriters`` has, for each number that this version rewrites, the
     function that brings a place to a higher one. A rewriter is atomic: it writes beside the place
     and renames (``cache.disk``), or writes the number last. A kill then leaves the place as it was,
@@ -71,7 +71,7 @@ class Format:
 
 @dataclass(frozen=True)
 class FoundFormat:
-    """What becomes of one place. ``number`` is None where it cannot be told."""
+    """The outcome of one place. ``number`` is None if it cannot be told."""
 
     format: str
     place: str

@@ -8,8 +8,8 @@
 A line {"format": 2} would say that the lines after it are of another format: the file is refused.
 A line creates or revokes a key, or sets the quotas of a team, which replace earlier ones. A key is
 refused from its ``expires_at`` on. Keys of one name are of one team. Lines are only added,
-at the end and in one write, so that a reader always sees a whole file, also through a mount of the
-file alone, and the history is kept. Only the SHA-256 of a key is stored. A slow hash is not needed,
+at the end and in one write, so that a reader always sees a whole file, also through a mount of only
+the file, and the history is kept. Only the SHA-256 of a key is stored. A slow hash is not needed,
 because a key has 256 random bits.
 
 read    see jobs, caches and workers
@@ -83,16 +83,16 @@ class ApiKey:
 
     @property
     def expired(self) -> bool:
-        """Whether the key has come to its end."""
+        """True if the key has come to its end."""
         return self.expires_at is not None and datetime.now(UTC) >= self.expires_at
 
     @property
     def expires_soon(self) -> bool:
-        """Whether callers should be warned of the key's end."""
+        """True if callers should be warned of the key's end."""
         return self.expires_at is not None and datetime.now(UTC) >= self.expires_at - WARNING_TIME
 
     def may(self, scope: str) -> bool:
-        """Whether the key has ``scope`` or one that includes it."""
+        """Return whether the key has ``scope`` or one that includes it."""
         return any(SCOPES.index(held) >= SCOPES.index(scope) for held in self.scopes)
 
 
@@ -148,7 +148,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def read_format(path: Path) -> int:
-    """The format that the file names; ``FORMAT`` where it names none."""
+    """The format that the file names; ``FORMAT`` if it names none."""
     text = path.read_text(encoding="utf-8")
     numbers = [json.loads(line).get("format") for line in text.splitlines() if '"format"' in line]
     return max((int(number) for number in numbers if number is not None), default=FORMAT)

@@ -65,7 +65,7 @@ class TakenRange:
 
 @dataclass(frozen=True)
 class ReportedProgress:
-    """What a member has done: sequences, those a second, tokens, and those a second.
+    """The progress of a member: sequences, those a second, tokens, and those a second.
 
     Sequences of shards that were sealed before count as done, but not for the pace.
     """
@@ -78,7 +78,7 @@ class ReportedProgress:
 
 @dataclass(frozen=True)
 class BeatAnswer:
-    """Whether a member goes on, and which of its ranges another one has finished."""
+    """The answer to a beat: go on or stop, and which of its ranges others have finished."""
 
     reply: Literal["go", "stop", "fenced"]
     finished: frozenset[int] = frozenset()
@@ -180,12 +180,12 @@ class RangeBoard(ScriptedStore):
         return cast(str, self._transition("ranges_leave", member.id, member.token, warning))
 
     def view(self, job_id: str) -> RangeView | None:
-        """Return the ranges of a job and its workers; None where no board is open."""
+        """Return the ranges of a job and its workers; None if no board is open."""
         return parse_range_view(self._transition("ranges_view", job_id))
 
 
 def parse_range_view(flat: list[str]) -> RangeView | None:
-    """Parse the answer of ``ranges_view``; None where no board is open."""
+    """Parse the answer of ``ranges_view``; None if no board is open."""
     if not flat:
         return None
     members = tuple(_parse_member(*row) for row in zip(*[iter(flat[4:])] * 8, strict=True))

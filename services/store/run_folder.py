@@ -1,4 +1,4 @@
-"""What the folder of a run says about its job: enough to restore a record that was lost."""
+"""Read what the folder of a run says about its job: enough to restore a lost record."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def read_run(folder: Path) -> FoundRun:
 
 
 def has_ended(folder: Path, config: JobConfig) -> bool:
-    """Whether the run wrote the file that comes last."""
+    """Return whether the run wrote the file that comes last."""
     last: dict[str, Any] | None = read_json(folder / config.own_kind.last_file)
     if config.checks_cache:
         return last is not None and not last["problems"]
@@ -98,7 +98,7 @@ def has_ended(folder: Path, config: JobConfig) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process has locked the run folder."""
+    """Return whether a process has locked the run folder."""
     return not is_lock_free(folder / LOCK)
 
 

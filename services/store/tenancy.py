@@ -66,5 +66,5 @@ def _list_roots(settings: Settings, models: tuple[AllowedModel, ...]) -> tuple[P
 
 
 def _is_unlimited(settings: Settings) -> bool:
-    """Whether every file may be read: without keys, the caller is a user of this host."""
+    """Return whether every file may be read: without keys, the caller is a user of this host."""
     return settings.api_keys_file is None and not settings.data_roots

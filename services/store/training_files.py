@@ -46,7 +46,7 @@ RowForm = Literal["messages", "prompt_completion", "jsonl"]
 
 @dataclass(frozen=True)
 class TrainingFile:
-    """What is known of one file. ``filename`` is the name that the team gave it, and no path."""
+    """The facts about one file. ``filename`` is the name that the team gave it, and no path."""
 
     id: str
     filename: str

@@ -37,12 +37,12 @@ class JobQuery:
 
     @property
     def needs_records(self) -> bool:
-        """Whether an index cannot answer the query, so that records must be read and left out."""
+        """True if an index cannot answer the query, so that records must be read and left out."""
         named = (self.kind, self.label, self.parent, self.text)
         return named != (None, None, None, None) or not self.trials
 
     def wants(self, job: JobRecord) -> bool:
-        """Whether all but owner, status and time match, which the index decides.
+        """Return whether all but owner, status and time match, which the index decides.
 
         ``text`` is looked for in the id, the name, the labels and the models of a job, whatever its
         case. Without ``trials`` a job that belongs to a search is left out.

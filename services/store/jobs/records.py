@@ -83,7 +83,7 @@ def serialise_config(config: JobConfig) -> str:
 def build_fields(config: JobConfig, max_attempts: int) -> dict[str, str]:
     """The fields of a new record that its configuration decides.
 
-    ``max_attempts`` counts where the configuration sets no number.
+    ``max_attempts`` counts if the configuration sets no number.
     """
     needs = config.resources
     fields = {

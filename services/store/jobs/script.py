@@ -51,7 +51,7 @@ class OtherFormat(ResponseError):
 
 
 def is_own_mistake(error: Exception) -> bool:
-    """Whether the server is well and refused our command, for instance at a damaged record.
+    """Return whether the server is well and refused our command, for instance at a damaged record.
 
     A full server refuses to write with two errors of the same class.
     """

@@ -155,7 +155,7 @@ def _spread(size: int, limit: int) -> list[int]:
 
 
 def _read_step(fields: dict[str, str] | None, otherwise: int | None) -> int | None:
-    """The step that an event names; progress names one where it counts steps."""
+    """The step that an event names; progress names one if it counts steps."""
     if fields is None or fields["type"] not in (*STEPPED, "progress"):
         return otherwise
     data: dict[str, Any] = json.loads(fields["data"])

@@ -26,7 +26,7 @@ class TeamBytes:
 
 @dataclass(frozen=True)
 class Account:
-    """What a team uses.
+    """The use of devices and quotas by a team.
 
     ``recent`` and ``today`` are device-seconds: those of the past, each counted half as much after
     a half-life, and those of this day in UTC. ``measured_ms`` is the time of the measurement of

@@ -1,1 +1,1 @@
-"""What is removed after some time, by the operator's rules. Begin with ``collection.py``."""
+"""Remove things after some time, by the operator's rules. Begin with ``collection.py``."""

@@ -119,7 +119,7 @@ class Scene:
         return self.job_store
 
     def is_old(self, rule: str, since: float) -> bool:
-        """Whether the age of something has reached the limit of a rule that is on."""
+        """Return whether the age of something has reached the limit of a rule that is on."""
         return rule in self.limits.ages and self.now - since >= self.limits.ages[rule]
 
     def require_unnamed(self, name: str) -> None:
@@ -377,7 +377,7 @@ class AgeLimits:
 
     @property
     def apply_nightly(self) -> bool:
-        """Whether a rule is on that Redis does not apply by itself, as it does that of events."""
+        """True if a rule is on that Redis does not apply by itself, as it does that of events."""
         return any(name != "events" for name in self.ages)
 
     def change(

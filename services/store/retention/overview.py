@@ -1,4 +1,4 @@
-"""What lies on the disk, by kind, and what the rules of retention would remove now."""
+"""List what is on the disk, by kind, and what the rules of retention would remove now."""
 
 from __future__ import annotations
 
