@@ -84,6 +84,16 @@ def test_what_is_documented_is_what_there_is(document: dict[str, Any]) -> None:
     assert {(method, path.replace(":path}", "}")) for method, path in there_is} == documented
 
 
+def test_the_page_explains_every_status_of_an_error(document: dict[str, Any]) -> None:
+    """The routes on the page leave these statuses out."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    explained = page.partition("mean the same for every path:")[2].partition("\n## ")[0]
+    operations = [each for path in document["paths"].values() for each in path.values()]
+    errors = {status for each in operations for status in each["responses"] if int(status) >= 400}
+    assert errors
+    assert [status for status in errors if status not in explained] == []
+
+
 def test_every_link_of_the_page_leads_somewhere() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     headings = {
