@@ -201,7 +201,7 @@ def _is_shown(parameter: Any) -> bool:
 
 def _describe_parameters(context: Any) -> list[Row]:
     """Describe each parameter of a command: its name; its meaning with default and bounds."""
-    rows = []
+    rows: list[Row] = []
     for parameter in filter(_is_shown, context.command.params):
         name, text = parameter.get_help_record(context)
         name = name.replace(" range>", ">").replace("<list[str]>", "<str> ...")
