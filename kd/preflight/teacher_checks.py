@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
-from kd.config.extras import NO_GGUF, NO_QUANTIZER, is_torchao_installed
+from kd.config.extras import (
+    NO_GGUF,
+    NO_QUANTIZER,
+    is_gguf_installed,
+    is_torchao_installed,
+)
 from kd.config.teacher import TeacherConfig
 from kd.errors import Problem
 from kd.models.folder import (
@@ -75,7 +79,7 @@ def _check_stored_weights(teacher: TeacherConfig, root: Path, is_cut: bool) -> I
 def find_missing_readers(teacher: TeacherConfig) -> list[Problem]:
     """Find that this machine lacks what reads a teacher: torchao to quantise it, or gguf."""
     found = [NO_QUANTIZER] if teacher.quantization and not is_torchao_installed() else []
-    return found + ([NO_GGUF] if teacher.gguf_file and find_spec("gguf") is None else [])
+    return found + ([NO_GGUF] if teacher.gguf_file and not is_gguf_installed() else [])
 
 
 def find_unreadable_weights(teacher: TeacherConfig, root: Path) -> Iterator[Problem]:
