@@ -65,8 +65,8 @@ from bench.support.timing import (
     use_one_heap,
 )
 from cache.store import Cache, open_cache
+from kd.capture.capturing import capture_cache
 from kd.capture.plan import make_capture_plan
-from kd.capture.teacher import capture_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.loss.chunk_size import choose_chunk_positions

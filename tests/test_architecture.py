@@ -501,6 +501,34 @@ def test_a_comparison_of_a_profile_s_name_is_found() -> None:
     assert not COMPARED.search("if codec.rules.sampled:")
 
 
+def list_house_imports(code: str) -> set[str]:
+    """The modules of the house that a module imports, functions included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return {name for name in found if name.partition(".")[0] in PACKAGES}
+
+
+def test_no_module_imports_half_of_the_house() -> None:
+    """A module that imports more does several things: they want files of their own."""
+    many = {
+        name_of(path): len(found)
+        for path in SOURCES
+        if len(found := list_house_imports(path.read_text("utf-8"))) > 28
+    }
+    assert many == {}
+
+
+def test_all_imports_of_a_module_are_counted() -> None:
+    code = (
+        "import kd.files\nfrom cache import store\nimport os\ndef f():\n    from kd import face\n"
+    )
+    assert list_house_imports(code) == {"kd.files", "cache", "kd"}
+
+
 #: Which teacher a job runs, captures or names stands in ``JobConfig``; a module receives a teacher.
 READS_TEACHER = re.compile(r"(?<!kd\.)\b(config|job)\.teacher\b")
 

@@ -112,7 +112,7 @@ def run_stage(
 def precompute(
     work: LightWork, home: Path, run_dir: Path, monitor: Monitor, ledger: Ledger
 ) -> dict[str, Any]:
-    """Make sure that a sealed cache exists, as ``kd.capture.teacher.capture_cache`` does."""
+    """Make sure that a sealed cache exists, as ``kd.capture.capturing.capture_cache`` does."""
     identity = work.identity
     root = find_caches(home, None)
     ranges = monitor.ranges

@@ -19,12 +19,11 @@ from kd.config.data import DataConfig
 from kd.config.evaluation import EvaluationConfig
 from kd.config.kinds import KINDS, Kind, KindName, describe_kinds, list_kinds_without
 from kd.config.loss import LearnedTemperature, LossConfig
-from kd.config.model_source import ModelSource
 from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.placement import PLACEMENT_FIELDS, Placement
 from kd.config.search import SearchConfig
 from kd.config.student import StudentConfig
-from kd.config.teacher import TeacherConfig
+from kd.config.teacher import ModelSource, TeacherConfig
 from kd.config.train import TrainConfig
 
 #: A job's name; it is also the name of its run folder.

@@ -16,7 +16,7 @@ from cache.inspection import sum_gold_losses
 from cache.manifest import FidelityOverride
 from cache.perplexity import BlockLosses
 from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
-from kd.capture.teacher import summarise_cache
+from kd.capture.capturing import summarise_cache
 from kd.config.job import JobConfig
 from kd.evaluation.comparison import TEACHER, compare_with_records
 from kd.evaluation.doubts import PERPLEXITIES, find_perplexity, judge_teacher

@@ -35,7 +35,7 @@ from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
 from cache.store import open_cache
 from cache.writing.writer import CacheWriter, open_writer
-from kd.capture.teacher import find_sealed_cache, summarise_cache
+from kd.capture.capturing import find_sealed_cache, summarise_cache
 from kd.errors import DataError
 from kd.exchange import axolotl, distillkit, parquet, prompt_logprobs
 from kd.exchange.foreign_files import find_foreign_files, hash_content

@@ -39,7 +39,7 @@ from cache.manifest import Manifest
 from cache.records import AXES, MEAN_ARRAYS, Records, Sequences, compute_offsets
 from cache.store import Cache, open_cache
 from cache.writing.writer import open_writer
-from kd.capture.teacher import find_sealed_cache, summarise_cache
+from kd.capture.capturing import find_sealed_cache, summarise_cache
 from kd.errors import DataError
 from kd.exchange.foreign_files import read_parquet_metadata, read_table_batches
 from kd.exchange.parquet import read_flat_column

@@ -32,7 +32,7 @@ from kd.buckets.inputs import (
     select_files,
 )
 from kd.buckets.snapshots import download_snapshot
-from kd.config.model_source import ModelSource
+from kd.config.teacher import ModelSource
 from kd.errors import DataError, ModelError, format_first_line
 from kd.files import LFS_REMEDY, is_lfs_pointer
 

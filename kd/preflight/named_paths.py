@@ -15,7 +15,7 @@ from kd.addresses import HUB_ID
 from kd.buckets.inputs import is_stored_name
 from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
-from kd.config.model_source import ModelSource
+from kd.config.teacher import ModelSource
 from kd.errors import Problem
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from cache.store import has_manifest
+from kd.capture.capturing import capture_cache, help_capture
 from kd.capture.plan import CapturePlan, plan_capture
-from kd.capture.teacher import capture_cache, help_capture
 from kd.config.job import JobConfig
 from kd.config.kinds import CAPTURE
 from kd.files import find_caches, write_json

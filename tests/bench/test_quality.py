@@ -26,7 +26,7 @@ from cache.records import Records, Sequences
 from cache.rounding import TOP_STEP, UNKNOWN
 from cache.shards.names import TAIL_SUMS
 from cache.store import open_cache
-from kd.capture.teacher import capture_cache
+from kd.capture.capturing import capture_cache
 from kd.config.jobfile import load_config
 from kd.errors import DataError
 from kd.progress import SILENT

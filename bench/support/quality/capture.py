@@ -15,15 +15,10 @@ from cache.manifest import CacheIdentity
 from cache.records import Records
 from cache.writing.writer import CacheWriter
 from cache.writing.writer import open_writer as open_for_capture
+from kd.capture.capturing import OTHER_CAPTURE, find_sealed_cache, select_shard_sequences
 from kd.capture.estimate.storage import require_space
 from kd.capture.plan import CapturePlan, make_provenance
-from kd.capture.teacher import (
-    OTHER_CAPTURE,
-    Teacher,
-    find_sealed_cache,
-    fit_recorder,
-    select_shard_sequences,
-)
+from kd.capture.teacher import Teacher, fit_recorder
 from kd.models.folder import ModelFolder
 from kd.models.lm_head import LMHead
 from kd.models.precision import float32_products

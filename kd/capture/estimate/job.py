@@ -23,7 +23,7 @@ from kd.capture.estimate.text import (
     require_width,
 )
 from kd.config.job import JobConfig
-from kd.config.model_source import ModelSource
+from kd.config.teacher import ModelSource
 from kd.errors import ConfigError, Problem
 from kd.files import measure_free_bytes
 from kd.models.folder import find_source

@@ -23,12 +23,12 @@ from cache.reading.arrays import make_chunk_memory
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache, read_manifest, replace_fidelity
 from cache.testing import make_cache
+from kd.capture.capturing import summarise_cache as describe_cache
 from kd.capture.fidelity.bounds import LARGEST_Z
 from kd.capture.fidelity.live import LiveTeacher, TeacherLocation
 from kd.capture.fidelity.measure import FidelityMeasurement, choose_temperatures, measure_fidelity
 from kd.capture.fidelity.verdict import find_out_of_bounds, require_fidelity
 from kd.capture.sampling import Randomness
-from kd.capture.teacher import summarise_cache as describe_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import FidelityError

@@ -26,10 +26,11 @@ from cache.records import Records, Sequences, TailSums
 from cache.writing.writer import CacheWriter, open_writer
 from kd.capture import shards
 from kd.capture import teacher as reading
+from kd.capture.capturing import capture_cache, select_shard_sequences
 from kd.capture.plan import CapturePlan, plan_capture
 from kd.capture.recording import TeacherReading
 from kd.capture.shards import CaptureReport, RecordReader, record_shards
-from kd.capture.teacher import Teacher, capture_cache, fit_recorder, select_shard_sequences
+from kd.capture.teacher import Teacher, fit_recorder
 from kd.capture.usefulness import HeldOutWatch
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, ModelError, OutOfMemory

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from cache.store import open_cache
+from kd.capture.capturing import capture_cache
 from kd.capture.plan import plan_capture
-from kd.capture.teacher import capture_cache
 from kd.config.jobfile import parse_config
 from kd.config.loss import LossConfig
 from kd.loss.decoder import TargetDecoder

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cache.store import Cache, open_cache
+from kd.capture.capturing import summarise_cache
 from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.fidelity.measure import measure_fidelity
 from kd.capture.fidelity.verdict import find_out_of_bounds
-from kd.capture.teacher import summarise_cache
 from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.models.lm_head import find_lm_head

@@ -15,8 +15,8 @@ import pytest
 from bench.support.harness import Parts
 from bench.support.waiting import wait_until
 from cache.disk import list_file_sizes
+from kd.capture.capturing import help_capture
 from kd.capture.plan import plan_capture
-from kd.capture.teacher import help_capture
 from kd.config.jobfile import parse_config
 from kd.errors import OtherCapture
 from kd.pipeline import run_stage
