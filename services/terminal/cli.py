@@ -356,30 +356,26 @@ def _choose_log(as_json: bool) -> str | None:
 
 
 def _require_store(settings: Settings) -> Settings:
+    """Return ``settings``; refuse a job store of another format, and one that would lose jobs.
+
+    One that does not answer yet is waited for later.
+    """
     if settings.redis_url is None:
         raise PotstillError(
             "KD_REDIS_URL is not set.",
             "Set it to the address of the job store, or use `kd up`, which brings one.",
         )
-    _require_usable_store(settings.redis_url)
-    return settings
-
-
-def _require_usable_store(url: str) -> None:
-    """Refuse a job store of another format, and one that would lose jobs.
-
-    One that does not answer yet is waited for later.
-    """
     from redis.exceptions import RedisError
 
     from services.store.connection import connect_redis, find_volatility, require_suitable_store
     from services.store.formats import require_known_records
 
-    with suppress(RedisError), connect_redis(url) as client:
+    with suppress(RedisError), connect_redis(settings.redis_url) as client:
         require_suitable_store(client)
         require_known_records(client)
         if warning := find_volatility(client):
             _say(f"Warning: {warning}")
+    return settings
 
 
 def _interrupt_on_signals() -> None:

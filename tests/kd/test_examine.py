@@ -277,7 +277,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
     job: dict[str, Any], changes: dict[str, Any], error: type[Exception], complaint: str,
     tiny_teacher: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    wrong = job | {name: {**job[name], **values} for name, values in changes.items()}
+    wrong = job | {name: {**job.get(name, {}), **values} for name, values in changes.items()}
     with pytest.raises(error, match=complaint):
         look(wrong, tiny_teacher, tmp_path, tmp_path / "out", **changes.get("evaluation", {}))
     assert not (tmp_path / "out").exists()

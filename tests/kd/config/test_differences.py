@@ -39,7 +39,8 @@ def test_only_what_was_given_and_is_not_the_default_is_named() -> None:
     ("changes", "name", "value", "default"),
     [
         ({"labels": {"a": "b"}}, "labels", {"a": "b"}, {}),
-        ({"loss": {"features": {"weight": 0.5}}}, "loss.features.weight", 0.5, 0.0),
+        ({"loss": {"alpha": 1.0, "features": {"kind": "cosine"}}},
+         "loss.features.kind", "cosine", "mse"),
         ({"checks": {"spike_factor": 5.0}}, "checks.spike_factor", 5.0, 3.0),
     ],
 )  # fmt: skip

@@ -61,7 +61,8 @@ def test_a_removed_field_is_an_error_that_names_the_new_way_and_a_record_may_hav
 ) -> None:
     written, _ = read_records("8cefb88")["init"]
     learned = {"loss": {"temperature": {"mode": "adversarial"}}}
-    written |= {"cache": {"profile": "hidden"}, "loss": written["loss"] | learned["loss"]}
+    search = {"kind": "search", "search": {"space": {"train.seed": {"choices": [1]}}}}
+    written |= search | {"cache": {"profile": "hidden"}, "loss": written["loss"] | learned["loss"]}
     meant = REMOVED[name].meant
     for value in ("another",) if meant is None else meant:
         assert read_record(set_value(written, name.split("."), value)) == read_record(written)

@@ -408,7 +408,7 @@ def test_a_closer_look_twice_sees_the_same(trained: Trained, tmp_path: Path) -> 
         )
         for _ in range(2)
     )
-    assert_same_facts(first, second, rel=0)
+    assert_same_facts(first["evaluation"], second["evaluation"], rel=0)
 
 
 def test_samples_are_labelled_fenced_and_never_drawn_at_the_height_of_their_white_space() -> None:
