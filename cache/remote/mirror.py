@@ -377,9 +377,9 @@ class Mirror:
         return f"{self.folder.name}/{path}"
 
     def _keep_seal(self, name: str, data: bytes) -> None:
-        """Keep a seal in the folder; files of another seal go."""
+        """Write a seal into the folder, and remove files that another seal describes."""
         path = self.folder / locate_seal(name)
-        with self._lock:  # a thread that brings the shard ahead keeps its seal too
+        with self._lock:  # the thread that reads ahead does the same
             if not path.is_file() or path.read_bytes() != data:
                 folder = self.folder / name
                 if folder.is_dir() and (path.is_file() or not _fits(folder, data)):

@@ -121,7 +121,7 @@ class SparseTarget:
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """The offsets on the host: one wait for the device per target, not one per chunk."""
+        """The offsets, copied to the host once: each copy waits for the device."""
         bounds: list[int] = self.offsets_N1.tolist()
         return bounds
 

@@ -95,7 +95,7 @@ class Group:
             self.add(0)
 
     def deal(self, items: NDArray[Any]) -> NDArray[Any]:
-        """Return this rank's equal part of ``items``; the parts in the order of ranks are whole."""
+        """Cut ``items`` into as many equal parts as there are ranks, and return this rank's."""
         size, rest = divmod(len(items), self.size)
         if rest:
             raise ValueError(f"{len(items)} items cannot be dealt to {self.size} ranks equally")

@@ -123,6 +123,11 @@ def is_known(capability: Capability, architectures: tuple[str, ...]) -> bool:
 
 
 def _runs_on(capability: Capability, match: re.Match[str]) -> bool:
+    """Return whether code for the architecture of ``match``, such as sm_90a, runs on a GPU.
+
+    Code with an "a" runs on that architecture only. PTX (compute_80) also runs on every later one,
+    and machine code (sm_80) on later ones of the same major number (CUDA programming guide, 3.1).
+    """
     kind, major, minor, suffix = match.groups()
     built = (int(major), int(minor))
     if suffix == "a":

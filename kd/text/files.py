@@ -65,7 +65,7 @@ _SPLITS = {
 
 
 def _enter(folder: Path) -> bool:
-    """Look into every folder that is linked."""
+    """Allow every linked folder to be looked into; a caller may give a stricter rule."""
     return True
 
 

@@ -180,12 +180,12 @@ class RangeBoard(ScriptedStore):
         return cast(str, self._transition("ranges_leave", member.id, member.token, warning))
 
     def view(self, job_id: str) -> RangeView | None:
-        """Return the ranges of a job and its workers; None if no board is open."""
+        """Return the ranges of a job and its workers; None if no capture shares its shards."""
         return parse_range_view(self._transition("ranges_view", job_id))
 
 
 def parse_range_view(flat: list[str]) -> RangeView | None:
-    """Parse the answer of ``ranges_view``; None if no board is open."""
+    """Parse the answer of ``ranges_view``; None if it is empty."""
     if not flat:
         return None
     members = tuple(_parse_member(*row) for row in zip(*[iter(flat[4:])] * 8, strict=True))

@@ -32,7 +32,9 @@ WIDTH_STEP = 8
 def read_training_batches(
     source: Source, options: TrainConfig, steps: range, group: Group = ALONE
 ) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of each step that this rank has; epoch e reads draw e.
+    """Yield the micro-batches of each step that this rank computes.
+
+    Epoch e reads sample e of the sampled tails.
 
     If there are loader threads, they read ahead of the consumer. Raises ``ConfigError``, before the
     first step, if the source lacks what ``options.order`` needs.

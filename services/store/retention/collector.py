@@ -372,7 +372,7 @@ class AgeLimits:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of which a rule is on."""
+        """The kinds of things that at least one rule removes."""
         return [kind for kind in KINDS if any(RULES[name].kind == kind for name in self.ages)]
 
     @property
