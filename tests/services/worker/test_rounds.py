@@ -63,7 +63,6 @@ def test_two_rounds_run_through_api_and_worker(
         },
         "cache": {"shard_sequences": 8},
         "train": {"max_steps": 2, "batch_size": 4},
-        "evaluation": {"plots": False},
     }
     posted = parts.http.post("/jobs", json=job)
     assert posted.status_code == 202, posted.text
