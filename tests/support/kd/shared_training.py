@@ -91,7 +91,7 @@ def train_student(
     tokenizer = load_tokenizer(Path(config.teacher.model))
     torch.manual_seed(config.train.seed)
     build = build_student if group.leads else build_hollow_student
-    student = build(config.student, tokenizer, 32, config.teacher)
+    student = build(config.student, tokenizer, 32, config.teacher_files)
     student = student.to(getattr(torch, dtype))
     source = CachedRecords(open_cache(Path(cache)))
     warnings: list[str] = []
