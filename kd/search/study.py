@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from cache.disk import storage_errors
 from kd.config.job import JobConfig
+from kd.config.jobfile import read_record
 from kd.config.placement import PLACEMENT_FIELDS
 from kd.config.search import Dimension, SearchConfig
 from kd.errors import TrainingError
@@ -63,10 +64,11 @@ def make_study(config: JobConfig, journal: Journal) -> Study:
         direction="minimize",
         load_if_exists=True,
     )
-    known = study.user_attrs.get("job")
+    known = study.user_attrs.get("config")
     if known is None:
-        study.set_user_attr("job", digest_job(config))
-    elif known != digest_job(config):
+        # Earlier versions kept a digest of the fields of then as "job": it tells nothing now.
+        study.set_user_attr("config", select_shaping_fields(config))
+    elif select_shaping_fields(read_record(known)) != select_shaping_fields(config):
         raise TrainingError(
             "Another job started the search in this folder: its configuration differs.",
             "Give the job another name (or --run-dir), or delete this run folder to start over.",
@@ -74,16 +76,13 @@ def make_study(config: JobConfig, journal: Journal) -> Study:
     return study
 
 
-def digest_job(config: JobConfig) -> str:
-    """Return a digest that is equal for jobs which may continue each other's search.
+def select_shaping_fields(config: JobConfig) -> dict[str, Any]:
+    """Return the fields that are equal in jobs which may continue each other's search.
 
     Such jobs may differ in name, number of trials and placement.
     """
-    free: dict[str, Any] = {"name": True, "search": {"trials"}} | dict.fromkeys(
-        PLACEMENT_FIELDS, True
-    )
-    data = config.model_dump(mode="json", exclude=free)
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    free: dict[str, Any] = {"name": True, "search": {"trials"}}
+    return config.model_dump(mode="json", exclude=free | dict.fromkeys(PLACEMENT_FIELDS, True))
 
 
 class FileJournal:

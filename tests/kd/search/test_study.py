@@ -189,6 +189,22 @@ def test_a_study_of_another_job_is_refused_and_more_trials_are_not(tmp_path: Pat
         open_study(tmp_path, make_job(pruner="hyperband"))
 
 
+def test_a_search_that_an_earlier_version_began_goes_on(tmp_path: Path) -> None:
+    """That version kept a digest of the fields that a job had then."""
+    job = make_job()
+    journal = tmp_path / "study.jsonl"
+    make_study(job, FileJournal(journal))
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    (own,) = (each for each in lines if "config" in str(each.get("user_attr")))
+    own["user_attr"] = {"job": "a" * 64}
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert make_study(job, FileJournal(journal)).user_attrs["job"] == "a" * 64
+    other = make_job(trials=20)
+    make_study(other, FileJournal(journal))  # more trials are no other job
+    with pytest.raises(TrainingError, match="Another job"):
+        make_study(make_job(pruner="hyperband"), FileJournal(journal))
+
+
 def test_the_loss_before_the_first_step_and_a_second_one_of_a_step_do_not_count(
     tmp_path: Path,
 ) -> None:
