@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic_core import to_json
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from cache.records import Sequences
+from kd.config.fields.removed import restore_removed
 from kd.config.loss import LossConfig
 from kd.errors import ConfigError
 from kd.memory.activation_checkpointing import checkpoint_activations
@@ -137,10 +139,11 @@ def test_training_keeps_the_routers_balanced(tmp_path: Path) -> None:
 def test_a_job_without_the_field_may_resume_what_was_begun_before_it_existed() -> None:
     plain = make_text_job({"max_steps": 1})
     newer = NEWER_FIELDS.keys() - {"lm_head_floor"}
+    sections = plain.model_dump(
+        include={"student", "loss"}, exclude={"loss": {"router_balance", "tail_control"}}
+    )
     content = [
-        plain.model_dump_json(
-            include={"student", "loss"}, exclude={"loss": {"router_balance", "tail_control"}}
-        ),
+        to_json(restore_removed(sections)).decode(),
         plain.require_train().model_dump_json(exclude=newer | FREE_FIELDS),
         "x",
     ]

@@ -260,7 +260,7 @@ def test_a_head_of_its_own_stays_one_where_the_configuration_ties_it(
     (notice,) = check_stored_model(folder)
     assert "LM heads" in notice.what and "tie_word_embeddings" in notice.example
 
-    named = TeacherConfig(model=str(folder))
+    named = ModelSource(str(folder))
     for plan in (
         StudentConfig(from_teacher={"layers": LAYERS}),
         StudentConfig(from_teacher={"layers": LAYERS}, lora={"rank": 2, "merge": False}),
