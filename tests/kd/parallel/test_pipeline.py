@@ -72,7 +72,10 @@ def test_stages_follow_one_process_to_nine_digits_in_float64(
         assert len(curve(many)) == 24
         assert curve(many) == pytest.approx(curve(one), rel=1e-9)
         assert curve(many, "grad_norm") == pytest.approx(curve(one, "grad_norm"), rel=1e-9)
-        for own, other in zip(evaluations(one), evaluations(many), strict=True):
+        first, *later = zip(evaluations(one), evaluations(many), strict=True)
+        # One process alone measures the untrained student in float32, as the report does.
+        assert first[1] == pytest.approx(first[0], rel=1e-7)
+        for own, other in later:
             assert other == pytest.approx(own, rel=1e-9)
         assert farthest(one, many) < 1e-9
 
