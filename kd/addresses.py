@@ -1,4 +1,4 @@
-"""Hub ids and the network addresses of hosts that a job may name."""
+"""Names of models, hub ids, and the network addresses of hosts that a job may name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from kd.errors import ConfigError, Problem
 
@@ -23,6 +24,27 @@ _LOOPBACK = ("127.0.0.0/8", "::1/128")
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The name of a model, and which of its files are read.
+
+    ``name`` is a local folder, a hub id or the folder of a bucket. ``gguf_file`` is read in place
+    of safetensors. ``trust_remote_code`` asks for the model's own Python code, which the operator
+    must allow too. Without ``has_weights`` only the tokenizer is read.
+    """
+
+    name: str
+    revision: str | None = None
+    gguf_file: str | None = None
+    trust_remote_code: bool = False
+    has_weights: bool = True
+
+    @property
+    def weights(self) -> str | None:
+        """The pattern of the files with weights that are downloaded; None for a tokenizer alone."""
+        return self.gguf_file or ("*.safetensors" if self.has_weights else None)
 
 
 def resolve_public_address(host: str, allowed: Iterable[str], port: int | None = None) -> str:

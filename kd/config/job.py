@@ -13,6 +13,7 @@ from typing import Any, Self
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 
 from cache.profiles.table import explain_unsupported
+from kd.addresses import ModelSource
 from kd.config.cache import CacheConfig
 from kd.config.checks import ChecksConfig
 from kd.config.data import DataConfig
@@ -23,7 +24,7 @@ from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.placement import PLACEMENT_FIELDS, Placement
 from kd.config.search import SearchConfig
 from kd.config.student import StudentConfig
-from kd.config.teacher import ModelSource, TeacherConfig
+from kd.config.teacher import TeacherConfig
 from kd.config.train import TrainConfig
 
 #: A job's name; it is also the name of its run folder.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from kd.addresses import ModelSource
 from kd.config.section import AS_BYTES, Section
 
 Bytes = Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES]
@@ -14,27 +14,6 @@ Bytes = Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES]
 
 #: Values of a field that mean that it is not used.
 _UNSET = (None, "auto", "none")
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """The name of a model, and which of its files are read.
-
-    ``name`` is a local folder, a hub id or the folder of a bucket. ``gguf_file`` is read in place
-    of safetensors. ``trust_remote_code`` asks for the model's own Python code, which the operator
-    must allow too. Without ``has_weights`` only the tokenizer is read.
-    """
-
-    name: str
-    revision: str | None = None
-    gguf_file: str | None = None
-    trust_remote_code: bool = False
-    has_weights: bool = True
-
-    @property
-    def weights(self) -> str | None:
-        """The pattern of the files with weights that are downloaded; None for a tokenizer alone."""
-        return self.gguf_file or ("*.safetensors" if self.has_weights else None)
 
 
 class TeacherConfig(Section):

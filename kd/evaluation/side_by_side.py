@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kd.config.teacher import ModelSource
+from kd.addresses import ModelSource
 from kd.evaluation.comparison import CHUNK_ELEMENTS, EvaluatedModel
 from kd.files import format_bytes
 from kd.memory.model_memory import compute_rounded_share

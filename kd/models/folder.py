@@ -22,7 +22,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from cache.errors import PotstillError, StoreError
-from kd.addresses import HUB_ID
+from kd.addresses import HUB_ID, ModelSource
 from kd.buckets.inputs import (
     describe_nothing,
     download_files,
@@ -32,7 +32,6 @@ from kd.buckets.inputs import (
     select_files,
 )
 from kd.buckets.snapshots import download_snapshot
-from kd.config.teacher import ModelSource
 from kd.errors import DataError, ModelError, format_first_line
 from kd.files import LFS_REMEDY, is_lfs_pointer
 

@@ -27,8 +27,8 @@ from transformers import (
     TorchAoConfig,
 )
 
+from kd.addresses import ModelSource
 from kd.config.student import StudentConfig, StudentInit
-from kd.config.teacher import ModelSource
 from kd.errors import ConfigError, ModelError, format_first_line
 from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, map_names

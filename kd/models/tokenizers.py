@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from cache.manifest import TokenizerProbe
 from cache.records import Sequences
 from cache.store import Cache
-from kd.config.teacher import ModelSource
+from kd.addresses import ModelSource
 from kd.errors import ModelError, TokenizerMismatch, format_first_line
 from kd.models.folder import TOKENIZER_REMEDY, ModelFolder, require_allowed_remote_code
 from kd.models.tokenizing.rules import (

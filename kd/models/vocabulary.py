@@ -11,8 +11,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kd.addresses import ModelSource
 from kd.config.student import StudentConfig
-from kd.config.teacher import ModelSource
 from kd.models.folder import ModelFolder, resolve_model, resolve_source
 from kd.models.lm_head import count_rows
 from kd.models.tokenizers import get_vocabulary_size

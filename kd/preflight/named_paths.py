@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from cache.errors import StoreError
 from cache.remote.address import StoreAddress
-from kd.addresses import HUB_ID
+from kd.addresses import HUB_ID, ModelSource
 from kd.buckets.inputs import is_stored_name
 from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
-from kd.config.teacher import ModelSource
 from kd.errors import Problem
 
 

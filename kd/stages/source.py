@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from cache.reading.usage import hold_for
 from cache.store import Cache, open_cache
+from kd.addresses import ModelSource
 from kd.capture.capturing import warn_of_overruled
 from kd.capture.plan import plan_capture
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
-from kd.config.teacher import ModelSource
 from kd.errors import ConfigError
 from kd.files import find_caches, read_json
 from kd.memory.host import choose_chunk_memory

@@ -14,6 +14,7 @@ from typing import Any
 
 from cache.disk import sum_file_sizes
 from cache.remote.address import read_binding
+from kd.addresses import ModelSource
 from kd.capture.codec_identity import make_codec_identity
 from kd.capture.estimate.storage import CacheSize, estimate_cache_size
 from kd.capture.estimate.text import (
@@ -23,7 +24,6 @@ from kd.capture.estimate.text import (
     require_width,
 )
 from kd.config.job import JobConfig
-from kd.config.teacher import ModelSource
 from kd.errors import ConfigError, Problem
 from kd.files import measure_free_bytes
 from kd.models.folder import find_source

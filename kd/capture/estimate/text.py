@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cache.errors import PotstillError
+from kd.addresses import ModelSource
 from kd.capture.estimate.storage import MEASURED_VOCABULARY
 from kd.config.job import JobConfig
-from kd.config.teacher import ModelSource
 from kd.errors import ConfigError, DataError, ModelError, Problem
 from kd.models.folder import find_source
 from kd.text.chat.chat import Chat, Completion

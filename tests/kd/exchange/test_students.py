@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cache.errors import StorageError
+from kd.addresses import ModelSource
 from kd.config.student import StudentConfig
-from kd.config.teacher import ModelSource
 from kd.errors import ModelError
 from kd.exchange.students import CONVERTERS, StudentExport, find_converter
 from kd.models.adapters import list_trained_parameters

@@ -11,8 +11,9 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kd.addresses import ModelSource
 from kd.config.student import StudentConfig
-from kd.config.teacher import ModelSource, TeacherConfig
+from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
 from kd.evaluation.side_by_side import count_stored_parameters
 from kd.models.attention.isolation import isolate_documents

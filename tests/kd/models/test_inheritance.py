@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from bench.support.paths import AUSTEN
+from kd.addresses import ModelSource
 from kd.config.student import LoraConfig, StudentConfig, StudentFromTeacher
-from kd.config.teacher import ModelSource
 from kd.errors import ModelError
 from kd.models.adapters import has_adapters, merge_adapters
 from kd.models.inheritance import cut_student, pick_layers, sample_text

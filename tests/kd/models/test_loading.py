@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from bench.support.waiting import PATIENCE_SECONDS
+from kd.addresses import ModelSource
 from kd.config.student import StudentConfig, StudentInit
-from kd.config.teacher import ModelSource, TeacherConfig
+from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
 from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
 from kd.models.folder import compute_fingerprint, require_allowed_remote_code

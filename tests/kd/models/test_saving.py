@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from kd.addresses import ModelSource
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.student import StudentConfig
-from kd.config.teacher import ModelSource
 from kd.evaluation.model_card import write_provenance
 from kd.models.adapters import has_adapters, list_trained_parameters, merge_adapters
 from kd.models.loading import build_student, load_model

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, PreTrainedModel
 
+from kd.addresses import ModelSource
 from kd.config.student import StudentConfig
-from kd.config.teacher import ModelSource
 from kd.models.loading import build_hollow_student, build_student, load_model
 from kd.models.saving import load_saved_student, save_student
 from tests.support.kd.students import make_llama

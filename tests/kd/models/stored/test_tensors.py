@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from kd.addresses import ModelSource
 from kd.config.jobfile import parse_config
 from kd.config.student import StudentConfig
-from kd.config.teacher import ModelSource, TeacherConfig
+from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, ModelError
 from kd.models.adapters import merge_adapters
 from kd.models.folder import ModelFolder, compute_fingerprint
