@@ -19,8 +19,11 @@ FINGERPRINT_PATTERN = r"^[0-9a-f]{32}$"
 class TemperatureRange(Section):
     """The range of temperatures at which a cache is unbiased."""
 
-    min: float = Field(0.5, ge=0.05, le=100.0, description="Lowest temperature.")
-    max: float = Field(2.0, ge=0.05, le=100.0, description="Highest temperature.")
+    min: float = Field(0.5, ge=0.05, le=100.0)
+    """Lowest temperature."""
+
+    max: float = Field(2.0, ge=0.05, le=100.0)
+    """Highest temperature."""
 
     @model_validator(mode="after")
     def _holds_something(self) -> Self:
@@ -32,104 +35,61 @@ class TemperatureRange(Section):
 class CacheConfig(Section):
     """The cache: which of the teacher's predictions it keeps, and how precisely."""
 
-    profile: Literal["threshold", "tempered", "topk", "dense", "hidden"] = Field(
-        "threshold",
-        description=(
-            "threshold = probable tokens exact, the tail sampled without bias, for temperature 1; "
-            "tempered = the same, for any temperature in a range; topk = the k most probable "
-            "tokens and the total probability of the rest; dense = all log-probabilities; hidden = "
-            "the teacher's last hidden state, exact at any temperature."
-        ),
-    )
-    threshold: float = Field(
-        0.04,
-        ge=0.001,
-        le=0.5,
-        description=(
-            "Profiles threshold and tempered: tokens with a higher probability than this are kept "
-            "exactly; at most 1/threshold + 1 entries per token."
-        ),
-    )
-    temperatures: TemperatureRange | None = Field(
-        None,
-        description="Profile tempered: the range of temperatures to support; default 0.5 to 2.",
-    )
-    always_keep: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (),
-        max_length=64,
-        description=(
-            "Profiles threshold and tempered: token ids whose probability is kept exactly at every "
-            "position, for example end of sequence and tool calls. The probability of the true "
-            "next token is always kept."
-        ),
-    )
-    draws: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description=(
-            "Profiles threshold and tempered: samples of the tail at every position. Epoch e reads "
-            "sample e modulo draws, so that a student does not memorise one sample over several "
-            "epochs."
-        ),
-    )
-    k: int | None = Field(
-        None, ge=1, le=4096, description="Profile topk: entries kept; default 64."
-    )
-    dtype: Literal["auto", "float16", "float32", "int8", "int16"] = Field(
-        "auto",
-        description=(
-            "Precision of profiles dense (float16 or float32, auto = float16) and hidden (int8 or "
-            "int16, auto = int16). int8 takes a little more than half the space of int16; its "
-            "log-probabilities have an error of some hundredths of a nat."
-        ),
-    )
-    seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the tail's samples.")
-    shard_sequences: int = Field(
-        256,
-        ge=1,
-        le=65536,
-        description=(
-            "Sequences per shard. A shard is written as a whole; a capture resumes after the last "
-            "complete shard."
-        ),
-    )
-    fidelity: Literal["refuse", "warn"] = Field(
-        "refuse",
-        description=(
-            "What happens if the records of a finished capture differ from the teacher by more "
-            "than the teacher's own noise and the profile explain. refuse = the capture fails; "
-            "warn = the cache is sealed with this result in its manifest, and every job that uses "
-            "it warns."
-        ),
-    )
-    extends: str | None = Field(
-        None,
-        pattern=FINGERPRINT_PATTERN,
-        description=(
-            "A sealed cache of the same teacher and settings whose text is the beginning of this "
-            "job's text. Its complete shards of training sequences are used without a copy, and "
-            "only the new text is captured."
-        ),
-    )
-    fingerprint: str | None = Field(
-        None,
-        pattern=FINGERPRINT_PATTERN,
-        description=(
-            "Kind train: the sealed cache to train from, for example an imported one; its text "
-            "replaces data."
-        ),
-    )
+    profile: Literal["threshold", "tempered", "topk", "dense", "hidden"] = "threshold"
+    """threshold = probable tokens exact, the tail sampled without bias, for temperature 1; tempered
+    = the same, for any temperature in a range; topk = the k most probable tokens and the total
+    probability of the rest; dense = all log-probabilities; hidden = the teacher's last hidden
+    state, exact at any temperature."""
 
-    store: str | None = Field(
-        None,
-        max_length=1024,
-        description=(
-            "Where the cache is stored: a folder, or an S3 bucket, s3://bucket/prefix. Null = "
-            "KD_STORE, or else the folder caches of KD_HOME. The bytes and the fingerprint of the "
-            "cache do not depend on it."
-        ),
-    )
+    threshold: float = Field(0.04, ge=0.001, le=0.5)
+    """Profiles threshold and tempered: tokens with a higher probability than this are kept exactly;
+    at most 1/threshold + 1 entries per token."""
+
+    temperatures: TemperatureRange | None = None
+    """Profile tempered: the range of temperatures to support; default 0.5 to 2."""
+
+    always_keep: tuple[Annotated[int, Field(ge=0)], ...] = Field((), max_length=64)
+    """Profiles threshold and tempered: token ids whose probability is kept exactly at every
+    position, for example end of sequence and tool calls. The probability of the true next token is
+    always kept."""
+
+    draws: int = Field(1, ge=1, le=64)
+    """Profiles threshold and tempered: samples of the tail at every position. Epoch e reads sample
+    e modulo draws, so that a student does not memorise one sample over several epochs."""
+
+    k: int | None = Field(None, ge=1, le=4096)
+    """Profile topk: entries kept; default 64."""
+
+    dtype: Literal["auto", "float16", "float32", "int8", "int16"] = "auto"
+    """Precision of profiles dense (float16 or float32, auto = float16) and hidden (int8 or int16,
+    auto = int16). int8 takes a little more than half the space of int16; its log-probabilities have
+    an error of some hundredths of a nat."""
+
+    seed: int = Field(0, ge=0, le=2**32 - 1)
+    """Seed of the tail's samples."""
+
+    shard_sequences: int = Field(256, ge=1, le=65536)
+    """Sequences per shard. A shard is written as a whole; a capture resumes after the last complete
+    shard."""
+
+    fidelity: Literal["refuse", "warn"] = "refuse"
+    """What happens if the records of a finished capture differ from the teacher by more than the
+    teacher's own noise and the profile explain. refuse = the capture fails; warn = the cache is
+    sealed with this result in its manifest, and every job that uses it warns."""
+
+    extends: str | None = Field(None, pattern=FINGERPRINT_PATTERN)
+    """A sealed cache of the same teacher and settings whose text is the beginning of this job's
+    text. Its complete shards of training sequences are used without a copy, and only the new text
+    is captured."""
+
+    fingerprint: str | None = Field(None, pattern=FINGERPRINT_PATTERN)
+    """Kind train: the sealed cache to train from, for example an imported one; its text replaces
+    data."""
+
+    store: str | None = Field(None, max_length=1024)
+    """Where the cache is stored: a folder, or an S3 bucket, s3://bucket/prefix. Null = KD_STORE, or
+    else the folder caches of KD_HOME. The bytes and the fingerprint of the cache do not depend on
+    it."""
 
     @property
     def named(self) -> dict[str, str]:

@@ -13,20 +13,22 @@ from kd.config.section import Section
 class DatasetSpec(Section):
     """A dataset that ``datasets.load_dataset`` or ``datasets.load_from_disk`` reads."""
 
-    path: str = Field(min_length=1, description="Hub id or local folder of the dataset.")
-    name: str | None = Field(None, description="Configuration name of the dataset.")
-    split: str = Field("train", description="Split; slices are allowed: train[:1%].")
-    revision: str | None = Field(None, description="Branch, tag or commit.")
-    weight: float = Field(
-        1.0,
-        gt=0,
-        le=1e6,
-        description=(
-            "Share of this source in a mixture, relative to the other sources (files have 1). A "
-            "weight other than 1, or streaming, makes a mixture; it ends when any of its sources "
-            "ends. Without a mixture, all sources are read completely."
-        ),
-    )
+    path: str = Field(min_length=1)
+    """Hub id or local folder of the dataset."""
+
+    name: str | None = None
+    """Configuration name of the dataset."""
+
+    split: str = "train"
+    """Split; slices are allowed: train[:1%]."""
+
+    revision: str | None = None
+    """Branch, tag or commit."""
+
+    weight: float = Field(1.0, gt=0, le=1e6)
+    """Share of this source in a mixture, relative to the other sources (files have 1). A weight
+    other than 1, or streaming, makes a mixture; it ends when any of its sources ends. Without a
+    mixture, all sources are read completely."""
 
 
 # A job may give one source without a list around it.
@@ -53,30 +55,19 @@ TextSources = Annotated[
 class DataConfig(Section):
     """The text."""
 
-    train: TextSources = Field(
-        (),
-        description=(
-            "Files, folders or globs (txt, jsonl, parquet; also .gz and .zst), files or folders of "
-            "a bucket (s3://bucket/name), folders that save_to_disk of datasets wrote, or datasets "
-            "as {path: ...}."
-        ),
-    )
-    validation: TextSources = Field(
-        (),
-        description=(
-            "Held-out text, in the same forms as train. Without it, a share of the training "
-            "sequences is held out."
-        ),
-    )
-    validation_fraction: float | None = Field(
-        None,
-        ge=0.0,
-        le=0.5,
-        description=(
-            "Share of the training sequences held out when validation is not given; default 0.02; "
-            "0 holds out nothing."
-        ),
-    )
+    train: TextSources = ()
+    """Files, folders or globs (txt, jsonl, parquet; also .gz and .zst), files or folders of a
+    bucket (s3://bucket/name), folders that save_to_disk of datasets wrote, or datasets as {path:
+    ...}."""
+
+    validation: TextSources = ()
+    """Held-out text, in the same forms as train. Without it, a share of the training sequences is
+    held out."""
+
+    validation_fraction: float | None = Field(None, ge=0.0, le=0.5)
+    """Share of the training sequences held out when validation is not given; default 0.02; 0 holds
+    out nothing."""
+
     format: Literal[
         "auto",
         "text",
@@ -86,66 +77,45 @@ class DataConfig(Section):
         "sharegpt",
         "prompt_completion",
         "alpaca",
-    ] = Field(
-        "auto",
-        description=(
-            "auto = by the file's suffix; messages = each row has a chat under the key messages, "
-            "and may have the JSON schemas of its tools under the key tools; sharegpt = a chat "
-            "under conversations, whose turns have from and value; alpaca = a question under "
-            "instruction (and input), its answer under output. The tokenizer's chat template "
-            "renders them; if a message's content is given in parts, the parts are joined. "
-            "prompt_completion = two texts, joined as they are, or two lists of messages, under "
-            "prompt and completion."
-        ),
-    )
-    text_column: str = Field(
-        "text", min_length=1, description="Column (jsonl, parquet, datasets) that holds the text."
-    )
-    document_separator: str | None = Field(
-        None,
-        description=(
-            "What ends a document within a plain text, so that nothing crosses it. Default: the "
-            "tokenizer's end token, where the text holds it; another text, such as "
-            "<|endoftext|>, ends documents in its place; an empty one: a file or row is one "
-            "document."
-        ),
-    )
-    assistant_only_loss: bool = Field(
-        True,
-        description=(
-            "In chats only the assistant's tokens are learned and get records; with format "
-            "prompt_completion only the completion's tokens. false = all tokens."
-        ),
-    )
-    sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens per sequence.")
-    streaming: bool = Field(
-        False,
-        description=(
-            "Read datasets as streams, without downloading them completely; needs "
-            "max_train_samples."
-        ),
-    )
-    packing: bool | Literal["auto"] = Field(
-        "auto",
-        description=(
-            "true = fill each sequence with several documents; attention and loss do not cross "
-            "from one to the next. false = one document per sequence, padded. auto = true where "
-            "teacher and student can keep documents apart in a sequence; else, as with recurrent "
-            "layers, false, and train.order length in place of shuffled."
-        ),
-    )
-    max_train_samples: int | None = Field(
-        None,
-        ge=1,
-        description=(
-            "Keep only the first sequences of the training text, at most this many. If a share is "
-            "held out and max_eval_samples is not set, at most this many sequences, or 2,048 "
-            "tokens, of it are kept."
-        ),
-    )
-    max_eval_samples: int | None = Field(
-        None, ge=1, description="Keep only the first held-out sequences, at most this many."
-    )
+    ] = "auto"
+    """auto = by the file's suffix; messages = each row has a chat under the key messages, and may
+    have the JSON schemas of its tools under the key tools; sharegpt = a chat under conversations,
+    whose turns have from and value; alpaca = a question under instruction (and input), its answer
+    under output. The tokenizer's chat template renders them; if a message's content is given in
+    parts, the parts are joined. prompt_completion = two texts, joined as they are, or two lists of
+    messages, under prompt and completion."""
+
+    text_column: str = Field("text", min_length=1)
+    """Column (jsonl, parquet, datasets) that holds the text."""
+
+    document_separator: str | None = None
+    """What ends a document within a plain text, so that nothing crosses it. Default: the
+    tokenizer's end token, where the text holds it; another text, such as <|endoftext|>, ends
+    documents in its place; an empty one: a file or row is one document."""
+
+    assistant_only_loss: bool = True
+    """In chats only the assistant's tokens are learned and get records; with format
+    prompt_completion only the completion's tokens. false = all tokens."""
+
+    sequence_length: int = Field(512, ge=8, le=1_048_576)
+    """Tokens per sequence."""
+
+    streaming: bool = False
+    """Read datasets as streams, without downloading them completely; needs max_train_samples."""
+
+    packing: bool | Literal["auto"] = "auto"
+    """true = fill each sequence with several documents; attention and loss do not cross from one to
+    the next. false = one document per sequence, padded. auto = true where teacher and student can
+    keep documents apart in a sequence; else, as with recurrent layers, false, and train.order
+    length in place of shuffled."""
+
+    max_train_samples: int | None = Field(None, ge=1)
+    """Keep only the first sequences of the training text, at most this many. If a share is held out
+    and max_eval_samples is not set, at most this many sequences, or 2,048 tokens, of it are
+    kept."""
+
+    max_eval_samples: int | None = Field(None, ge=1)
+    """Keep only the first held-out sequences, at most this many."""
 
     @model_validator(mode="after")
     def _one_holdout(self) -> Self:

@@ -35,43 +35,40 @@ class JobConfig(Placement):
     """A whole job."""
 
     kind: KindName = Field("distill", description=describe_kinds())
-    name: str = Field(
-        "job",
-        pattern=NAME_PATTERN,
-        description="A name for people: lower-case letters, digits, dot, dash, underscore.",
-    )
-    teacher: TeacherConfig | None = Field(
-        None,
-        description=(
-            "The teacher; required unless kind is verify, or train with alpha 1 or from a sealed "
-            "cache. With kind fidelity it is the teacher that the cache was captured from."
-        ),
-    )
+    name: str = Field("job", pattern=NAME_PATTERN)
+    """A name for people: lower-case letters, digits, dot, dash, underscore."""
+
+    teacher: TeacherConfig | None = None
+    """The teacher; required unless kind is verify, or train with alpha 1 or from a sealed cache.
+    With kind fidelity it is the teacher that the cache was captured from."""
+
     student: StudentConfig | None = Field(
         None, description=f"The student; required unless kind is {list_kinds_without('student')}."
     )
-    data: DataConfig = Field(default_factory=DataConfig, description="The text.")
-    cache: CacheConfig = Field(
-        default_factory=CacheConfig,
-        description="Which of the teacher's predictions the cache keeps.",
-    )
-    loss: LossConfig = Field(default_factory=LossConfig, description="The objective.")
+    data: DataConfig = Field(default_factory=DataConfig)
+    """The text."""
+
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    """Which of the teacher's predictions the cache keeps."""
+
+    loss: LossConfig = Field(default_factory=LossConfig)
+    """The objective."""
+
     train: TrainConfig | None = Field(
         None,
         description=f"The training loop; required unless kind is {list_kinds_without('train')}.",
     )
-    checks: ChecksConfig = Field(
-        default_factory=ChecksConfig, description="What is checked while a student trains."
-    )
-    evaluation: EvaluationConfig = Field(
-        default_factory=EvaluationConfig, description="How the finished student is measured."
-    )
-    resume: ResumeConfig | None = Field(
-        None, description="How a finished run is continued for more steps."
-    )
-    search: SearchConfig | None = Field(
-        None, description="What a search tries; required for kind search."
-    )
+    checks: ChecksConfig = Field(default_factory=ChecksConfig)
+    """What is checked while a student trains."""
+
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """How the finished student is measured."""
+
+    resume: ResumeConfig | None = None
+    """How a finished run is continued for more steps."""
+
+    search: SearchConfig | None = None
+    """What a search tries; required for kind search."""
 
     @classmethod
     def __get_pydantic_json_schema__(

@@ -19,52 +19,46 @@ Temperature = Annotated[float, Field(gt=0.0, le=100.0)]
 class Ramp(Section):
     """A value that changes from ``start`` to ``end`` during the run."""
 
-    schedule: Literal["linear", "cosine", "step"] = Field(
-        description="Shape: a line, half a cosine, or one jump halfway."
-    )
-    start: float = Field(ge=0.0, le=100.0, description="Value at the first step.")
-    end: float = Field(
-        ge=0.0, le=100.0, description="Value at the last step of the change, and after it."
-    )
-    steps: int | None = Field(
-        None,
-        ge=1,
-        le=100_000_000,
-        description="Steps that the change takes; default the whole run.",
-    )
+    schedule: Literal["linear", "cosine", "step"]
+    """Shape: a line, half a cosine, or one jump halfway."""
+
+    start: float = Field(ge=0.0, le=100.0)
+    """Value at the first step."""
+
+    end: float = Field(ge=0.0, le=100.0)
+    """Value at the last step of the change, and after it."""
+
+    steps: int | None = Field(None, ge=1, le=100_000_000)
+    """Steps that the change takes; default the whole run."""
 
 
 class LearnedTemperature(Section):
     """A learned temperature: T = min (max / min)^sigmoid(theta); theta has its own optimiser."""
 
-    mode: Literal["adversarial", "entropy", "lookahead", "teacher_only"] = Field(
-        description=(
-            "adversarial = T increases T^2 KL while the student decreases it; entropy = T keeps "
-            "the teacher's mean entropy at target_entropy; lookahead = T decreases the held-out "
-            "loss after one more step; teacher_only = the same as lookahead, but only the teacher "
-            "is tempered. There is no mode that minimises the loss, because T would move to a "
-            "bound with every student."
-        )
-    )
-    min: float = Field(0.5, ge=0.05, le=100.0, description="Lowest temperature.")
-    max: float = Field(2.0, ge=0.05, le=100.0, description="Highest temperature.")
-    init: float = Field(1.0, ge=0.05, le=100.0, description="Temperature at the first step.")
-    learning_rate: float = Field(0.01, gt=0.0, le=10.0, description="Learning rate of theta.")
-    target_entropy: float | None = Field(
-        None,
-        gt=0.0,
-        le=20.0,
-        description="Mode entropy: the teacher's mean entropy, in nats, that T keeps.",
-    )
-    interval: int = Field(
-        10,
-        ge=1,
-        le=100_000,
-        description=(
-            "Modes lookahead and teacher_only: steps between two updates of T; each update costs "
-            "some passes."
-        ),
-    )
+    mode: Literal["adversarial", "entropy", "lookahead", "teacher_only"]
+    """adversarial = T increases T^2 KL while the student decreases it; entropy = T keeps the
+    teacher's mean entropy at target_entropy; lookahead = T decreases the held-out loss after one
+    more step; teacher_only = the same as lookahead, but only the teacher is tempered. There is no
+    mode that minimises the loss, because T would move to a bound with every student."""
+
+    min: float = Field(0.5, ge=0.05, le=100.0)
+    """Lowest temperature."""
+
+    max: float = Field(2.0, ge=0.05, le=100.0)
+    """Highest temperature."""
+
+    init: float = Field(1.0, ge=0.05, le=100.0)
+    """Temperature at the first step."""
+
+    learning_rate: float = Field(0.01, gt=0.0, le=10.0)
+    """Learning rate of theta."""
+
+    target_entropy: float | None = Field(None, gt=0.0, le=20.0)
+    """Mode entropy: the teacher's mean entropy, in nats, that T keeps."""
+
+    interval: int = Field(10, ge=1, le=100_000)
+    """Modes lookahead and teacher_only: steps between two updates of T; each update costs some
+    passes."""
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -108,10 +102,11 @@ def find_ramp(value: Any) -> str:
 class FeatureConfig(Section):
     """A term that matches the teacher's last hidden states, which profile hidden keeps."""
 
-    weight: float = Field(0.0, ge=0.0, le=1000.0, description="Weight of the term; 0 = none.")
-    kind: Literal["mse", "cosine"] = Field(
-        "mse", description="mse = squared error of normalised states; cosine = 1 - their cosine."
-    )
+    weight: float = Field(0.0, ge=0.0, le=1000.0)
+    """Weight of the term; 0 = none."""
+
+    kind: Literal["mse", "cosine"] = "mse"
+    """mse = squared error of normalised states; cosine = 1 - their cosine."""
 
 
 class LossConfig(Section):
@@ -120,85 +115,54 @@ class LossConfig(Section):
     alpha: Annotated[
         Annotated[Weight, Tag("float")] | Annotated[Ramp, Tag("Ramp")],
         Discriminator(find_ramp),
-    ] = Field(
-        0.1,
-        description=(
-            "Weight of the hard labels: a number or a schedule. 1 = plain cross-entropy, which "
-            "needs no cache. Other tools give the weight of the teacher (kd_alpha, kd_ratio, "
-            "Megatron's alpha): alpha is 1 minus that weight."
-        ),
-    )
+    ] = 0.1
+    """Weight of the hard labels: a number or a schedule. 1 = plain cross-entropy, which needs no
+    cache. Other tools give the weight of the teacher (kd_alpha, kd_ratio, Megatron's alpha): alpha
+    is 1 minus that weight."""
+
     temperature: Annotated[
         Annotated[Temperature, Tag("float")]
         | Annotated[Ramp, Tag("Ramp")]
         | Annotated[LearnedTemperature, Tag("LearnedTemperature")],
         Discriminator(_find_temperature_kind),
-    ] = Field(
-        1.0,
-        description=(
-            "Temperature of teacher and student: a number, a schedule, or a learned temperature. A "
-            "temperature other than 1 needs profile tempered, hidden or dense."
-        ),
-    )
-    divergence: Divergence = Field(
-        "forward_kl",
-        description=(
-            "The divergence D: forward_kl = KL(teacher || student); reverse_kl = "
-            "KL(student || teacher); jsd = generalised Jensen-Shannon with beta; skew_kl = "
-            "KL(teacher || beta teacher + (1 - beta) student); total_variation. All but the first "
-            "need profile hidden or dense."
-        ),
-    )
-    beta: float = Field(
-        0.5, gt=0.0, lt=1.0, description="Weight of the teacher in the mixture of jsd and skew_kl."
-    )
-    label_smoothing: float = Field(
-        0.0,
-        ge=0.0,
-        lt=1.0,
-        description="Share of each hard label that is spread evenly over the vocabulary.",
-    )
-    z_loss: float = Field(
-        0.0,
-        ge=0.0,
-        le=1.0,
-        description="Weight of log(Z)^2, which keeps the student's logits from drifting.",
-    )
-    entropy_weighting: float = Field(
-        0.0,
-        ge=-4.0,
-        le=4.0,
-        description=(
-            "Exponent e of a token's weight (1 + H)^e in D, where H is the teacher's entropy; the "
-            "weights are scaled to mean 1 in each step. With an exponent above 0, tokens about "
-            "which the teacher is unsure count more."
-        ),
-    )
-    tail_control: bool = Field(
-        True,
-        description=(
-            "Remove most of the noise of the sampled tails (profile threshold) from the gradient "
-            "of the LM head, with the mean tail that the cache holds. The mean of the gradient "
-            "stays the same. Has no effect with a cache without a mean tail (merged, of another "
-            "tool, or of an earlier version), with a frozen LM head, with entropy_weighting, or in "
-            "the first epoch of train.order curriculum."
-        ),
-    )
-    features: FeatureConfig = Field(
-        default_factory=FeatureConfig, description="Matching of hidden states, with profile hidden."
-    )
+    ] = 1.0
+    """Temperature of teacher and student: a number, a schedule, or a learned temperature. A
+    temperature other than 1 needs profile tempered, hidden or dense."""
 
-    router_balance: float | None = Field(
-        None,
-        ge=0.0,
-        le=10.0,
-        description=(
-            "Weight of the balance loss of a mixture of experts, which keeps its routers from "
-            "choosing only a few experts; default the student's own router_aux_loss_coef, 0 = "
-            "none. It is computed for each micro-batch of a device, so it depends on "
-            "train.batch_size, not only on the sequences of a step."
-        ),
-    )
+    divergence: Divergence = "forward_kl"
+    """The divergence D: forward_kl = KL(teacher || student); reverse_kl = KL(student || teacher);
+    jsd = generalised Jensen-Shannon with beta; skew_kl = KL(teacher || beta teacher + (1 - beta)
+    student); total_variation. All but the first need profile hidden or dense."""
+
+    beta: float = Field(0.5, gt=0.0, lt=1.0)
+    """Weight of the teacher in the mixture of jsd and skew_kl."""
+
+    label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
+    """Share of each hard label that is spread evenly over the vocabulary."""
+
+    z_loss: float = Field(0.0, ge=0.0, le=1.0)
+    """Weight of log(Z)^2, which keeps the student's logits from drifting."""
+
+    entropy_weighting: float = Field(0.0, ge=-4.0, le=4.0)
+    """Exponent e of a token's weight (1 + H)^e in D, where H is the teacher's entropy; the weights
+    are scaled to mean 1 in each step. With an exponent above 0, tokens about which the teacher is
+    unsure count more."""
+
+    tail_control: bool = True
+    """Remove most of the noise of the sampled tails (profile threshold) from the gradient of the LM
+    head, with the mean tail that the cache holds. The mean of the gradient stays the same. Has no
+    effect with a cache without a mean tail (merged, of another tool, or of an earlier version),
+    with a frozen LM head, with entropy_weighting, or in the first epoch of train.order
+    curriculum."""
+
+    features: FeatureConfig = Field(default_factory=FeatureConfig)
+    """Matching of hidden states, with profile hidden."""
+
+    router_balance: float | None = Field(None, ge=0.0, le=10.0)
+    """Weight of the balance loss of a mixture of experts, which keeps its routers from choosing
+    only a few experts; default the student's own router_aux_loss_coef, 0 = none. It is computed for
+    each micro-batch of a device, so it depends on train.batch_size, not only on the sequences of a
+    step."""
 
     @field_validator("temperature", mode="before")
     @classmethod

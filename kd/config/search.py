@@ -12,13 +12,20 @@ from kd.config.section import Section
 class Dimension(Section):
     """The values that a search tries for one field: a range, or choices."""
 
-    min: float | None = Field(None, description="Lowest value.")
-    max: float | None = Field(None, description="Highest value.")
-    log: bool = Field(False, description="Sample the range on a logarithmic scale.")
-    integer: bool = Field(False, description="Whole numbers only.")
-    choices: tuple[str | float | int | bool, ...] | None = Field(
-        None, min_length=1, max_length=64, description="The values to try, instead of a range."
-    )
+    min: float | None = None
+    """Lowest value."""
+
+    max: float | None = None
+    """Highest value."""
+
+    log: bool = False
+    """Sample the range on a logarithmic scale."""
+
+    integer: bool = False
+    """Whole numbers only."""
+
+    choices: tuple[str | float | int | bool, ...] | None = Field(None, min_length=1, max_length=64)
+    """The values to try, instead of a range."""
 
     @model_validator(mode="after")
     def _range_or_choices(self) -> Self:
@@ -34,18 +41,15 @@ class Dimension(Section):
 class SearchConfig(Section):
     """An Optuna study whose trials are students trained from one cache."""
 
-    space: dict[str, Dimension] = Field(
-        min_length=1,
-        max_length=32,
-        description=(
-            "The fields to vary, by their dotted names (for example train.learning_rate), and the "
-            "values to try."
-        ),
-    )
-    trials: int = Field(20, ge=1, le=10_000, description="Number of trials.")
-    sampler: Literal["tpe", "gp", "random"] = Field(
-        "tpe", description="How the next trial is chosen."
-    )
-    pruner: Literal["none", "median", "hyperband"] = Field(
-        "median", description="How bad trials are stopped early."
-    )
+    space: dict[str, Dimension] = Field(min_length=1, max_length=32)
+    """The fields to vary, by their dotted names (for example train.learning_rate), and the values
+    to try."""
+
+    trials: int = Field(20, ge=1, le=10_000)
+    """Number of trials."""
+
+    sampler: Literal["tpe", "gp", "random"] = "tpe"
+    """How the next trial is chosen."""
+
+    pruner: Literal["none", "median", "hyperband"] = "median"
+    """How bad trials are stopped early."""

@@ -34,11 +34,12 @@ AS_BYTES = BeforeValidator(_parse_bytes)
 class Section(BaseModel):
     """A section of a job. It is immutable, and an unknown key is an error.
 
-    null means "use the default" unless the field accepts null.
+    null means "use the default" unless the field accepts null. The text below a field is its
+    description in the schema.
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=False
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     @model_validator(mode="before")
@@ -74,6 +75,8 @@ class Section(BaseModel):
         # The validator above accepts null where the annotation does not, so the schema must say so.
         schema = handler(core_schema)
         for key, field in handler.resolve_ref_schema(schema).get("properties", {}).items():
+            if "description" in field:
+                field["description"] = " ".join(field["description"].split())
             if cls._has_default_for_null(key):
                 _allow_null(field)
             if cls.model_fields[key].default_factory is not None:

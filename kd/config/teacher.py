@@ -19,110 +19,72 @@ _UNSET = (None, "auto", "none")
 class TeacherConfig(Section):
     """The model whose predictions are recorded."""
 
-    backend: Literal["local", "http"] = Field(
-        "local",
-        description=(
-            "local = the model runs in the worker; http = an OpenAI-compatible server that returns "
-            "prompt_logprobs (vLLM) runs it, for cache.profile topk only."
-        ),
-    )
-    model: str = Field(
-        min_length=1,
-        description=(
-            "Local folder, hub id or folder of a bucket (s3://bucket/name) of the teacher, a "
-            "causal language model, or a model that also reads images or sound, whose language "
-            "model is used. With backend http it is the model's name on the server."
-        ),
-    )
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
-    gguf_file: str | None = Field(
-        None,
-        description="Name of a GGUF file in the model's folder from which to load the weights.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description=(
-            "Precision of the teacher's weights. auto = float32 on a CPU and on GPUs before V100; "
-            "on other GPUs the checkpoint's precision, with float16 instead of bfloat16 on V100 "
-            "and T4, which have no bfloat16."
-        ),
-    )
-    quantization: Literal["int8", "int4"] | None = Field(
-        None,
-        description=(
-            "Round the weights of the linear layers to int8 or int4 while they are loaded (pip "
-            "install 'potstill[quantization]'). Embeddings, LM head, norms and experts stay in "
-            "dtype. A quantised teacher has a cache of its own. int4 computes in bfloat16, on a "
-            "GPU of the Ampere generation or later. Layers whose input width 32 does not divide "
-            "stay in bfloat16."
-        ),
-    )
-    parallel: Literal["none", "device_map", "tensor", "fsdp"] = Field(
-        "none",
-        description=(
-            "How a teacher that is too large for one device is spread. none = it is on one device. "
-            "device_map = its layers are placed one after the other on the GPUs, then in the "
-            "host's memory, then on the disk. tensor = each of resources.gpus processes holds a "
-            "part of every matrix, as the model's tp_plan says. fsdp = each process holds a part "
-            "of every layer, and gathers the layer that runs. It is part of the cache's identity."
-        ),
-    )
-    gpu_memory: Bytes | None = Field(
-        None,
-        description=(
-            "Parallel device_map: the most bytes of weights on each GPU: a number, or text such as "
-            '"60GiB". Leave room for activations and logits, and on the first GPU for the LM head. '
-            "null = all free memory."
-        ),
-    )
-    host_memory: Bytes | None = Field(
-        None,
-        description=(
-            "Parallel device_map: the most bytes of weights in the host's memory; the others are "
-            "read from the disk in each forward pass. null = all free memory."
-        ),
-    )
-    batch_size: int = Field(
-        8,
-        ge=1,
-        le=4096,
-        description=(
-            "Sequences per forward pass of the capture. It changes the speed and the memory, but "
-            "not the cache, except for the rounding of the teacher's sums."
-        ),
-    )
-    trust_remote_code: bool = Field(
-        False,
-        description=(
-            "Run Python code that comes with the model. The operator must allow it, too "
-            "(KD_TRUST_REMOTE_CODE=1)."
-        ),
-    )
-    url: str | None = Field(
-        None,
-        pattern=r"^https?://[^/?#@\s]+(/[^?#@\s]*)?$",
-        description="Backend http: address of the server, without /v1/completions at its end.",
-    )
-    tokenizer: str | None = Field(
-        None,
-        min_length=1,
-        description="Backend http: local folder or hub id of the model's tokenizer.",
-    )
-    api_key_env: str | None = Field(
-        None,
-        pattern=r"^KD_TEACHER_KEY(_[A-Z0-9_]+)?$",
-        description=(
-            "Backend http: name of the worker's environment variable that holds the server's API "
-            "key: KD_TEACHER_KEY, or a name that begins with KD_TEACHER_KEY_, so that a job cannot "
-            "name another secret."
-        ),
-    )
-    timeout: float = Field(
-        120.0, gt=0, le=3600, description="Backend http: seconds to wait for one answer."
-    )
-    concurrency: int = Field(
-        8, ge=1, le=256, description="Backend http: requests that may run at the same time."
-    )
+    backend: Literal["local", "http"] = "local"
+    """local = the model runs in the worker; http = an OpenAI-compatible server that returns
+    prompt_logprobs (vLLM) runs it, for cache.profile topk only."""
+
+    model: str = Field(min_length=1)
+    """Local folder, hub id or folder of a bucket (s3://bucket/name) of the teacher, a causal
+    language model, or a model that also reads images or sound, whose language model is used. With
+    backend http it is the model's name on the server."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+
+    gguf_file: str | None = None
+    """Name of a GGUF file in the model's folder from which to load the weights."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the teacher's weights. auto = float32 on a CPU and on GPUs before V100; on other
+    GPUs the checkpoint's precision, with float16 instead of bfloat16 on V100 and T4, which have no
+    bfloat16."""
+
+    quantization: Literal["int8", "int4"] | None = None
+    """Round the weights of the linear layers to int8 or int4 while they are loaded (pip install
+    'potstill[quantization]'). Embeddings, LM head, norms and experts stay in dtype. A quantised
+    teacher has a cache of its own. int4 computes in bfloat16, on a GPU of the Ampere generation or
+    later. Layers whose input width 32 does not divide stay in bfloat16."""
+
+    parallel: Literal["none", "device_map", "tensor", "fsdp"] = "none"
+    """How a teacher that is too large for one device is spread. none = it is on one device.
+    device_map = its layers are placed one after the other on the GPUs, then in the host's memory,
+    then on the disk. tensor = each of resources.gpus processes holds a part of every matrix, as the
+    model's tp_plan says. fsdp = each process holds a part of every layer, and gathers the layer
+    that runs. It is part of the cache's identity."""
+
+    gpu_memory: Bytes | None = None
+    """Parallel device_map: the most bytes of weights on each GPU: a number, or text such as
+    "60GiB". Leave room for activations and logits, and on the first GPU for the LM head. null = all
+    free memory."""
+
+    host_memory: Bytes | None = None
+    """Parallel device_map: the most bytes of weights in the host's memory; the others are read from
+    the disk in each forward pass. null = all free memory."""
+
+    batch_size: int = Field(8, ge=1, le=4096)
+    """Sequences per forward pass of the capture. It changes the speed and the memory, but not the
+    cache, except for the rounding of the teacher's sums."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. The operator must allow it, too
+    (KD_TRUST_REMOTE_CODE=1)."""
+
+    url: str | None = Field(None, pattern=r"^https?://[^/?#@\s]+(/[^?#@\s]*)?$")
+    """Backend http: address of the server, without /v1/completions at its end."""
+
+    tokenizer: str | None = Field(None, min_length=1)
+    """Backend http: local folder or hub id of the model's tokenizer."""
+
+    api_key_env: str | None = Field(None, pattern=r"^KD_TEACHER_KEY(_[A-Z0-9_]+)?$")
+    """Backend http: name of the worker's environment variable that holds the server's API key:
+    KD_TEACHER_KEY, or a name that begins with KD_TEACHER_KEY_, so that a job cannot name another
+    secret."""
+
+    timeout: float = Field(120.0, gt=0, le=3600)
+    """Backend http: seconds to wait for one answer."""
+
+    concurrency: int = Field(8, ge=1, le=256)
+    """Backend http: requests that may run at the same time."""
 
     @property
     def is_local(self) -> bool:

@@ -57,274 +57,182 @@ ROUNDING_OPTIMIZERS = ("adamw", "adamw_8bit")
 class TrainConfig(Section):
     """The training loop."""
 
-    max_steps: int | None = Field(
-        None, ge=1, le=100_000_000, description="Optimiser steps; give either this or epochs."
-    )
-    epochs: float | None = Field(
-        None,
-        gt=0,
-        le=10_000,
-        description="Passes over the training sequences; give either this or max_steps.",
-    )
-    batch_size: int = Field(8, ge=1, le=65536, description="Sequences per forward pass.")
-    gradient_accumulation_steps: int = Field(
-        1,
-        ge=1,
-        le=65536,
-        description=(
-            "Forward passes per optimiser step; the loss is the mean over all their tokens."
-        ),
-    )
-    learning_rate: float = Field(3e-4, gt=0, le=10, description="Peak learning rate.")
-    lr_scheduler_type: Scheduler = Field(
-        "cosine",
-        description=(
-            "A schedule of transformers.get_scheduler; onecycle (torch's OneCycleLR); step = "
-            "multiplied by gamma every step_size steps after the warm-up; multistep = multiplied "
-            "by gamma at each of milestones; reduce_lr_on_plateau = multiplied by factor when more "
-            "than patience evaluations in a row have not lowered the held-out loss. `kd lr "
-            "job.yaml` shows the rates."
-        ),
-    )
-    lr_scheduler_kwargs: dict[str, ScheduleArgument] = Field(
-        default_factory=dict,
-        description=(
-            "Extra arguments of the schedule, for example {min_lr_rate: 0.1} or "
-            "{milestones: [1000, 2000], gamma: 0.1}."
-        ),
-    )
-    warmup_steps: int = Field(0, ge=0, le=10_000_000, description="Steps of linear warm-up.")
-    optim: Optimizer = Field(
-        "adamw",
-        description=(
-            "The optimiser: adamw, adamw_8bit (8-bit state for the matrices of the layers, AdamW "
-            "for the rest; needs the extra quantization, and is slow on a CPU), adafactor, muon "
-            "(for matrices; AdamW for the rest), lion, lars, schedule_free (AdamW; set "
-            "lr_scheduler_type to constant or constant_with_warmup)."
-        ),
-    )
-    optim_args: dict[str, float] = Field(
-        default_factory=dict,
-        description="Extra arguments of the optimiser, for example {momentum: 0.95} for muon.",
-    )
-    weight_decay: float = Field(
-        0.1, ge=0, le=10, description="Weight decay of matrices; norms and biases have none."
-    )
-    layer_lr_decay: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description=(
-            "Each layer's learning rate is this factor times the rate of the layer above it."
-        ),
-    )
-    ema_decay: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description=(
-            "Keep an exponential moving average of the weights; the average is evaluated and saved."
-        ),
-    )
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2.")
-    adam_epsilon: float = Field(1e-8, gt=0, le=1, description="AdamW epsilon.")
-    lm_head_floor: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description=(
-            "Make the rows of rare words in the LM head, and the noise of sampled records in them, "
-            "move little. Weights whose gradients are below this share of the root mean square of "
-            "all gradients move in proportion to their gradients (adamw, adamw_8bit, muon and "
-            "schedule_free). 0 = plain AdamW, where all weights move by about the same amount."
-        ),
-    )
-    max_grad_norm: float = Field(
-        1.0, ge=0, le=1e6, description="Clip the gradient's global norm to this; 0 = do not clip."
-    )
-    adaptive_clipping: float | None = Field(
-        None,
-        gt=0,
-        le=10,
-        description=(
-            "Clip the gradient of each row of a matrix of the layers to this share of the row's "
-            "own norm (AGC; 0.01 is usual), before max_grad_norm clips the whole gradient. "
-            "Embeddings, LM head, norms and biases are not clipped in this way."
-        ),
-    )
+    max_steps: int | None = Field(None, ge=1, le=100_000_000)
+    """Optimiser steps; give either this or epochs."""
+
+    epochs: float | None = Field(None, gt=0, le=10_000)
+    """Passes over the training sequences; give either this or max_steps."""
+
+    batch_size: int = Field(8, ge=1, le=65536)
+    """Sequences per forward pass."""
+
+    gradient_accumulation_steps: int = Field(1, ge=1, le=65536)
+    """Forward passes per optimiser step; the loss is the mean over all their tokens."""
+
+    learning_rate: float = Field(3e-4, gt=0, le=10)
+    """Peak learning rate."""
+
+    lr_scheduler_type: Scheduler = "cosine"
+    """A schedule of transformers.get_scheduler; onecycle (torch's OneCycleLR); step = multiplied by
+    gamma every step_size steps after the warm-up; multistep = multiplied by gamma at each of
+    milestones; reduce_lr_on_plateau = multiplied by factor when more than patience evaluations in a
+    row have not lowered the held-out loss. `kd lr job.yaml` shows the rates."""
+
+    lr_scheduler_kwargs: dict[str, ScheduleArgument] = Field(default_factory=dict)
+    """Extra arguments of the schedule, for example {min_lr_rate: 0.1} or {milestones: [1000, 2000],
+    gamma: 0.1}."""
+
+    warmup_steps: int = Field(0, ge=0, le=10_000_000)
+    """Steps of linear warm-up."""
+
+    optim: Optimizer = "adamw"
+    """The optimiser: adamw, adamw_8bit (8-bit state for the matrices of the layers, AdamW for the
+    rest; needs the extra quantization, and is slow on a CPU), adafactor, muon (for matrices; AdamW
+    for the rest), lion, lars, schedule_free (AdamW; set lr_scheduler_type to constant or
+    constant_with_warmup)."""
+
+    optim_args: dict[str, float] = Field(default_factory=dict)
+    """Extra arguments of the optimiser, for example {momentum: 0.95} for muon."""
+
+    weight_decay: float = Field(0.1, ge=0, le=10)
+    """Weight decay of matrices; norms and biases have none."""
+
+    layer_lr_decay: float = Field(1.0, gt=0, le=1)
+    """Each layer's learning rate is this factor times the rate of the layer above it."""
+
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Keep an exponential moving average of the weights; the average is evaluated and saved."""
+
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW beta 1."""
+
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW beta 2."""
+
+    adam_epsilon: float = Field(1e-8, gt=0, le=1)
+    """AdamW epsilon."""
+
+    lm_head_floor: float = Field(0.1, ge=0, lt=1)
+    """Make the rows of rare words in the LM head, and the noise of sampled records in them, move
+    little. Weights whose gradients are below this share of the root mean square of all gradients
+    move in proportion to their gradients (adamw, adamw_8bit, muon and schedule_free). 0 = plain
+    AdamW, where all weights move by about the same amount."""
+
+    max_grad_norm: float = Field(1.0, ge=0, le=1e6)
+    """Clip the gradient's global norm to this; 0 = do not clip."""
+
+    adaptive_clipping: float | None = Field(None, gt=0, le=10)
+    """Clip the gradient of each row of a matrix of the layers to this share of the row's own norm
+    (AGC; 0.01 is usual), before max_grad_norm clips the whole gradient. Embeddings, LM head, norms
+    and biases are not clipped in this way."""
+
     dropout: (
         Annotated[
             Annotated[DropoutShare, Tag("float")] | Annotated[Ramp, Tag("Ramp")],
             Discriminator(find_ramp),
         ]
         | None
-    ) = Field(
-        None,
-        description=(
-            "Dropout of the student's layers: a number below 1, or a schedule over the run "
-            "{schedule, start, end, steps}; default: the value in the student's config.json."
-        ),
-    )
-    precision: Literal["auto", "bf16", "bf16_pure", "fp16", "fp32"] = Field(
-        "auto",
-        description=(
-            "Autocast precision; auto = bf16 on GPUs that have it, fp16 with loss scaling on older "
-            "GPUs, fp32 on a CPU. The scale of fp16 begins at 65,536; it halves when gradients "
-            "overflow, and that step is skipped; it doubles after 2,000 steps whose gradients are "
-            "finite. bf16_pure = weights and gradients are in bfloat16, too, which "
-            "halves their memory, and the updates are rounded stochastically (optim adamw or "
-            "adamw_8bit); the gradients of micro-batches are summed in bfloat16, so a few large "
-            "micro-batches are better than many small ones."
-        ),
-    )
-    fp8: bool = Field(
-        False,
-        description=(
-            "Run the matrix products of the student's layers in float8, with torchao (extra "
-            "quantization), on GPUs of the Ada and Hopper generations and later; precision must be "
-            "auto or bf16. It is worth it for wide layers (4,096 and more) with train.compile."
-        ),
-    )
-    tf32: bool = Field(
-        True, description="Let float32 matrix products use TF32, on GPUs that have it."
-    )
-    gradient_checkpointing: Checkpointing = Field(
-        "none",
-        description=(
-            "Recompute activations in the backward pass to save memory: none, full = of every "
-            "layer, sqrt = in about sqrt(layers) groups, n = of every n-th layer."
-        ),
-    )
-    activation_offload: bool = Field(
-        False,
-        description=(
-            "Keep a GPU's activations for the backward pass in the host's memory, which must have "
-            "room for them. The gradients are the same. The copies take time; with "
-            "gradient_checkpointing only the hidden states between layers are copied."
-        ),
-    )
-    strategy: Strategy = Field(
-        "auto",
-        description=(
-            "How several devices (resources.gpus) train one student. ddp: each holds the whole "
-            "student, and gradients are averaged. fsdp: each holds a part of the weights, "
-            "gradients and optimiser state (FSDP2), for students that do not fit on one device. "
-            "pipeline: each holds some consecutive layers, and sends only hidden states, for slow "
-            "links; of M = gradient_accumulation_steps and S devices, a device waits for "
-            "(S - 1) / (M + S - 1) of a step. single: one device. auto: ddp, or fsdp if the memory "
-            "estimate says that ddp does not fit. A step has as many sequences as on one device, "
-            "in equal parts."
-        ),
-    )
-    fsdp_offload: bool = Field(
-        False,
-        description=(
-            "Keep each GPU's part of the weights, gradients and optimiser state in the host's "
-            "memory (strategy fsdp). The optimiser steps there, too. Each layer is copied to the "
-            "GPU for each of its passes, and its gradient is copied back, which takes time. Has no "
-            "effect on a CPU."
-        ),
-    )
-    compile: Compile = Field(
-        "none",
-        description=(
-            "torch.compile the student: none, default, reduce-overhead or max-autotune. A run "
-            "reports its graph breaks. Packed rows cause none, except on a GPU if attention with "
-            "dropout, soft-caps, sinks or chunks runs in flash-attn or flex attention: these get "
-            "the document boundaries of a batch from the host."
-        ),
-    )
-    logits_chunk: int | None = Field(
-        None,
-        ge=1,
-        le=1_048_576,
-        description=(
-            "Positions whose logits are in memory at once; the default depends on the vocabulary "
-            "and the free memory. A larger number moves fewer bytes. Another number changes the "
-            "last bits of the gradients."
-        ),
-    )
-    auto_batch: bool = Field(
-        False,
-        description=(
-            "If memory runs out, at the start or at a later step, halve batch_size and double "
-            "gradient_accumulation_steps; the sequences per optimiser step stay the same."
-        ),
-    )
-    logging_steps: int = Field(
-        10, ge=1, le=1_000_000, description="Steps between two reports of metrics."
-    )
-    eval_steps: int = Field(
-        100, ge=1, le=10_000_000, description="Steps between two evaluations on the held-out text."
-    )
-    save_steps: int = Field(100, ge=1, le=10_000_000, description="Steps between two checkpoints.")
-    save_total_limit: int | None = Field(
-        None,
-        ge=1,
-        le=1000,
-        description=(
-            "Checkpoints to keep: the newest ones, and with early stopping also the best one. None "
-            "= 2 while the job runs, and the last one once it has ended."
-        ),
-    )
-    early_stopping_patience: int | None = Field(
-        None,
-        ge=1,
-        le=10_000,
-        description=(
-            "Stop after this many evaluations without a better held-out loss, and keep the best "
-            "weights."
-        ),
-    )
-    order: Literal["shuffled", "windows", "length", "curriculum"] = Field(
-        "shuffled",
-        description=(
-            "Order of an epoch's sequences. shuffled; windows = the shards, or parts of large "
-            "shards, come in random order, and the sequences are shuffled within windows of some "
-            "shards. A window has about four million tokens, or fewer if these take 256 MiB "
-            "decoded. So a cache that is larger than memory is read from disk about once an epoch "
-            "if dataloader_memory is 512 MiB or more; length = batches of similar length; "
-            "curriculum = in the first epoch from low to high entropy of the teacher, then "
-            "shuffled."
-        ),
-    )
-    dataloader_num_workers: int | None = Field(
-        None,
-        ge=0,
-        le=64,
-        description=(
-            "Threads that read and decode batches ahead of the step; 0 = read them in the step. "
-            "Default 1 on a GPU and 0 on a CPU, where the step uses all cores and such a thread "
-            "would slow it down."
-        ),
-    )
-    dataloader_memory: Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES] | None = Field(
-        None,
-        description=(
-            "Memory for decoded parts of the cache, in all threads together: a number of bytes, or "
-            'text such as "4GiB"; 0 = keep none. Sequences that are in memory are read without the '
-            "disk. Default 512 MiB, or an eighth of the host's memory where that is less."
-        ),
-    )
-    report_to: tuple[Tracker, ...] = Field(
-        (),
-        max_length=16,
-        description=(
-            "Experiment trackers: tensorboard, wandb, mlflow, trackio. metrics.jsonl is always "
-            "written."
-        ),
-    )
-    save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description=(
-            "Precision of the saved student; auto = bfloat16 or float16 if the student was trained "
-            "in it, else float32."
-        ),
-    )
-    seed: int = Field(
-        42, ge=0, le=2**32 - 1, description="Seed of initialisation, data order and dropout."
-    )
+    ) = None
+    """Dropout of the student's layers: a number below 1, or a schedule over the run {schedule,
+    start, end, steps}; default: the value in the student's config.json."""
+
+    precision: Literal["auto", "bf16", "bf16_pure", "fp16", "fp32"] = "auto"
+    """Autocast precision; auto = bf16 on GPUs that have it, fp16 with loss scaling on older GPUs,
+    fp32 on a CPU. The scale of fp16 begins at 65,536; it halves when gradients overflow, and that
+    step is skipped; it doubles after 2,000 steps whose gradients are finite. bf16_pure = weights
+    and gradients are in bfloat16, too, which halves their memory, and the updates are rounded
+    stochastically (optim adamw or adamw_8bit); the gradients of micro-batches are summed in
+    bfloat16, so a few large micro-batches are better than many small ones."""
+
+    fp8: bool = False
+    """Run the matrix products of the student's layers in float8, with torchao (extra quantization),
+    on GPUs of the Ada and Hopper generations and later; precision must be auto or bf16. It is worth
+    it for wide layers (4,096 and more) with train.compile."""
+
+    tf32: bool = True
+    """Let float32 matrix products use TF32, on GPUs that have it."""
+
+    gradient_checkpointing: Checkpointing = "none"
+    """Recompute activations in the backward pass to save memory: none, full = of every layer, sqrt
+    = in about sqrt(layers) groups, n = of every n-th layer."""
+
+    activation_offload: bool = False
+    """Keep a GPU's activations for the backward pass in the host's memory, which must have room for
+    them. The gradients are the same. The copies take time; with gradient_checkpointing only the
+    hidden states between layers are copied."""
+
+    strategy: Strategy = "auto"
+    """How several devices (resources.gpus) train one student. ddp: each holds the whole student,
+    and gradients are averaged. fsdp: each holds a part of the weights, gradients and optimiser
+    state (FSDP2), for students that do not fit on one device. pipeline: each holds some consecutive
+    layers, and sends only hidden states, for slow links; of M = gradient_accumulation_steps and S
+    devices, a device waits for (S - 1) / (M + S - 1) of a step. single: one device. auto: ddp, or
+    fsdp if the memory estimate says that ddp does not fit. A step has as many sequences as on one
+    device, in equal parts."""
+
+    fsdp_offload: bool = False
+    """Keep each GPU's part of the weights, gradients and optimiser state in the host's memory
+    (strategy fsdp). The optimiser steps there, too. Each layer is copied to the GPU for each of its
+    passes, and its gradient is copied back, which takes time. Has no effect on a CPU."""
+
+    compile: Compile = "none"
+    """torch.compile the student: none, default, reduce-overhead or max-autotune. A run reports its
+    graph breaks. Packed rows cause none, except on a GPU if attention with dropout, soft-caps,
+    sinks or chunks runs in flash-attn or flex attention: these get the document boundaries of a
+    batch from the host."""
+
+    logits_chunk: int | None = Field(None, ge=1, le=1_048_576)
+    """Positions whose logits are in memory at once; the default depends on the vocabulary and the
+    free memory. A larger number moves fewer bytes. Another number changes the last bits of the
+    gradients."""
+
+    auto_batch: bool = False
+    """If memory runs out, at the start or at a later step, halve batch_size and double
+    gradient_accumulation_steps; the sequences per optimiser step stay the same."""
+
+    logging_steps: int = Field(10, ge=1, le=1_000_000)
+    """Steps between two reports of metrics."""
+
+    eval_steps: int = Field(100, ge=1, le=10_000_000)
+    """Steps between two evaluations on the held-out text."""
+
+    save_steps: int = Field(100, ge=1, le=10_000_000)
+    """Steps between two checkpoints."""
+
+    save_total_limit: int | None = Field(None, ge=1, le=1000)
+    """Checkpoints to keep: the newest ones, and with early stopping also the best one. None = 2
+    while the job runs, and the last one once it has ended."""
+
+    early_stopping_patience: int | None = Field(None, ge=1, le=10_000)
+    """Stop after this many evaluations without a better held-out loss, and keep the best
+    weights."""
+
+    order: Literal["shuffled", "windows", "length", "curriculum"] = "shuffled"
+    """Order of an epoch's sequences. shuffled; windows = the shards, or parts of large shards, come
+    in random order, and the sequences are shuffled within windows of some shards. A window has
+    about four million tokens, or fewer if these take 256 MiB decoded. So a cache that is larger
+    than memory is read from disk about once an epoch if dataloader_memory is 512 MiB or more;
+    length = batches of similar length; curriculum = in the first epoch from low to high entropy of
+    the teacher, then shuffled."""
+
+    dataloader_num_workers: int | None = Field(None, ge=0, le=64)
+    """Threads that read and decode batches ahead of the step; 0 = read them in the step. Default 1
+    on a GPU and 0 on a CPU, where the step uses all cores and such a thread would slow it down."""
+
+    dataloader_memory: Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES] | None = None
+    """Memory for decoded parts of the cache, in all threads together: a number of bytes, or text
+    such as "4GiB"; 0 = keep none. Sequences that are in memory are read without the disk. Default
+    512 MiB, or an eighth of the host's memory where that is less."""
+
+    report_to: tuple[Tracker, ...] = Field((), max_length=16)
+    """Experiment trackers: tensorboard, wandb, mlflow, trackio. metrics.jsonl is always written."""
+
+    save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the saved student; auto = bfloat16 or float16 if the student was trained in it,
+    else float32."""
+
+    seed: int = Field(42, ge=0, le=2**32 - 1)
+    """Seed of initialisation, data order and dropout."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
