@@ -32,6 +32,9 @@ from kd.config.student import StudentConfig, StudentInit
 from kd.errors import ConfigError, ModelError, format_first_line
 from kd.models.adapters import add_adapters
 from kd.models.composites import find_text_config, map_names
+from kd.models.distributed.device_map import Places
+from kd.models.distributed.leading import find_leader
+from kd.models.distributed.sharding import make_places, require_shareable, settle_part
 from kd.models.folder import (
     ROUNDS_PLAIN_WEIGHTS,
     SPREADS_PLAIN_WEIGHTS,
@@ -46,9 +49,6 @@ from kd.models.layers import train_all_rows
 from kd.models.precision import choose_weight_dtype, pick_device, round_parameters
 from kd.models.quantization.groups import name_quantization
 from kd.models.quantization.rounding import make_quantization_config, read_widths
-from kd.models.spread.device_map import Places
-from kd.models.spread.leading import find_leader
-from kd.models.spread.sharding import make_places, require_shareable, settle_part
 from kd.models.stored.tensors import (
     REPORTED,
     has_own_head,

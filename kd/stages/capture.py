@@ -14,11 +14,11 @@ from kd.files import find_caches, write_json
 from kd.memory.one_sequence import require_capture_memory
 from kd.models.attention.causality import precheck_causality
 from kd.models.attention.isolation import make_small, precheck_isolation
+from kd.models.distributed.following import follow
+from kd.models.distributed.leading import leading
 from kd.models.lm_head import precheck_lm_head, require_rows
 from kd.models.loading import outline_student, require_shareable_teacher, require_trainable_student
 from kd.models.precision import pick_device
-from kd.models.spread.following import follow
-from kd.models.spread.leading import leading
 from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import KnownTokenizer, require_same_tokenizer
 from kd.models.tokenizing.rules import sample_texts

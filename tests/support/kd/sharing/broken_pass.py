@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kd.config.teacher import TeacherConfig
+from kd.models.distributed import channel, following
+from kd.models.distributed.leading import leading
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.loading import load_part, load_teacher
-from kd.models.spread import channel, following
-from kd.models.spread.leading import leading
 from kd.models.teacher_files import TeacherFiles
 from kd.parallel.group import join_group
 from kd.parallel.launch import RankOrder

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from kd.config.teacher import TeacherConfig
 from kd.models.attention.isolation import isolate_documents
+from kd.models.distributed.following import follow
+from kd.models.distributed.leading import leading
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
-from kd.models.spread.following import follow
-from kd.models.spread.leading import leading
 from kd.models.teacher_files import TeacherFiles
 from kd.parallel.group import Group, join_group, leave_group
 from kd.parallel.launch import RankOrder

@@ -14,10 +14,10 @@ from kd.config.data import DataConfig
 from kd.config.teacher import TeacherConfig
 from kd.evaluation.comparison import EvaluatedModel
 from kd.models.attention.isolation import isolate_documents
+from kd.models.distributed.device_map import Places
 from kd.models.layers import compute_hidden_states, find_device
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
-from kd.models.spread.device_map import Places
 from kd.models.teacher_files import TeacherFiles
 from kd.text.packed_rows import PackedRows
 from tests.support.kd.zoo import DECODERS, PACKS, VOCABULARY, ZOO, build, some_tokens

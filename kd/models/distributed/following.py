@@ -7,10 +7,10 @@ from transformers import PreTrainedModel
 
 from kd.errors import OutOfMemory, format_first_line, is_out_of_memory
 from kd.models.attention.interface import use_own_attention, use_packed_attention
+from kd.models.distributed.channel import Channel, ReadingOrder
 from kd.models.layers import compute_hidden_states
 from kd.models.loading import load_part
 from kd.models.precision import float32_products, pick_device
-from kd.models.spread.channel import Channel, ReadingOrder
 from kd.models.teacher_files import TeacherFiles
 from kd.text.packed_rows import PackedRows
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kd.models.spread.whole_head import move_hidden_states, put_head_whole
+from kd.models.distributed.whole_head import move_hidden_states, put_head_whole
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from kd.errors import ModelError
 from kd.models.attention.interface import get_documents, uses_packed_attention
+from kd.models.distributed.channel import Channel, ReadingOrder
 from kd.models.layers import find_trunk
-from kd.models.spread.channel import Channel, ReadingOrder
 from kd.models.teacher_files import TeacherFiles
 
 

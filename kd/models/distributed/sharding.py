@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kd.errors import ConfigError, Problem
+from kd.models.distributed.whole_head import put_head_whole
 from kd.models.layers import find_decoder_layers, find_trunk, mark_shared_modules, read_layer_sizes
-from kd.models.spread.whole_head import put_head_whole
 
 #: The layers of an attention whose rows are those of its heads, one head after the other.
 _HEAD_LAYERS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj")
