@@ -59,6 +59,11 @@ class ConfigError(PotstillError):
             super().__init__("; ".join(map(str, problems)), _SEVERAL)
         self.problems = problems
 
+    @classmethod
+    def of_field(cls, pointer: str, detail: str, remedy: str) -> ConfigError:
+        """Return the error for one wrong field."""
+        return cls([Problem(pointer, detail, remedy)])
+
 
 class ModelError(PotstillError):
     """A model cannot be found, read, or used as a teacher or student."""
