@@ -10,46 +10,15 @@ C documents of a batch.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kd.models.attention.blocks import SEEDS, Scoring, differentiate_in_blocks
-from kd.models.attention.documents import DocumentMask, Reach
+from kd.models.attention.documents import DocumentMask, GraphMask, Reach
 from kd.models.attention.kernels import attend, choose_kernel, describe, match_precision, run_varlen
 from kd.text.packed_rows import PackedRows
-
-
-@dataclass(frozen=True, eq=False)
-class GraphMask:
-    """What queries read, as far as a graph may know it: ``packed`` differs between batches."""
-
-    packed: PackedRows
-    reach: Reach
-    #: A graph must serve rows of one document too.
-    causal: ClassVar[bool] = False
-
-    @property
-    def regular(self) -> bool:
-        """The spans are the documents, as ``bounds_C`` says. Chunks cut them further."""
-        return self.reach.chunk is None
-
-    @property
-    def bounds_C(self) -> Tensor:
-        """The bounds of the documents, on the device."""
-        return self.packed.bounds_C
-
-    @property
-    def longest(self) -> int:
-        """Positions that no document exceeds."""
-        return self.packed.longest
-
-    @property
-    def window(self) -> int | None:
-        """The width of the sliding windows, if there are any."""
-        return self.reach.window
 
 
 def attend_in_graph(
@@ -152,7 +121,7 @@ def _differentiate_spans(
     softcap: float | None,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and the sinks; the last is empty where there are none.
+    """Return the gradients of q, k, v and the sinks; the last is empty if there are none.
 
     No autograd: a kernel of an operation runs below it.
     """

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ class DocumentMask:
 
     @classmethod
     def of(cls, first_BL: Tensor) -> DocumentMask | None:
-        """Find the spans; waits once for the device. None where a first key is -1."""
+        """Find the spans; waits once for the device. None if a first key is -1."""
         rows = first_BL.cpu().numpy()
         if rows.min() < 0:
             return None
@@ -153,7 +153,7 @@ class DocumentMask:
 
     @cached_property
     def window(self) -> int | None:
-        """The width of the sliding windows; None where all spans are causal, or not ``regular``."""
+        """The width of the sliding windows; None if all spans are causal, or not ``regular``."""
         return next(iter(self._widths), None) if self.regular else None
 
     @cached_property
@@ -193,6 +193,40 @@ class DocumentMask:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class GraphMask:
+    """What queries read, as far as a graph may know it: ``packed`` differs between batches."""
+
+    packed: PackedRows
+    reach: Reach
+    #: A graph must serve rows of one document too.
+    causal: ClassVar[bool] = False
+
+    @property
+    def regular(self) -> bool:
+        """The spans are the documents, as ``bounds_C`` says. Chunks cut them further."""
+        return self.reach.chunk is None
+
+    @property
+    def bounds_C(self) -> Tensor:
+        """The bounds of the documents, on the device."""
+        return self.packed.bounds_C
+
+    @property
+    def longest(self) -> int:
+        """Positions that no document exceeds."""
+        return self.packed.longest
+
+    @property
+    def window(self) -> int | None:
+        """The width of the sliding windows, if there are any."""
+        return self.reach.window
+
+
+#: What kernels for rows of variable length are told of spans.
+RowMask = DocumentMask | GraphMask
+
+
 @functools.cache
 def _compile_block_mask() -> Callable[..., BlockMask]:
     compiled: Callable[..., BlockMask] = torch.compile(create_block_mask)
@@ -223,7 +257,7 @@ def find_document_starts(positions_BL: Tensor) -> Tensor:
 
 
 def find_first_keys(mask_function: MaskFunction, start_BL: Tensor, known: bool = True) -> Tensor:
-    """Return the first key of each query, (B, L), by halving: O(B L log L), on the device alone.
+    """Return the first key of each query, (B, L), by halving: O(B L log L), only on the device.
 
     ``start_BL`` are the places where the documents start. ``known``: they are to be kept apart even
     where ``mask_function`` does not know them. -1 where the keys of a query do not end at itself.

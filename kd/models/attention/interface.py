@@ -20,11 +20,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from kd.models.attention.blocks import Scoring
-from kd.models.attention.compiled import GraphMask, attend_in_graph
+from kd.models.attention.compiled import attend_in_graph
 from kd.models.attention.documents import (
     DocumentMask,
+    GraphMask,
     MaskFunction,
     Reach,
+    RowMask,
     find_document_starts,
     find_first_keys,
 )
@@ -42,7 +44,7 @@ _BREAK = "what a mask lets each query read is found outside the graph"
 class _Reading(threading.local):
     """The rows that this thread's forward pass reads, if ``reading_rows`` began it.
 
-    ``ours``: the model uses our attention. ``documents``: None where each row is one document.
+    ``ours``: the model uses our attention. ``documents``: None if each row is one document.
     ``packed``: the documents, if attention must keep them apart.
     """
 
@@ -121,12 +123,15 @@ def _make_masks(theirs: str) -> Callable[..., Any]:
         mask = _search_document_mask(asked)
         return own(**_show_documents(asked)) if mask is None else mask
 
-    def make(**asked: Any) -> DocumentMask | GraphMask | Tensor | None:
+    def make(**asked: Any) -> RowMask | Tensor | None:
+        if not _is_usual(asked):
+            return search(asked)
         skips = theirs == "sdpa"
-        usual = _is_usual(asked)
-        if usual and skips and _is_plain(asked):
+        window = asked.get("local_size")
+        # Rows of one document each, within the window, need no mask.
+        if skips and _reading.packed is None and (window is None or asked["q_length"] < window):
             return None
-        reach = _get_reach(asked) if usual else None
+        reach = _get_reach(asked)
         if reach is None:
             return search(asked)
         mask = _make_document_mask(reach, asked)
@@ -158,13 +163,7 @@ def _is_of_rows(asked: dict[str, Any]) -> bool:
     return begins and not own and asked["q_length"] == asked["kv_length"]
 
 
-def _is_plain(asked: dict[str, Any]) -> bool:
-    """Whether rows are one document each and no window is shorter: no mask is needed."""
-    window = asked.get("local_size")
-    return _reading.packed is None and (window is None or asked["q_length"] < window)
-
-
-def _make_document_mask(reach: Reach, asked: dict[str, Any]) -> DocumentMask | GraphMask:
+def _make_document_mask(reach: Reach, asked: dict[str, Any]) -> RowMask:
     """Return the bounds of the rows of ``reading_rows``, without waiting for the device."""
     packed = _reading.packed
     if packed is None:
@@ -175,7 +174,7 @@ def _make_document_mask(reach: Reach, asked: dict[str, Any]) -> DocumentMask | G
 
 
 #: What a query reads in the models of a configuration's class, whose windows or chunks are so long;
-#: None where that is no ``Reach``.
+#: None if that is no ``Reach``.
 _reaches: dict[tuple[type, int | None], Reach | None] = {}
 
 
@@ -195,7 +194,7 @@ def _find_reach(
 
 
 def _search_document_mask(asked: dict[str, Any]) -> DocumentMask | None:
-    """Return the bounds of a mask that is not usual; waits for the device. None where it has none.
+    """Return the bounds of a mask that is not usual; waits for the device. None if it has none.
 
     So it is with the masks of a forward pass that ``reading_rows`` did not begin.
     """
@@ -233,7 +232,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: DocumentMask | GraphMask,
+    attention_mask: RowMask,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -264,10 +263,6 @@ def _make_attention(find_theirs: Callable[[nn.Module], Any]) -> Callable[..., An
     return compute
 
 
-def _find_sdpa(_: nn.Module) -> Any:
-    return sdpa_attention_forward
-
-
 def _find_eager(module: nn.Module) -> Any:
     """Return the function that ``module`` calls for the implementation "eager"."""
     files = (sys.modules[each.__module__] for each in type(module).__mro__)
@@ -288,12 +283,11 @@ def _hide_documents() -> None:
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
-def _register() -> None:
-    finding = {"sdpa": _find_sdpa, "eager": _find_eager}
-    for theirs, ours in NAMES.items():
-        AttentionInterface.register(ours, _make_attention(finding[theirs]))
-        AttentionMaskInterface.register(ours, _make_masks(theirs))
-    _hide_documents()
-
-
-_register()
+_FINDING: dict[str, Callable[[nn.Module], Any]] = {
+    "sdpa": lambda _: sdpa_attention_forward,
+    "eager": _find_eager,
+}
+for _theirs, _ours in NAMES.items():
+    AttentionInterface.register(_ours, _make_attention(_FINDING[_theirs]))
+    AttentionMaskInterface.register(_ours, _make_masks(_theirs))
+_hide_documents()

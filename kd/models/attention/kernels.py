@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.flex_attention import flex_attention_forward
 
 from kd.models.attention.blocks import Scoring, attend_in_blocks
-from kd.models.attention.documents import DocumentMask
+from kd.models.attention.documents import DocumentMask, RowMask
 
 Kernel = Literal["plain", "varlen", "flash", "flex", "spans"]
 #: The widest head that the flash kernels compute.
@@ -55,30 +55,6 @@ class AttentionTraits:
     dropout: bool
     flash: bool
     flex: bool
-
-
-class Spans(Protocol):
-    """What the kernels for rows of variable length are told of a mask, as in ``DocumentMask``."""
-
-    @property
-    def causal(self) -> bool:
-        """Every row is one span, and its queries read all earlier keys."""
-
-    @property
-    def regular(self) -> bool:
-        """All spans that are not causal are sliding windows of one width."""
-
-    @property
-    def window(self) -> int | None:
-        """The width of the sliding windows, if there are any."""
-
-    @property
-    def longest(self) -> int:
-        """Positions that no span exceeds."""
-
-    @property
-    def bounds_C(self) -> Tensor:
-        """The first position of each span in the flattened batch, and B L."""
 
 
 def choose_kernel(traits: AttentionTraits) -> Kernel:
@@ -162,7 +138,7 @@ def attend(
 
 
 def describe(
-    q_BHLD: Tensor, v_BKLE: Tensor, mask: Spans, scoring: Scoring, sink_H: Tensor | None
+    q_BHLD: Tensor, v_BKLE: Tensor, mask: RowMask, scoring: Scoring, sink_H: Tensor | None
 ) -> AttentionTraits:
     """Return what decides about the kernel."""
     device = q_BHLD.device
@@ -226,7 +202,7 @@ def _run_spans(
         for each in (q_BHLD, k_BKLD, v_BKLE)
     )
     sink_KG = None if sink_H is None else sink_H.view(-1, groups)
-    # Blocks alone draw from a seed that is given.
+    # Only blocks draw from a seed that is given.
     given = scoring.seed is not None
     blocks = blocks or given or scoring.softcap is not None or sink_H is not None
     spans = (span for row in mask.spans for span in row)
@@ -246,13 +222,13 @@ def _run_spans(
 # ---------------------------------------------------------------------- kernels of a GPU
 
 
-def _lay_out(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: Spans) -> tuple[Any, ...]:
+def _lay_out(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: RowMask) -> tuple[Any, ...]:
     """Return q, k, v as (T, H, D), the spans' bounds of q and k, and the longest span of each."""
     rows = (each.transpose(1, 2).flatten(0, 1) for each in (q_BHLD, k_BKLD, v_BKLE))
     return (*rows, mask.bounds_C, mask.bounds_C, mask.longest, mask.longest)
 
 
-def get_window(mask: Spans) -> tuple[int, int]:
+def get_window(mask: RowMask) -> tuple[int, int]:
     """Return how many keys before and after its own a query reads; -1 means all.
 
     The kernels count the keys before a query's own one, so a window of w keys is w - 1.
@@ -265,7 +241,7 @@ _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def run_varlen(
-    q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: Spans, scoring: Scoring
+    q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: RowMask, scoring: Scoring
 ) -> Tensor:
     """Return torch's variable-length attention, (B, L, H, E)."""
     grouped: dict[str, Any] = {}
