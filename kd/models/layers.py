@@ -66,7 +66,7 @@ def find_body(model: nn.Module) -> nn.Module:
 def find_device(model: PreTrainedModel) -> torch.device:
     """Return the device on which ``model`` takes its tokens and gives its hidden states.
 
-    That is where its LM head is. The first of its parameters may lie elsewhere: see
+    That is where its LM head is. The first of its parameters may lie on another device: see
     ``teacher.parallel``.
     """
     head = model.get_output_embeddings()
@@ -96,7 +96,7 @@ def train_all_rows(model: nn.Module) -> None:
 def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers in order.
 
-    Empty where no list of the model has that many modules.
+    Empty if no list of the model has that many modules.
     """
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = (module for module in find_body(model).modules() if isinstance(module, nn.ModuleList))
@@ -106,7 +106,7 @@ def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def read_layer_sizes(config: PreTrainedConfig, field: str) -> list[int]:
     """Return the sizes that ``field`` of a configuration has in its layers, which may differ.
 
-    Empty where no layer has such a field.
+    Empty if no layer has such a field.
     """
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     found = [getattr(each, field, None) for each in layers]
@@ -191,6 +191,17 @@ def mark_shared_modules(trunk: nn.Module) -> None:
     for module in trunk.modules():
         if module is not trunk:
             setattr(module, _SHARED, True)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Let ``model`` be in the mode for evaluation in the block."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from kd.errors import ModelError
 from kd.models.attention.isolation import LEAST_ID, MOST_ID, TOLERANCE_16_BIT, make_small
-from kd.models.layers import compute_hidden_states, find_device
+from kd.models.layers import compute_hidden_states, evaluating, find_device
 from kd.models.precision import float32_products
 
 #: Tokens of the texts that are tried, at most: some attention is sparse only from 700 tokens on.
@@ -28,10 +28,8 @@ def require_causal(model: PreTrainedModel, sequence_length: int) -> None:
 
     A short text is tried, and one as long as the sequences. The model must have values.
     """
-    training = model.training
-    model.eval()
-    looks_ahead = any(_looks_ahead(model, min(sequence_length, each)) for each in LENGTHS)
-    model.train(training)
+    with evaluating(model):
+        looks_ahead = any(_looks_ahead(model, min(sequence_length, each)) for each in LENGTHS)
     if looks_ahead:
         raise ModelError(
             f"{type(model).__name__} looks ahead: other tokens at the end of a text change its "

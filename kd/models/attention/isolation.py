@@ -15,7 +15,7 @@ from cache.errors import PotstillError
 from kd.errors import ModelError, format_first_line
 from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
 from kd.models.depth import cut_fields
-from kd.models.layers import compute_hidden_states, find_device
+from kd.models.layers import compute_hidden_states, evaluating, find_device
 from kd.models.precision import float32_products
 from kd.progress import Monitor
 from kd.text.packed_rows import PackedRows
@@ -79,24 +79,20 @@ def try_to_isolate(model: PreTrainedModel) -> ModelError | None:
     either way, or the model's own code does not take packed rows. Raises ``ModelError`` if the
     model cannot compute even documents alone.
     """
-    training = model.training
-    model.eval()
-    # A model that uses our attention already would find nothing to replace.
-    use_own_attention(model)
-    try:
+    with evaluating(model):
+        # A model that uses our attention already would find nothing to replace.
+        use_own_attention(model)
         trials = _make_trials(model)
         if use_packed_attention(model) and all(_computes_as_alone(model, each) for each in trials):
             return None
         use_own_attention(model)
         return _explain_shared_rows(model, trials)
-    finally:
-        model.train(training)
 
 
 def explain_own_rows(hollow: PreTrainedModel) -> ModelError | None:
     """Return why documents cannot share rows in a model whose weights are not read yet.
 
-    ``hollow`` may be on the device meta. None where they can, or where only the weights will show
+    ``hollow`` may be on the device meta. None if they can, or where only the weights will show
     it. A model that is too large to try has layers with a state, or has none.
     """
     small = make_small(hollow)
@@ -253,7 +249,7 @@ def _measure_rounding(model: PreTrainedModel, trial: _Trial, alone: Tensor) -> f
 
 
 def _read_alone(model: PreTrainedModel, trial: _Trial) -> Tensor:
-    """Read the documents with the model's own attention; ``ModelError`` where it cannot."""
+    """Read the documents with the model's own attention; ``ModelError`` if it cannot."""
     try:
         return trial.read_alone(model)
     except (PotstillError, torch.OutOfMemoryError):

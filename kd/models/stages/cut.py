@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from kd.errors import ModelError
-from kd.models.layers import compute_hidden_states, find_decoder_layers
+from kd.errors import ModelError, format_first_line
+from kd.models.layers import compute_hidden_states, evaluating, find_decoder_layers, removing
 from kd.models.precision import Precision
 from kd.parallel.cutting import cut_layers
 from kd.text.batches import Batch
@@ -98,7 +98,7 @@ class StudentStage:
 
 
 def require_cuttable(student: PreTrainedModel, stages: int) -> None:
-    """Raise ``ModelError`` where ``student``, which may be hollow, has no such stages."""
+    """Raise ``ModelError`` if ``student``, which may be hollow, has no such stages."""
     config = student.config.get_text_config()
     if getattr(student.config, "is_encoder_decoder", False):
         raise _make_refusal(student, "it has an encoder and a decoder")
@@ -127,7 +127,7 @@ def pick_own_layers(student: PreTrainedModel, number: int, count: int) -> list[n
 def cut(student: PreTrainedModel, number: int, count: int, precision: Precision) -> StudentStage:
     """Leave only stage ``number`` of ``count`` of ``student``, in place.
 
-    The parameters of other stages become empty, whoever refers to them. Raises ``ModelError`` where
+    The parameters of other stages become empty, whoever refers to them. Raises ``ModelError`` if
     a stage computes something else than the whole student.
     """
     require_cuttable(student, count)
@@ -178,7 +178,7 @@ class _Parts:
 
 @torch.no_grad()
 def _find_parts(student: PreTrainedModel) -> _Parts:
-    """Find the parts by running the body; refuses modules that run elsewhere, or never."""
+    """Find the parts by running the body; refuses modules that run between the layers, or never."""
     layers = find_decoder_layers(student)
     inside = {module for layer in layers for module in layer.modules()}
     outside = [
@@ -196,21 +196,16 @@ def _find_parts(student: PreTrainedModel) -> _Parts:
         else:
             entered.append(module)
 
-    handles = [each.register_forward_pre_hook(note) for each in (*layers, *outside)]
-    try:
+    with removing(each.register_forward_pre_hook(note) for each in (*layers, *outside)):
         _run_trial(student)
-    finally:
-        for handle in handles:
-            handle.remove()
     # The loss calls the LM head itself.
     head = student.get_output_embeddings()
     places[head] = {"back"}
     names = {module: name for name, module in student.named_modules()}
     for module, found in places.items():
         if found not in ({"front"}, {"back"}):
-            raise _make_refusal(
-                student, f"{names[module]} runs neither before nor after its layers"
-            )
+            why = f"{names[module]} runs neither before nor after its layers"
+            raise _make_refusal(student, why)
     return _Parts(
         layers,
         [module for module, found in places.items() if found == {"front"}],
@@ -222,19 +217,16 @@ def _deal_parameters(
     student: PreTrainedModel, parts: _Parts, sizes: list[int], number: int
 ) -> tuple[frozenset[Parameter], tuple[Parameter, ...]]:
     """The parameters of stage ``number``, and those of them that another stage has too."""
-    last = len(sizes) - 1
     stages: dict[Parameter, set[int]] = {each: set() for each in student.parameters()}
-    at = iter(parts.layers)
-    blocks = [[next(at) for _ in range(size)] for size in sizes]
-    for stage, modules in enumerate(blocks):
-        for module in modules:
-            for parameter in module.parameters():
-                stages[parameter].add(stage)
-    for stage, modules in ((0, parts.front), (last, parts.back)):
-        for module in modules:
-            for parameter in module.parameters(recurse=False):
-                stages[parameter].add(stage)
-    ends = _list_parameters(parts.front) & _list_parameters(parts.back)
+    of_layer = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    for stage, layer in zip(of_layer, parts.layers, strict=True):
+        for parameter in layer.parameters():
+            stages[parameter].add(stage)
+    front, back = map(_list_parameters, (parts.front, parts.back))
+    for stage, outside in ((0, front), (len(sizes) - 1, back)):
+        for parameter in outside:
+            stages[parameter].add(stage)
+    ends = front & back
     for name, parameter in student.named_parameters():
         if len(stages[parameter]) > 1 and parameter not in ends:
             raise _make_refusal(student, f"several of its layers share {name}")
@@ -255,7 +247,7 @@ class _Seen:
 
     ``entered`` and ``left`` are hidden states (B, L, D): those of the layer before the first own
     one (None for stage 0), and those of the last own one. ``final`` are those after the last norm.
-    ``tuples`` tells how many values each layer returns; 0 for a tensor alone.
+    ``tuples`` tells how many values each layer returns; 0 for a plain tensor.
     """
 
     entered: Tensor | None
@@ -266,30 +258,22 @@ class _Seen:
 
 def _run_trial(student: PreTrainedModel) -> Tensor:
     """Return the final hidden states of a few tokens, in the mode for evaluation."""
-    training = student.training
-    student.eval()
     size = min(student.config.get_text_config().vocab_size, _TRIAL_TOKENS)
     tokens_BL = torch.arange(_TRIAL_TOKENS, device=student.device).remainder(size)[None]
-    try:
+    with evaluating(student):
         return compute_hidden_states(student, tokens_BL)
-    finally:
-        student.train(training)
 
 
 @torch.no_grad()
 def _observe(student: PreTrainedModel, own: range, precision: Precision) -> _Seen:
     layers = find_decoder_layers(student)
     outputs: dict[nn.Module, Any] = {}
-    handles = [
-        layer.register_forward_hook(lambda module, _, output: outputs.update({module: output}))
-        for layer in layers
-    ]
-    try:
-        with precision.autocast():
-            final = _run_trial(student)
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        outputs[module] = output
+
+    with removing(each.register_forward_hook(note) for each in layers), precision.autocast():
+        final = _run_trial(student)
     hidden = [_pick_hidden(outputs[layer]) for layer in layers]
     if any(each is None or each.shape != final.shape for each in hidden):
         raise _make_refusal(student, "its layers hand on more than hidden states")
@@ -307,7 +291,7 @@ def _pick_hidden(output: Any) -> Tensor | None:
 
 @torch.no_grad()
 def _require_same(stage: StudentStage, seen: _Seen) -> None:
-    """Raise ``ModelError`` where the stage computes something else than the whole student did."""
+    """Raise ``ModelError`` if the stage computes something else than the whole student did."""
     student = stage.student
     try:
         with stage.receiving(seen.entered), stage.precision.autocast():
@@ -315,8 +299,8 @@ def _require_same(stage: StudentStage, seen: _Seen) -> None:
             found = final if stage.is_last else stage.passage.sent
     # A model may raise anything where layers are left out.
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise _make_refusal(student, f"it fails without its other layers ({reason})") from error
+        why = f"it fails without its other layers ({format_first_line(error)})"
+        raise _make_refusal(student, why) from error
     wanted = seen.final if stage.is_last else seen.left
     assert found is not None
     tolerance = _TOLERANCE if stage.precision.dtype.itemsize >= 4 else _TOLERANCE_16_BIT
@@ -366,7 +350,7 @@ class _PassingLayer:
     """The ``forward`` of a layer of another stage: it returns hidden states as they came.
 
     With ``passage`` it returns those that the stage before has sent. ``values`` is how many values
-    the layer returns; 0 for a tensor alone.
+    the layer returns; 0 for a plain tensor.
     """
 
     passage: Passage | None
