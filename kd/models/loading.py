@@ -115,7 +115,7 @@ def load_part(teacher: TeacherFiles, device: torch.device, leads: bool) -> PreTr
 
 
 def require_shareable_teacher(teacher: TeacherFiles, size: int) -> None:
-    """Raise ``ConfigError`` where ``size`` processes cannot share the teacher as the job asks."""
+    """Raise ``ConfigError`` if ``size`` processes cannot share the teacher as the job asks."""
     hollow = outline_teacher(teacher, torch.float32)
     require_shareable(teacher.section.parallel, hollow, size)
 
@@ -129,13 +129,9 @@ def _plan_reading(
         widths = _read_widths(teacher)
         name = captured or name_quantization(teacher.section.quantization, widths.values())
         rounding = make_quantization_config(name, widths, device)
-    return ReadingPlan(
-        choose_teacher_dtype(teacher, device),
-        device,
-        source.gguf_file,
-        require_allowed_remote_code(source),
-        rounding,
-    )
+    trusted = require_allowed_remote_code(source)
+    dtype = choose_teacher_dtype(teacher, device)
+    return ReadingPlan(dtype, device, source.gguf_file, trusted, rounding)
 
 
 def choose_quantization(teacher: TeacherFiles) -> str:
@@ -234,7 +230,7 @@ def _build_without_adapters(
 
     With ``hollow`` its weights are neither read nor computed.
     """
-    read = _read_hollow if hollow else read_model
+    read = load_hollow if hollow else read_model
     cut = cut_hollow_student if hollow else cut_student
     if config.init is not None:
         return _make_fresh_llama(config.init, tokenizer, context, teacher)
@@ -356,8 +352,13 @@ def read_model(folder: Path, how: ReadingPlan) -> PreTrainedModel:
     # Tensors of these layers are not read, so a saved model must not count them.
     for name in list_later_tokens(model.config):
         setattr(model.config, name, 0)
-    if how.rounding is not None:
-        _require_rounded_layers(model)
+    # The layers of GPT-2 are no Linear.
+    plain = all(type(parameter.data) is torch.Tensor for parameter in model.parameters())
+    if how.rounding is not None and plain:
+        raise ModelError(
+            f"{type(model).__name__} has no linear layers that teacher.quantization could round.",
+            "Remove the field, or set it to int8 where it is int4.",
+        )
     train_all_rows(model)
     return model
 
@@ -373,9 +374,8 @@ def _reading_errors(folder: Path, gguf_file: str | None = None) -> Iterator[None
         remedy = "It must be a causal language model."
         if gguf_file:
             remedy = "GGUF files need: pip install 'potstill[gguf]'."
-        raise ModelError(
-            f"the model in {folder} cannot be loaded: {format_first_line(error)}", remedy
-        ) from error
+        what = f"the model in {folder} cannot be loaded: {format_first_line(error)}"
+        raise ModelError(what, remedy) from error
 
 
 def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
@@ -389,7 +389,7 @@ def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
         if how.places is not None:
             folder.require_plain_weights(SPREADS_PLAIN_WEIGHTS)
         with torch.device("meta"):
-            outline = _make_outline(folder, how.dtype, None, how.trust_remote_code)
+            outline = _make_outline(folder, how)
         folder.require_whole_files()
         made = type(outline.hollow)
         extra = {"config": outline.shape, "key_mapping": outline.names}
@@ -406,19 +406,6 @@ def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
     return model
 
 
-def _require_rounded_layers(model: PreTrainedModel) -> None:
-    """Raise ``ModelError`` where no layer was rounded: those of GPT-2 are no Linear."""
-    if all(type(parameter.data) is torch.Tensor for parameter in model.parameters()):
-        raise ModelError(
-            f"{type(model).__name__} has no linear layers that teacher.quantization could round.",
-            "Remove the field, or set it to int8 where it is int4.",
-        )
-
-
-def _read_hollow(folder: Path, how: ReadingPlan) -> PreTrainedModel:
-    return load_hollow(folder, how.dtype, how.gguf_file, how.trust_remote_code)
-
-
 @dataclass(frozen=True)
 class _Outline:
     """A model without its weights.
@@ -433,26 +420,21 @@ class _Outline:
     is_split: bool
 
 
-def _make_outline(
-    folder: ModelFolder, dtype: torch.dtype, gguf_file: str | None, trust_remote_code: bool
-) -> _Outline:
+def _make_outline(folder: ModelFolder, how: ReadingPlan) -> _Outline:
     """Build the model from its configuration, tied as its tensors are.
 
     Refuses encoder-decoders by name.
     """
-    folder.require_own_files(gguf_file, trust_remote_code)
+    trusted = {"trust_remote_code": how.trust_remote_code}
+    folder.require_own_files(how.gguf_file, how.trust_remote_code)
     folder.require_decoder()
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
-    shape: PreTrainedConfig = AutoConfig.from_pretrained(
-        folder.path, trust_remote_code=trust_remote_code, **extra
-    )
-    text = None if gguf_file else find_text_config(shape, folder)
+    extra = {"gguf_file": how.gguf_file} if how.gguf_file else {}
+    shape: PreTrainedConfig = AutoConfig.from_pretrained(folder.path, **trusted, **extra)
+    text = None if how.gguf_file else find_text_config(shape, folder)
     shape = text or shape
-    make = partial(
-        AutoModelForCausalLM.from_config, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    make: Any = partial(AutoModelForCausalLM.from_config, dtype=how.dtype, **trusted)
     hollow = make(shape)
-    tied = getattr(shape, "tie_word_embeddings", False) and not gguf_file
+    tied = getattr(shape, "tie_word_embeddings", False) and not how.gguf_file
     if is_split := tied and has_own_head(hollow, folder):
         shape.tie_word_embeddings = False
         hollow = make(shape)
@@ -462,7 +444,7 @@ def _make_outline(
 def check_stored_model(folder: Path) -> list[Notice]:
     """Compare a model with the headers of its files, before its weights are read.
 
-    Returns what must be named. Raises ``ModelError`` where tensors are missing or have another
+    Returns what must be named. Raises ``ModelError`` if tensors are missing or have another
     shape. Quantised weights are stored under other names, and compared when they are read.
     """
     stored = ModelFolder(folder)
@@ -471,7 +453,7 @@ def check_stored_model(folder: Path) -> list[Notice]:
         return []
     hide_progress_bars()
     with _reading_errors(folder), torch.device("meta"):
-        outline = _make_outline(stored, torch.float32, None, trust_remote_code=False)
+        outline = _make_outline(stored, ReadingPlan(torch.float32))
         found = match_tensors(outline.hollow, stored, outline.names)
     require_all_tensors(type(outline.hollow).__name__, folder, found)
     return list_notices(outline.hollow, outline.is_split, folder, found)
@@ -504,23 +486,23 @@ def outline_teacher(teacher: TeacherFiles, dtype: torch.dtype) -> PreTrainedMode
     """Build the teacher from its configuration, on the device meta."""
     source = teacher.section.files
     trusted = require_allowed_remote_code(source)
+    plan = ReadingPlan(dtype, gguf_file=source.gguf_file, trust_remote_code=trusted)
     with torch.device("meta"):
-        return load_hollow(teacher.folder, dtype, source.gguf_file, trusted)
+        return load_hollow(teacher.folder, plan)
 
 
 def outline_student(config: StudentConfig) -> PreTrainedModel:
     """Build the model that a student begins as from its configuration, on the device meta."""
     assert config.model is not None
     with torch.device("meta"):
-        return load_hollow(resolve_model(config.model, config.revision), torch.float32)
+        folder = resolve_model(config.model, config.revision)
+        return load_hollow(folder, ReadingPlan(torch.float32))
 
 
-def load_hollow(
-    folder: Path, dtype: torch.dtype, gguf_file: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedModel:
-    """Build the model in ``folder`` from its configuration alone.
+def load_hollow(folder: Path, how: ReadingPlan) -> PreTrainedModel:
+    """Build the model in ``folder`` from its configuration, without its weights.
 
     Under ``torch.device("meta")`` its parameters have a shape but no memory.
     """
-    with _reading_errors(folder, gguf_file):
-        return _make_outline(ModelFolder(folder), dtype, gguf_file, trust_remote_code).hollow
+    with _reading_errors(folder, how.gguf_file):
+        return _make_outline(ModelFolder(folder), how).hollow

@@ -23,6 +23,7 @@ from kd.errors import ConfigError, ModelError
 from kd.models.adapters import merge_adapters
 from kd.models.folder import ModelFolder, compute_fingerprint
 from kd.models.loading import (
+    ReadingPlan,
     build_hollow_student,
     build_student,
     check_stored_model,
@@ -279,7 +280,7 @@ def test_a_head_of_its_own_stays_one_where_the_configuration_ties_it(
         assert check_stored_model(held) == []
         assert compute_kl(load_saved_student(saved), teacher) == 0
     with torch.device("meta"):
-        assert count(load_hollow(folder, torch.float32)) == count(teacher)
+        assert count(load_hollow(folder, ReadingPlan(torch.float32))) == count(teacher)
     assert count(require_trainable_student(plan, tokenizer, 32, named)) == count(shape)
     assert compute_fingerprint(folder) == before
 
@@ -296,7 +297,7 @@ def test_heads_of_their_own_are_found_under_each_name(name: str, tmp_path: Path)
         loaded = load_model(tmp_path, torch.float32)
         assert loaded.config.tie_word_embeddings == (not notices)
         with torch.device("meta"):
-            assert count(load_hollow(tmp_path, torch.float32)) == count(loaded)
+            assert count(load_hollow(tmp_path, ReadingPlan(torch.float32))) == count(loaded)
 
 
 # ---------------------------------------------------------------------- layers for later tokens
