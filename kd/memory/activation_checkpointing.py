@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from kd.config.train import Checkpointing
-from kd.errors import ModelError
+from kd.errors import ModelError, format_first_line
 from kd.memory.step_bytes import compute_group_sizes
 from kd.models.layers import compute_hidden_states, find_decoder_layers, is_hollow
 
@@ -142,9 +142,10 @@ def _find_difference(
         after = _run_probe(student, layers)
     # A model may raise anything when it gets back hidden states that it did not make.
     except Exception as error:
-        return f"fails with it ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
-    if not torch.equal(before[0], after[0]):
-        distance = _measure_distance(before[0], after[0])
+        return f"fails with it ({format_first_line(error)})"
+    one, other = before[0], after[0]
+    if not torch.equal(one, other):
+        distance = float((one - other).abs().max()) if one.shape == other.shape else math.inf
         return f"computes something else with it (hidden states differ by {distance:.3g})"
     # A GPU may add up a gradient in another order each time.
     if not all(
@@ -155,10 +156,6 @@ def _find_difference(
     return None
 
 
-def _measure_distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max()) if one.shape == other.shape else math.inf
-
-
 def _run_probe(student: PreTrainedModel, layers: list[nn.Module]) -> list[Tensor]:
     """Hidden states of a few tokens in training mode, and a gradient of the first layer.
 
@@ -167,18 +164,14 @@ def _run_probe(student: PreTrainedModel, layers: list[nn.Module]) -> list[Tensor
     training = student.training
     device = student.device
     trained = [parameter for parameter in layers[0].parameters() if parameter.requires_grad][:1]
-    tokens_BL = torch.arange(8, device=device).remainder(
-        student.config.get_text_config().vocab_size
-    )[None]
+    size = student.config.get_text_config().vocab_size
+    tokens_BL = torch.arange(8, device=device).remainder(size)[None]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(0)
         try:
             hidden_BLD = compute_hidden_states(student.train(), tokens_BL)
-            gradients = (
-                torch.autograd.grad(hidden_BLD.square().sum(), trained, allow_unused=True)
-                if trained
-                else ()
-            )
+            total = hidden_BLD.square().sum()
+            gradients = torch.autograd.grad(total, trained, allow_unused=True) if trained else ()
         finally:
             student.train(training)
     return [hidden_BLD.detach(), *(each for each in gradients if each is not None)]

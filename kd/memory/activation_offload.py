@@ -7,7 +7,7 @@ directions are in the order of the device's own work, so nothing waits for them 
 gradients stay the same, bit for bit.
 
 A layer that activation checkpointing recomputes keeps only the hidden states that enter it: then
-these alone are copied.
+only these are copied.
 """
 
 from __future__ import annotations

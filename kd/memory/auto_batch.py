@@ -112,7 +112,7 @@ def _replace_memory_errors(
 
 
 def reduce_micro_batch(options: TrainConfig) -> TrainConfig | None:
-    """Split the step into smaller micro-batches; None where a micro-batch is one sequence.
+    """Split the step into smaller micro-batches; None if a micro-batch is one sequence.
 
     The new size is the largest part of batch_size that divides it: half of an even one.
     """

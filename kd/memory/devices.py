@@ -109,7 +109,7 @@ _OTHERS = (
 def find_device_kind(name: str) -> DeviceRates | None:
     """Find the kind of the GPU that torch calls ``name``; None if it is not in the table.
 
-    Kinds that differ in their memory alone count as one.
+    Kinds that differ only in their memory count as one.
     """
     words = set(re.findall(r"[a-z0-9]+", name.lower().replace("rtx ", "rtx")))
     if any(other <= words for other in _OTHERS):

@@ -7,7 +7,7 @@ stay where other code expects them. The base and its LM head are frozen; A and B
 The experts of a layer are no linear layers but two tensors (experts, out, in), such as
 ``mlp.experts.down_proj``. Each expert gets an A and a B of its own. Routers stay frozen.
 
-State-space mixers (Mamba, and hybrids such as Jamba and Falcon-H1) call their ``in_proj`` alone.
+State-space mixers (Mamba, and hybrids such as Jamba and Falcon-H1) call only their ``in_proj``.
 Their kernels read the weights of the other layers, so an adapter there would have no effect.
 
 Importing peft takes a second, so only the functions that need it import it.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _NAME = "default"
 #: The path of the wrapped model inside a PeftModel; peft's files prefix every name with it.
 _PREFIX = "base_model.model."
-#: Names of linear layers that peft takes for the experts alone, in a mixture of experts. It would
+#: Names of linear layers that peft takes only for the experts, in a mixture of experts. It would
 #: leave out the layers of these names in dense MLPs and shared experts.
 _TAKEN = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 #: Linear layers of state-space mixers whose weights are read without a call of the layer: by
@@ -46,7 +46,7 @@ def add_adapters(student: PreTrainedModel, config: LoraConfig) -> PreTrainedMode
     """Add adapters to ``student``, in place, and freeze all its other parameters.
 
     A is drawn from torch's current random state. B is zero, so the student's logits do not change.
-    Raises ``ModelError`` where a target names no linear layer, or where peft would adapt other
+    Raises ``ModelError`` if a target names no linear layer, or where peft would adapt other
     layers than the targets.
     """
     from peft import inject_adapter_in_model
@@ -85,15 +85,11 @@ def merge_adapters(student: PreTrainedModel) -> PreTrainedModel:
     The result is a plain model with the same logits, and all its parameters are trainable. Merge
     before rounding the weights to a smaller type: then the sum is rounded once, not its parts too.
     """
-    return _take_out(student, merge=True)
+    return remove_adapters(student, merge=True)
 
 
-def remove_adapters(student: PreTrainedModel) -> PreTrainedModel:
-    """Remove the adapters, in place; the base becomes what it was before it had them."""
-    return _take_out(student, merge=False)
-
-
-def _take_out(student: PreTrainedModel, merge: bool) -> PreTrainedModel:
+def remove_adapters(student: PreTrainedModel, merge: bool = False) -> PreTrainedModel:
+    """Remove the adapters, in place; the base becomes what it was before, unless they ``merge``."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     # Two adapters of the same experts are nested. The inner one comes later, and goes first.
@@ -118,13 +114,12 @@ def save_adapters(
     """
     from safetensors.torch import save_file
 
-    tensors = _list_adapter_tensors(student).items()
     folder.mkdir(parents=True, exist_ok=True)
-    written = {
-        _PREFIX + name.replace(f".{_NAME}.", "."): tensor.contiguous() for name, tensor in tensors
-    }
+    tensors = _list_adapter_tensors(student)
+    written = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(written, folder / "adapter_model.safetensors", {"format": "pt"})
-    config = copy.copy(_get_peft_config(student))
+    known: PeftConfig = student.peft_config[_NAME]  # type: ignore[index,assignment]
+    config = copy.copy(known)
     config.base_model_name_or_path = base
     config.revision = revision
     config.inference_mode = True
@@ -134,7 +129,7 @@ def save_adapters(
 def load_adapters(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Merge the adapters in ``folder`` into ``base``, in place, and return it.
 
-    Raises ``ModelError`` where they were made for another model.
+    Raises ``ModelError`` if they were made for another model.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -143,10 +138,7 @@ def load_adapters(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     config = PeftConfig.from_pretrained(str(folder))
     inject_adapter_in_model(config, base, _NAME)
     tensors = load_file(folder / "adapter_model.safetensors")
-    mine = {
-        _PREFIX + name.replace(f".{_NAME}.", "."): tensor
-        for name, tensor in _list_adapter_tensors(base).items()
-    }
+    mine = _list_adapter_tensors(base)
     if mine.keys() != tensors.keys():
         strange = ", ".join(sorted(mine.keys() ^ tensors.keys())[:3])
         raise ModelError(
@@ -209,7 +201,7 @@ def _find_read_layers(student: PreTrainedModel) -> set[str]:
 
 
 def _require_called(student: PreTrainedModel, targets: tuple[str, ...]) -> None:
-    """Raise ``ModelError`` where one of ``targets`` names layers that a mixer never calls."""
+    """Raise ``ModelError`` if one of ``targets`` names layers that a mixer never calls."""
     read = _find_read_layers(student)
     wrong = [each for each in targets if any(_is_last_of(path, [each]) for path in read)]
     if wrong:
@@ -239,12 +231,10 @@ def find_expert_weights(student: PreTrainedModel) -> set[str]:
 def _choose_targets(name: str, paths: list[str], targets: tuple[str, ...]) -> list[str]:
     """Return the names of the weights to adapt: ``targets``, or by default all of ``paths``.
 
-    Raises ``ModelError`` where one of ``targets`` matches none.
+    Raises ``ModelError`` if one of ``targets`` matches none.
     """
     known = sorted(set(map(_name_target, paths)))
-    missing = [
-        target for target in targets if not any(_is_last_of(path, [target]) for path in paths)
-    ]
+    missing = [each for each in targets if not any(_is_last_of(path, [each]) for path in paths)]
     if missing or not known:
         raise ModelError(
             f"student.lora.targets: {name} has no linear layer named "
@@ -270,7 +260,7 @@ def _is_last_of(path: str, targets: list[str]) -> bool:
 
 
 def _require_no_dropout(config: LoraConfig, experts: set[str], layers: set[str]) -> None:
-    """Raise ``ModelError`` where adapters of experts would need dropout.
+    """Raise ``ModelError`` if adapters of experts would need dropout.
 
     Each A B is added to the weights of its expert before they meet an input.
     """
@@ -344,14 +334,9 @@ def _make_peft_config(
 
 
 def _list_adapter_tensors(student: PreTrainedModel) -> dict[str, Tensor]:
-    """Return every A and B by name. The names contain ``_NAME``, which peft's files leave out."""
+    """Return every A and B by its name in peft's files, which leave out ``_NAME``."""
     return {
-        name: parameter.detach()
+        _PREFIX + name.replace(f".{_NAME}.", "."): parameter.detach()
         for name, parameter in student.named_parameters()
         if ".lora_" in name
     }
-
-
-def _get_peft_config(student: PreTrainedModel) -> PeftConfig:
-    config: PeftConfig = student.peft_config[_NAME]  # type: ignore[index,assignment]
-    return config

@@ -1,7 +1,7 @@
 """The language model inside a model that also reads images or sound.
 
 Such a model has a configuration of its own, with that of its language model inside, and its tensors
-have longer names. Potstill reads and trains text alone, so it loads the language model alone: the
+have longer names. Potstill reads and trains only text, so it loads only the language model: the
 other tensors are not read, and a saved student is a plain causal language model.
 
     config.json     {"model_type": "gemma3", "text_config": {...}}     ->  Gemma3TextConfig
@@ -41,14 +41,17 @@ _IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved", "type")
 def find_text_config(config: PreTrainedConfig, folder: ModelFolder) -> PreTrainedConfig | None:
     """Return the configuration of the language model inside; None for a plain language model.
 
-    Raises ``ModelError`` where the language model cannot stand alone.
+    Raises ``ModelError`` if the language model cannot stand alone.
     """
     text: PreTrainedConfig = config.get_text_config()
     # A model that comes with its own code is loaded by that code.
     if text is config or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return None
     if (twin := _TWINS.get(text.model_type)) is not None:
-        text = _convert_to_twin(text, twin)
+        fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+        rope = fields.get("rope_parameters") or {}
+        rope = {name: value for name, value in rope.items() if name not in _IMAGE_POSITIONS}
+        text = twin.from_dict(fields | {"rope_parameters": rope})
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"the language model of the {config.model_type} in {folder.path} "
@@ -59,15 +62,6 @@ def find_text_config(config: PreTrainedConfig, folder: ModelFolder) -> PreTraine
     said = (text.tie_word_embeddings, getattr(config, "tie_word_embeddings", False))
     text.tie_word_embeddings = any(said)
     return text
-
-
-def _convert_to_twin(text: PreTrainedConfig, twin: type[PreTrainedConfig]) -> PreTrainedConfig:
-    fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
-    rotary = fields.get("rope_parameters") or {}
-    fields["rope_parameters"] = {
-        name: value for name, value in rotary.items() if name not in _IMAGE_POSITIONS
-    }
-    return twin.from_dict(fields)
 
 
 def map_names(hollow: PreTrainedModel, folder: ModelFolder) -> dict[str, str]:
@@ -86,11 +80,8 @@ def map_names(hollow: PreTrainedModel, folder: ModelFolder) -> dict[str, str]:
     }
     if len(starts) != 1:
         return {}  # the embedding is missing, and will be named
-    heads = {
-        name.removesuffix("lm_head.weight")
-        for name in shapes
-        if f".{name}".endswith(".lm_head.weight")
-    }
+    end = "lm_head.weight"
+    heads = {name.removesuffix(end) for name in shapes if f".{name}".endswith(f".{end}")}
     (start,) = starts
     found = {f"^{re.escape(start)}": whole.removesuffix(inside)}
     # The LM head comes first, because its name may begin like those of the rest.

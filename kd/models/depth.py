@@ -75,7 +75,12 @@ def pick_tensors(
     layers = len(find_decoder_layers(teacher))
     found = {}
     for name, own in student.state_dict().items():
-        tensor = tensors[_find_teacher_name(name, prefix, picked)]
+        theirs = name
+        if name.startswith(f"{prefix}."):
+            # model.layers.1.… of the student is the second of the picked layers.
+            number, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+            theirs = f"{prefix}.{picked[int(number)]}.{rest}"
+        tensor = tensors[theirs]
         if tensor.shape != own.shape:
             tensor = _cut_packed(tensor, own, layers, picked)
         found[name] = tensor
@@ -85,20 +90,8 @@ def pick_tensors(
 def _find_list_name(model: PreTrainedModel) -> str:
     """Return the name of the list of decoder layers, such as "model.layers"."""
     first = find_decoder_layers(model)[0]
-    return next(name for name, module in model.named_modules() if module is first).rpartition(".")[
-        0
-    ]
-
-
-def _find_teacher_name(name: str, prefix: str, picked: tuple[int, ...]) -> str:
-    """Return the teacher's name of the student's tensor ``name``.
-
-    ``model.layers.1.…`` of the student is the second of the picked layers.
-    """
-    if not name.startswith(f"{prefix}."):
-        return name
-    number, _, rest = name.removeprefix(f"{prefix}.").partition(".")
-    return f"{prefix}.{picked[int(number)]}.{rest}"
+    name = next(name for name, module in model.named_modules() if module is first)
+    return name.rpartition(".")[0]
 
 
 def _find_packed_axis(shape: Any, own: Any, layers: int, count: int) -> int | None:
@@ -121,7 +114,7 @@ def _cut_packed(tensor: Tensor, own: Tensor, layers: int, picked: tuple[int, ...
 
 
 def require_layers(teacher: PreTrainedModel) -> None:
-    """Raise ``ModelError`` where ``teacher`` has no list of decoder layers."""
+    """Raise ``ModelError`` if ``teacher`` has no list of decoder layers."""
     if not find_decoder_layers(teacher):
         raise ModelError(
             f"student.from_teacher cannot cut a student out of a {type(teacher).__name__}: "
@@ -133,7 +126,7 @@ def require_layers(teacher: PreTrainedModel) -> None:
 def require_same_layers(
     teacher: PreTrainedModel, student: PreTrainedModel, picked: tuple[int, ...]
 ) -> None:
-    """Raise ``ModelError`` where a layer of ``student`` is not built like the teacher's layer.
+    """Raise ``ModelError`` if a layer of ``student`` is not built like the teacher's layer.
 
     Compares modules, their plain attributes and the shapes of their tensors, so it needs no
     weights.

@@ -37,13 +37,15 @@ from kd.files import LFS_REMEDY, is_lfs_pointer
 
 #: The folder of the adapters, below a saved student's.
 ADAPTER_FOLDER = "adapter"
+#: The file there with the settings of the adapters, and the name of their model.
+ADAPTER_CONFIG = "adapter_config.json"
 #: The folder of the model that unmerged adapters belong to, below a saved student's.
 BASE_FOLDER = "base"
-#: A folder is a saved student if it holds one of these files: a whole model, or adapters alone.
-STUDENT_FILES = ("config.json", f"{ADAPTER_FOLDER}/adapter_config.json")
+#: A folder is a saved student if it holds one of these files: a whole model, or only adapters.
+STUDENT_FILES = ("config.json", f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}")
 #: The facts between the first two lines of dashes of a model card.
 _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)
-#: The licence of a model whose card is not here or names none, as the hub writes it.
+#: The licence of a model whose card is not on this machine or names none, as the hub writes it.
 UNKNOWN_LICENCE = "unknown"
 #: Files that ``resolve_model`` downloads besides the weights: configuration, tokenizer, chat
 #: template, code, and the card with the licence.
@@ -138,7 +140,7 @@ class ModelFolder:
     def config(self) -> dict[str, Any]:
         """The content of config.json; empty without one.
 
-        Raises ``ModelError`` where the file is not a JSON object.
+        Raises ``ModelError`` if the file is not a JSON object.
         """
         if not self.has_config:
             return {}
@@ -153,9 +155,8 @@ class ModelFolder:
         """
         inner = self.config.get("text_config") or {}
         if not isinstance(inner, dict):
-            raise _make_unreadable_error(
-                self.path / "config.json", "its text_config is not a JSON object"
-            )
+            what = "its text_config is not a JSON object"
+            raise _make_unreadable_error(self.path / "config.json", what)
         return {**self.config, **inner}
 
     @property
@@ -165,7 +166,7 @@ class ModelFolder:
         return any(isinstance(self.config.get(part), dict) for part in parts)
 
     def require_no_pointer(self, *names: str) -> None:
-        """Raise ``ModelError`` where Git LFS has not downloaded one of ``names``.
+        """Raise ``ModelError`` if Git LFS has not downloaded one of ``names``.
 
         Without names: a file of the configuration, the tokenizer or the weights.
         """
@@ -173,12 +174,11 @@ class ModelFolder:
         for name in names or ("config.json", *_TOKENIZER_FILES, *weights):
             path = self.path / name
             if path.is_file() and is_lfs_pointer(path):
-                raise ModelError(
-                    f"{path} is a pointer of Git LFS, not the file itself.", LFS_REMEDY
-                )
+                what = f"{path} is a pointer of Git LFS, not the file itself."
+                raise ModelError(what, LFS_REMEDY)
 
     def require_own_files(self, gguf_file: str | None = None, trusted: bool = False) -> None:
-        """Raise ``ModelError`` where a load would read more than the files of the model's identity.
+        """Raise ``ModelError`` if a load would read more than the files of the model's identity.
 
         Adapters beside it bring a base from anywhere, fields of its configuration name other files,
         and with ``trusted`` they name code of other models. Also where Git LFS has not downloaded a
@@ -186,7 +186,7 @@ class ModelFolder:
         """
         self.require_no_pointer(*filter(None, [gguf_file]))
         with_model = self.has_config or gguf_file is not None
-        if with_model and (self.path / "adapter_config.json").is_file():
+        if with_model and (self.path / ADAPTER_CONFIG).is_file():
             raise ModelError(
                 f"{self.path} holds adapters beside a model.",
                 "Merge them into the model, or move their files to another folder.",
@@ -203,7 +203,7 @@ class ModelFolder:
             self.list_read_files()
 
     def require_whole_files(self) -> None:
-        """Raise ``ModelError`` where the weights are missing, cut off, or not the model's own."""
+        """Raise ``ModelError`` if the weights are missing, cut off, or not the model's own."""
         self.require_own_files()
         if not (paths := self.list_read_files()):
             raise ModelError(
@@ -251,7 +251,7 @@ class ModelFolder:
         return None if method == "gguf" else method
 
     def require_readable_weights(self) -> None:
-        """Raise ``ModelError`` where the weights are quantised in a form that cannot be read."""
+        """Raise ``ModelError`` if the weights are quantised in a form that cannot be read."""
         method = self.stored_quantization
         if method is None:
             return
@@ -272,12 +272,12 @@ class ModelFolder:
             )
 
     def require_trainable_weights(self) -> None:
-        """Raise ``ModelError`` where the weights are quantised, and stay so when they are read."""
+        """Raise ``ModelError`` if the weights are quantised, and stay so when they are read."""
         if _READERS_OF_QUANTISED.get(self.stored_quantization or "", True):
             self.require_plain_weights("a student has weights in float32")
 
     def require_plain_weights(self, why: str) -> None:
-        """Raise ``ModelError`` where the weights are stored quantised; ``why`` they must not be."""
+        """Raise ``ModelError`` if the weights are stored quantised; ``why`` they must not be."""
         if self.stored_quantization is not None:
             raise ModelError(
                 f"the weights in {self.path} are stored quantised by {self.stored_quantization}, "
@@ -313,7 +313,7 @@ class ModelFolder:
     def dtype(self) -> str | None:
         """The precision of the stored weights, such as "bfloat16".
 
-        None if config.json does not say. Read from the top of config.json alone, as transformers
+        None if config.json does not say. Read only from the top of config.json, as transformers
         reads it.
         """
         # torch_dtype is the name of the field before transformers 4.56.
@@ -339,7 +339,7 @@ class ModelFolder:
     def list_read_files(self) -> list[Path]:
         """The safetensors files that the model is read from; a folder may hold more.
 
-        These are model.safetensors, or those of its index. Raises ``ModelError`` where the index
+        These are model.safetensors, or those of its index. Raises ``ModelError`` if the index
         cannot be read.
         """
         whole = self.path / "model.safetensors"
@@ -366,19 +366,16 @@ class ModelFolder:
     def read_text_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the language model's tensors: all but those for images and sound."""
         shapes = self.read_parameter_shapes()
-        starts = {
+        starts = [
             name.removesuffix(_EMBEDDING)
             for name in shapes
             if f".{name}".endswith(f".{_EMBEDDING}")
-        }
+        ]
         if not self.is_composite or not starts:
             return shapes
         own = (*starts, "lm_head.")
-        return {
-            name: shape
-            for name, shape in shapes.items()
-            if name.startswith(own) or name.endswith(".lm_head.weight")
-        }
+        kept = [each for each in shapes if each.startswith(own) or each.endswith(".lm_head.weight")]
+        return {name: shapes[name] for name in kept}
 
     def read_parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each stored tensor, from the headers of the files that are read.
@@ -497,16 +494,15 @@ def find_source(source: ModelSource, root: Path) -> ModelFolder | None:
 
 
 def _download_model(url: str, weights: str | None) -> Path:
-    """Download a model of a bucket; raise ``ModelError`` where there is none."""
+    """Download a model of a bucket; raise ``ModelError`` if there is none."""
     found = list_stored(url)
     if not found.objects:
         raise ModelError(*describe_nothing(url))
     patterns = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
     names = [name for name in select_files(found, patterns) if not name.startswith("original/")]
     if not names:
-        raise ModelError(
-            f"{url!r} holds no file of a model.", "Give the folder of a Hugging Face model."
-        )
+        remedy = "Give the folder of a Hugging Face model."
+        raise ModelError(f"{url!r} holds no file of a model.", remedy)
     return download_files(url, names)
 
 
@@ -527,7 +523,7 @@ def compute_fingerprint(
 ) -> str:
     """Return the sha256 of the files that determine the model's outputs.
 
-    These are the configuration, the model's own code and the weights, or ``gguf_file`` alone.
+    These are the configuration, the model's own code and the weights, or only ``gguf_file``.
     ``waiting`` is called between blocks of a file, and may raise to give up.
     """
     ModelFolder(folder).require_own_files(gguf_file)
@@ -537,32 +533,25 @@ def compute_fingerprint(
         path = folder / name
         if not path.is_file():
             raise ModelError(f"{path} does not exist.", "Check teacher.gguf_file.")
-        digest.update(name.encode() + _hash_blocks(path, waiting))
+        content = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(_HASHED_BYTES):
+                content.update(block)
+                if waiting is not None:
+                    waiting()
+        digest.update(name.encode() + content.digest())
     return digest.hexdigest()
-
-
-def _hash_blocks(path: Path, waiting: Callable[[], None] | None) -> bytes:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASHED_BYTES):
-            digest.update(block)
-            if waiting is not None:
-                waiting()
-    return digest.digest()
 
 
 def list_identity_files(folder: Path) -> list[str]:
     """The names of the files that determine the outputs of a model with safetensors."""
     model = ModelFolder(folder)
     if not model.weight_files:
-        raise ModelError(
-            f"{folder} holds no *.safetensors weights.",
-            "Convert the model to safetensors, or set gguf_file.",
-        )
+        remedy = "Convert the model to safetensors, or set gguf_file."
+        raise ModelError(f"{folder} holds no *.safetensors weights.", remedy)
     if not model.has_config:
-        raise ModelError(
-            f"{folder} holds no config.json.", "Give the folder of a Hugging Face model."
-        )
+        remedy = "Give the folder of a Hugging Face model."
+        raise ModelError(f"{folder} holds no config.json.", remedy)
     code = sorted(path.name for path in folder.glob("*.py"))
     # An index shapes the outputs where it leaves out a file, such as that of an LM head.
     partial = not {*model.list_read_files()} >= {*model.weight_files}
@@ -581,7 +570,7 @@ def is_remote_code_allowed() -> bool:
 def require_allowed_remote_code(source: ModelSource) -> bool:
     """Return whether to run the Python code of a teacher's files.
 
-    Raises ``ModelError`` where the job asks for it and the operator does not allow it.
+    Raises ``ModelError`` if the job asks for it and the operator does not allow it.
     """
     if source.trust_remote_code and not is_remote_code_allowed():
         raise ModelError(

@@ -45,7 +45,7 @@ from kd.models.depth import cut_fields, pick_tensors, require_layers, require_sa
 from kd.models.layers import removing
 
 #: Model types that can become narrower: each layer is RMSNorm, attention, RMSNorm and a gated MLP
-#: on one stream, and reads and writes the stream through linear layers alone.
+#: on one stream, and reads and writes the stream only through linear layers.
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 #: The sizes that become narrower.
 _WIDTHS = ("hidden_size", "intermediate_size")
@@ -123,11 +123,8 @@ def _require_smaller(teacher: PreTrainedModel, plan: StudentFromTeacher) -> None
         wanted = getattr(plan, field)
         size = _get_size(config, field)
         if wanted is not None and size is not None and wanted > size:
-            raise ModelError(
-                f"student.from_teacher.{field} is {wanted}, "
-                f"but the teacher ({name}) has only {size}.",
-                f"Set it to {size} or less.",
-            )
+            what = f"student.from_teacher.{field} is {wanted}, but the teacher ({name}) has only"
+            raise ModelError(f"{what} {size}.", f"Set it to {size} or less.")
         narrows = field in _WIDTHS and _is_narrower(teacher, plan, field)
         if narrows and config.model_type not in LLAMA_LIKE:
             raise ModelError(
@@ -154,7 +151,14 @@ def _make_empty(
     config: PreTrainedConfig = teacher.config
     shape = cut_fields(config, picked) | {"dtype": "float32"}
     if config.model_type in LLAMA_LIKE:
-        shape |= _choose_widths(config, plan)
+        width = plan.hidden_size or config.hidden_size
+        head = config.hidden_size // config.num_attention_heads
+        shape |= {
+            "hidden_size": width,
+            "intermediate_size": plan.intermediate_size or config.intermediate_size,
+            "head_dim": getattr(config, "head_dim", None) or head,
+            "tie_word_embeddings": config.tie_word_embeddings and width == config.hidden_size,
+        }
     try:
         made: Any = type(teacher)
         student: PreTrainedModel = made(type(config).from_dict(shape))
@@ -168,17 +172,6 @@ def _make_empty(
         ) from error
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student
-
-
-def _choose_widths(config: PreTrainedConfig, plan: StudentFromTeacher) -> dict[str, Any]:
-    width = plan.hidden_size or config.hidden_size
-    return {
-        "hidden_size": width,
-        "intermediate_size": plan.intermediate_size or config.intermediate_size,
-        "head_dim": getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
-        "tie_word_embeddings": config.tie_word_embeddings and width == config.hidden_size,
-    }
 
 
 # ---------------------------------------------------------------------- energies

@@ -47,7 +47,7 @@ class LMHead:
 
     @property
     def plain(self) -> bool:
-        """Whether the logits are x Wᵀ alone: no bias, scale or soft cap."""
+        """True if the logits are x Wᵀ: no bias, scale or soft cap."""
         return self.bias is None and self.scale == 1.0 and not self.softcap
 
     def refresh(self, model: PreTrainedModel) -> LMHead:
@@ -150,8 +150,8 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
     """Return the LM head of ``model``, checked against the model's own logits where it has values.
 
     The scale and the soft cap are those that the model is seen to apply, under whatever name its
-    configuration has them; a model without values shows none. Raises ``ModelError`` where the model
-    does anything else to its logits, and ``TokenizerMismatch`` where it has fewer rows than
+    configuration has them; a model without values shows none. Raises ``ModelError`` if the model
+    does anything else to its logits, and ``TokenizerMismatch`` if it has fewer rows than
     ``vocabulary``.
     """
     name = type(model).__name__
@@ -208,7 +208,7 @@ def count_rows(model: PreTrainedModel) -> int:
 
 
 def require_rows(model: PreTrainedModel, vocabulary: int) -> None:
-    """Raise ``TokenizerMismatch`` where the LM head has fewer rows than ``vocabulary``, V."""
+    """Raise ``TokenizerMismatch`` if the LM head has fewer rows than ``vocabulary``, V."""
     if (rows := count_rows(model)) < vocabulary:
         raise TokenizerMismatch(
             f"{type(model).__name__} has {rows} output rows, but the tokenizer has "
@@ -223,7 +223,7 @@ def require_rows(model: PreTrainedModel, vocabulary: int) -> None:
 def _examine_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> LMHead:
     """Return ``lm_head`` with the model's own scale and soft cap.
 
-    Raises ``ModelError`` where the model's own logits are others even so.
+    Raises ``ModelError`` if the model's own logits are others even so.
     """
     training = model.training
     model.eval()

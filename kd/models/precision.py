@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.errors import ConfigError, Problem, TrainingError
+from kd.errors import ConfigError, TrainingError
 from kd.models.layers import compute_hidden_states
 from kd.text.batches import Batch
 
@@ -81,18 +81,13 @@ class Precision:
         Raises ``ConfigError`` for fp16 on a CPU.
         """
         if name == "fp16" and device.type == "cpu":
-            raise ConfigError(
-                [
-                    Problem(
-                        "/train/precision",
-                        "fp16 needs a GPU, but the device of this run is cpu.",
-                        "Set train.precision to auto, bf16 or fp32, or run where torch sees a GPU.",
-                    )
-                ]
+            raise ConfigError.of_field(
+                "/train/precision",
+                "fp16 needs a GPU, but the device of this run is cpu.",
+                "Set train.precision to auto, bf16 or fp32, or run where torch sees a GPU.",
             )
-        return cls(
-            device.type, _DTYPES[find_hardware(device).precision if name == "auto" else name]
-        )
+        known = find_hardware(device).precision if name == "auto" else name
+        return cls(device.type, _DTYPES[known])
 
     @property
     def name(self) -> str:
@@ -101,30 +96,24 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss must be scaled; true for float16 alone, where gradients underflow."""
+        """True if the loss must be scaled: only for float16, where gradients underflow."""
         return self.dtype == torch.float16
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager for a forward pass."""
-        return (
-            nullcontext()
-            if self.dtype == torch.float32
-            else torch.autocast(self.device, self.dtype)
-        )
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device, self.dtype)
 
 
 def require_quantization(quantization: str, device: torch.device) -> None:
-    """Raise ``ConfigError`` where weights in ``quantization`` cannot be used on ``device``."""
+    """Raise ``ConfigError`` if weights in ``quantization`` cannot be used on ``device``."""
     if quantization == "int4" and find_hardware(device).precision != "bf16":
-        raise ConfigError(
-            [
-                Problem(
-                    "/teacher/quantization",
-                    "int4 needs a GPU of the Ampere generation or later, but the device of this "
-                    f"run is {name_device(device)}.",
-                    "Set it to int8, or run where torch sees such a GPU.",
-                )
-            ]
+        raise ConfigError.of_field(
+            "/teacher/quantization",
+            "int4 needs a GPU of the Ampere generation or later, but the device of this run is "
+            f"{name_device(device)}.",
+            "Set it to int8, or run where torch sees such a GPU.",
         )
 
 
@@ -170,9 +159,8 @@ def set_tf32(device: torch.device, wanted: bool) -> None:
     This switch of torch acts on the whole process and is meant for training. Code that needs all
     of float32 uses ``float32_products``.
     """
-    torch.set_float32_matmul_precision(
-        "high" if wanted and find_hardware(device).tf32 else "highest"
-    )
+    uses = wanted and find_hardware(device).tf32
+    torch.set_float32_matmul_precision("high" if uses else "highest")
 
 
 @contextmanager

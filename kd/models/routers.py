@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kd.errors import ConfigError, Problem
+from kd.errors import ConfigError
 from kd.models.layers import run_body
 from kd.models.precision import Precision
 from kd.text.batches import Batch
@@ -68,7 +68,7 @@ class RouterBalance:
 
 
 def find_router_balance(student: PreTrainedModel, weight: float | None) -> RouterBalance | None:
-    """Return the balance loss of ``student``; None where it has none, or its weight is 0.
+    """Return the balance loss of ``student``; None if it has none, or its weight is 0.
 
     ``weight`` None means that of the student's configuration, router_aux_loss_coef. Raises
     ``ConfigError`` for a weight where the student has no balance loss.
@@ -78,7 +78,8 @@ def find_router_balance(student: PreTrainedModel, weight: float | None) -> Route
     chosen = getattr(student, "num_experts_per_tok", None)
     if measure is None or not isinstance(experts, int) or not isinstance(chosen, int):
         if weight:
-            raise _make_refusal(student)
+            what = f"a {type(student).__name__} has no balance loss for routers."
+            raise ConfigError.of_field("/loss/router_balance", what, "Leave it out.")
         return None
     own = getattr(student.config, "router_aux_loss_coef", None) or 0.0
     weight = own if weight is None else weight
@@ -88,7 +89,7 @@ def find_router_balance(student: PreTrainedModel, weight: float | None) -> Route
 def _find_measure(student: PreTrainedModel) -> Callable[..., Tensor] | None:
     """Return the function with which transformers computes the balance loss of ``student``.
 
-    None where its layers have no routers, although its class may, and where the function takes
+    None if its layers have no routers, although its class may, and where the function takes
     other arguments: Doge's routers pick pairs of keys.
     """
     measure = getattr(sys.modules[type(student).__module__], "load_balancing_loss_func", None)
@@ -101,8 +102,3 @@ def _find_measure(student: PreTrainedModel) -> Callable[..., Tensor] | None:
     if None in kinds:  # the class does not say which modules are its routers
         return found
     return found if any(isinstance(each, tuple(kinds)) for each in student.modules()) else None
-
-
-def _make_refusal(student: PreTrainedModel) -> ConfigError:
-    detail = f"a {type(student).__name__} has no balance loss for routers."
-    return ConfigError([Problem("/loss/router_balance", detail, "Leave it out.")])

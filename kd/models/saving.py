@@ -28,7 +28,7 @@ from kd.models.adapters import (
     remove_adapters,
     save_adapters,
 )
-from kd.models.folder import ADAPTER_FOLDER, BASE_FOLDER, resolve_model
+from kd.models.folder import ADAPTER_CONFIG, ADAPTER_FOLDER, BASE_FOLDER, resolve_model
 from kd.models.loading import ReadingPlan, load_model, read_model
 from kd.models.precision import Precision, pick_device, round_parameters
 
@@ -118,13 +118,18 @@ def load_saved_student(folder: Path) -> PreTrainedModel:
     It is on the device of the run. Adapters that were saved without their base are merged into it,
     on the CPU.
     """
-    adapter = read_json(folder / ADAPTER_FOLDER / "adapter_config.json")
-    if adapter is None or (folder / "config.json").is_file():
+    adapters = folder / ADAPTER_FOLDER
+    if not (adapters / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return read_model(folder, ReadingPlan(torch.float32, pick_device()))
-    base = folder / BASE_FOLDER
-    if not base.is_dir():
-        base = resolve_model(adapter["base_model_name_or_path"], adapter["revision"])
-    return load_adapters(load_model(base, torch.float32), folder / ADAPTER_FOLDER)
+    return load_adapters(load_model(find_base(folder), torch.float32), adapters)
+
+
+def find_base(folder: Path) -> Path:
+    """Return the folder of the model that the unmerged adapters of a student belong to."""
+    if (folder / BASE_FOLDER).is_dir():
+        return folder / BASE_FOLDER
+    adapter = read_json(folder / ADAPTER_FOLDER / ADAPTER_CONFIG)
+    return resolve_model(adapter["base_model_name_or_path"], adapter["revision"])
 
 
 # ---------------------------------------------------------------------- names of version 4

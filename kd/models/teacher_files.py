@@ -17,7 +17,7 @@ from kd.models.folder import find_source, resolve_source
 class TeacherFiles:
     """The section that describes a teacher, and the local folder of the files of its source.
 
-    Where a server runs the teacher, the folder holds its tokenizer alone.
+    Where a server runs the teacher, the folder holds only its tokenizer.
     """
 
     section: TeacherConfig

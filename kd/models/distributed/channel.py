@@ -44,7 +44,7 @@ class Channel:
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def send(self, order: ReadingOrder) -> None:
-        """Give ``order`` to the other ranks. Rank 0 alone calls it."""
+        """Give ``order`` to the other ranks. Only rank 0 calls it."""
         tensors = [each.to("cpu", torch.int64).contiguous() for each in order.tensors]
         shapes = [list(each.shape) for each in tensors]
         text = json.dumps({"do": order.do, "words": order.words, "shapes": shapes}).encode()

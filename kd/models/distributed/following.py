@@ -38,7 +38,11 @@ def _read(model: PreTrainedModel, order: ReadingOrder, channel: Channel) -> None
     ``Channel.meet`` shows whether all ranks had it.
     """
     try:
-        _run(model, order)
+        switch = use_packed_attention if order.words["packed_attention"] else use_own_attention
+        switch(model)
+        tokens_BL, *positions = (each.to(pick_device()) for each in order.tensors)
+        documents = PackedRows.of(positions[0], order.words["apart"]) if positions else None
+        compute_hidden_states(model, tokens_BL, documents)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise OutOfMemory(
@@ -48,11 +52,3 @@ def _read(model: PreTrainedModel, order: ReadingOrder, channel: Channel) -> None
         channel.meet()
     except Exception:
         channel.meet()
-
-
-def _run(model: PreTrainedModel, order: ReadingOrder) -> None:
-    switch = use_packed_attention if order.words["packed_attention"] else use_own_attention
-    switch(model)
-    tokens_BL, *positions = (each.to(pick_device()) for each in order.tensors)
-    documents = PackedRows.of(positions[0], order.words["apart"]) if positions else None
-    compute_hidden_states(model, tokens_BL, documents)

@@ -71,7 +71,7 @@ _leaders: list[Leader] = []
 
 
 def find_leader() -> Leader | None:
-    """Return the leader of this process; None where no other process follows it."""
+    """Return the leader of this process; None if no other process follows it."""
     return _leaders[-1] if _leaders else None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kd.errors import ConfigError, Problem
+from kd.errors import ConfigError
 from kd.models.distributed.whole_head import put_head_whole
 from kd.models.layers import find_decoder_layers, find_trunk, mark_shared_modules, read_layer_sizes
 
@@ -89,9 +89,9 @@ def _gather(parameter: Tensor) -> Tensor:
 
 
 def require_shareable(parallel: str, hollow: PreTrainedModel, size: int) -> None:
-    """Raise ``ConfigError`` where ``size`` processes cannot share the model as the job asks."""
+    """Raise ``ConfigError`` if ``size`` processes cannot share the model as the job asks."""
     if problem := _find_problem(parallel, hollow, size):
-        raise ConfigError([Problem("/teacher/parallel", *problem)])
+        raise ConfigError.of_field("/teacher/parallel", *problem)
 
 
 def _find_problem(parallel: str, hollow: PreTrainedModel, size: int) -> tuple[str, str] | None:

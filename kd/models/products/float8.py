@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kd.errors import ConfigError, Problem
+from kd.errors import ConfigError
 from kd.models.layers import find_decoder_layers
 from kd.models.precision import name_device
 
@@ -27,18 +27,14 @@ def has_float8(device: torch.device) -> bool:
 
 
 def require_float8(device: torch.device) -> None:
-    """Raise ``ConfigError`` where ``device`` has no products in float8."""
+    """Raise ``ConfigError`` if ``device`` has no products in float8."""
     if has_float8(device):
         return
-    raise ConfigError(
-        [
-            Problem(
-                "/train/fp8",
-                "it needs a GPU of the Ada or Hopper generation or later, but the device of this "
-                f"run is {name_device(device)}.",
-                "Set it to false, or run where torch sees such a GPU.",
-            )
-        ]
+    raise ConfigError.of_field(
+        "/train/fp8",
+        "it needs a GPU of the Ada or Hopper generation or later, but the device of this run is "
+        f"{name_device(device)}.",
+        "Set it to false, or run where torch sees such a GPU.",
     )
 
 

@@ -16,7 +16,7 @@ from kd.config.extras import NO_QUANTIZER, require_torchao
 from kd.models.precision import require_quantization
 from kd.models.quantization.groups import choose_int4_group, read_quantization, read_smallest_group
 
-#: The one packing whose products are kernels of torch itself. It exists on CUDA alone.
+#: The one packing whose products are kernels of torch itself. It exists only on CUDA.
 _PACKING = "tile_packed_to_4d"
 
 
@@ -42,7 +42,7 @@ def make_quantization_config(
 
     ``name`` is that of a quantisation (``kd.models.quantization.groups``), ``widths`` the input
     widths of the layers by path. Products of int8 are computed in the dtype of the model. Raises
-    ``ConfigError`` where torchao is missing, or ``device`` cannot compute with int4.
+    ``ConfigError`` if torchao is missing, or ``device`` cannot compute with int4.
     """
     require_torchao(NO_QUANTIZER)
     require_quantization(read_quantization(name) or "", device)
@@ -62,7 +62,7 @@ def make_quantization_config(
 def describe_plain_layers(model: PreTrainedModel, name: str) -> str | None:
     """Say how many layers of ``model`` the quantisation ``name`` leaves as they are.
 
-    None where it rounds all of them.
+    None if it rounds all of them.
     """
     if name in ("", "int8"):
         return None

@@ -36,7 +36,7 @@ Found = Mapping[str, Any]
 
 
 def match_tensors(hollow: PreTrainedModel, folder: ModelFolder, names: dict[str, str]) -> Found:
-    """Return what transformers would find in the files of ``hollow``: it loads their headers alone.
+    """Return what transformers would find in the files of ``hollow``: it loads only their headers.
 
     ``names`` maps patterns of names in the files to names of the model.
     """
@@ -49,7 +49,7 @@ def match_tensors(hollow: PreTrainedModel, folder: ModelFolder, names: dict[str,
 
 
 def require_all_tensors(name: str, folder: Path, found: Found) -> None:
-    """Raise ``ModelError`` where tensors of the model, a ``name``, are missing or of another shape.
+    """Raise ``ModelError`` if tensors of the model, a ``name``, are missing or of another shape.
 
     What transformers can do without is not among them: a tied LM head, buffers that it computes,
     and what the class of the model says.

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from cache.manifest import TokenizerProbe
 from cache.records import Sequences
 from kd.buckets.inputs import is_stored_name
-from kd.config.data import DataConfig, DatasetSpec
+from kd.config.data import DataConfig
 from kd.errors import DataError, ModelError
 from kd.text.sources import read_documents
 
@@ -85,7 +85,7 @@ def _simplify(rule: Any) -> Any:
 
 
 def require_steady(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ``ModelError`` where ``tokenizer`` of ``folder`` draws tokens at random."""
+    """Raise ``ModelError`` if ``tokenizer`` of ``folder`` draws tokens at random."""
     library = getattr(tokenizer, "backend_tokenizer", None)
     dropout = getattr(getattr(library, "model", None), "dropout", None)
     sampling = (tokenizer.init_kwargs.get("sp_model_kwargs") or {}).get("enable_sampling")
@@ -113,14 +113,13 @@ def sample_texts(config: DataConfig, root: Path | None = None) -> Iterator[str]:
             source = str(root / source)
         # What is wrong with a text is said where it is read for the job.
         with suppress(DataError, OSError, ValueError):
-            texts = _read_texts(source, config)
-            yield from islice(texts, SAMPLE_CHARACTERS // _PIECE // len(sources))
-
-
-def _read_texts(source: str | DatasetSpec, config: DataConfig) -> Iterator[str]:
-    for _, content in read_documents((source,), "train", config):
-        for text in _list_texts(content):
-            yield from (text[first : first + _PIECE] for first in range(0, len(text), _PIECE))
+            pieces = (
+                text[first : first + _PIECE]
+                for _, content in read_documents((source,), "train", config)
+                for text in _list_texts(content)
+                for first in range(0, len(text), _PIECE)
+            )
+            yield from islice(pieces, SAMPLE_CHARACTERS // _PIECE // len(sources))
 
 
 def _list_texts(content: Any) -> Iterable[str]:

@@ -95,7 +95,7 @@ class TokenMap:
 
     @classmethod
     def of_cache(cls, store: Cache) -> TokenMap | None:
-        """Read the map of a cache; None where it was written before caches kept one."""
+        """Read the map of a cache; None if it was written before caches kept one."""
         arrays = store.token_map()
         return None if arrays is None else cls.from_arrays(arrays)
 
