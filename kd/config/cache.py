@@ -143,23 +143,19 @@ class CacheConfig(Section):
         # prints holds every default.
         own = self.rules.options
         options = frozenset[str]().union(*(each.options for each in PROFILES.values()))
-        if strange := sorted(self.model_fields_set & options - own):
-            given = [
-                name
-                for name in strange
-                if getattr(self, name) != type(self).model_fields[name].default
-            ]
-            if given:
-                raise ValueError(
-                    f"cache.profile {self.profile} has no use for {', '.join(given)}; "
-                    f"it takes {', '.join(sorted(own))}"
-                )
+        strange = sorted(self.model_fields_set & options - own)
+        fields = type(self).model_fields
+        if given := [name for name in strange if getattr(self, name) != fields[name].default]:
+            raise ValueError(
+                f"cache.profile {self.profile} has no use for {', '.join(given)}; "
+                f"it takes {', '.join(sorted(own))}"
+            )
         # The field takes the dtypes of both profiles; each profile has only some of them.
         if self.rules.dtypes and self.dtype not in self.rules.dtypes:
             known = ", ".join(self.rules.dtypes)
             raise ValueError(
-                f"cache.dtype of profile {self.profile} must be one of {known}, "
-                f"but got {self.dtype}"
+                f"cache.dtype of profile {self.profile} must be one of {known}, but got "
+                f"{self.dtype}"
             )
         if len(set(self.always_keep)) != len(self.always_keep):
             raise ValueError("cache.always_keep names a token twice")

@@ -128,21 +128,19 @@ class DataConfig(Section):
         if self.streaming and self.max_train_samples is None:
             raise ValueError("data.streaming needs data.max_train_samples: a stream need not end")
         # Only datasets are streamed: files end, and need no limit.
-        specs = [
-            source for source in (*self.train, *self.validation) if isinstance(source, DatasetSpec)
-        ]
-        if self.streaming and (sliced := [spec.split for spec in specs if "[" in spec.split]):
+        train, held_out = (
+            [source for source in sources if isinstance(source, DatasetSpec)]
+            for sources in (self.train, self.validation)
+        )
+        sliced = [spec.split for spec in (*train, *held_out) if "[" in spec.split]
+        if self.streaming and sliced:
             raise ValueError(
                 f"data.streaming cannot slice a split, but got {sliced[0]}: use max_train_samples"
             )
-        if (
-            self.streaming
-            and self.max_eval_samples is None
-            and any(spec in specs for spec in self.validation)
-        ):
+        if self.streaming and held_out and self.max_eval_samples is None:
             raise ValueError(
-                "data.streaming of data.validation needs data.max_eval_samples: "
-                "a stream need not end"
+                "data.streaming of data.validation needs data.max_eval_samples: a stream need not "
+                "end"
             )
         return self
 

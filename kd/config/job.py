@@ -85,7 +85,7 @@ class JobConfig(Placement):
     def needs_cache(self) -> bool:
         """Whether the job captures or reads the teacher's records.
 
-        A job of kind train on hard labels alone does neither.
+        A job of kind train only on hard labels does neither.
         """
         if self.captures or self.checks_cache:
             return self.captures
@@ -107,12 +107,16 @@ class JobConfig(Placement):
         return self.own_kind.checks
 
     @property
+    def cuts_teacher(self) -> bool:
+        """True if the student is cut out of the teacher."""
+        return self.student is not None and self.student.from_teacher is not None
+
+    @property
     def active_teacher(self) -> TeacherConfig | None:
         """The teacher, if the job runs it: to capture it, to build the student, or to compare."""
-        cut_out = self.student is not None and self.student.from_teacher is not None
         captures = self.needs_cache and self.cache.fingerprint is None
         needed = captures or "teacher" in self.own_kind.needs
-        runs = cut_out or self.evaluation.teacher or needed
+        runs = self.cuts_teacher or self.evaluation.teacher or needed
         return self.teacher if runs else None
 
     @property
@@ -157,11 +161,8 @@ class JobConfig(Placement):
 
         Only the manifest of a sealed cache shows whether that cache has some.
         """
-        return (
-            bool(self.data.validation)
-            or self.data.held_out_fraction > 0
-            or self.cache.fingerprint is not None
-        )
+        own = bool(self.data.validation) or self.data.held_out_fraction > 0
+        return own or self.cache.fingerprint is not None
 
     @model_validator(mode="after")
     def _kind_has_its_parts(self) -> Self:
@@ -189,14 +190,14 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _what_follows_the_held_out_loss_has_one(self) -> Self:
-        patience = self.train.early_stopping_patience if self.train is not None else None
-        if patience is not None and not self._holds_out:
+        if self.train is None or self._holds_out:
+            return self
+        if self.train.early_stopping_patience is not None:
             raise ValueError(
                 "train.early_stopping_patience needs held-out text, but data.validation_fraction 0 "
                 "holds nothing out"
             )
-        schedule = self.train.lr_scheduler_type if self.train is not None else None
-        if schedule == "reduce_lr_on_plateau" and not self._holds_out:
+        if self.train.lr_scheduler_type == "reduce_lr_on_plateau":
             raise ValueError(
                 "train.lr_scheduler_type reduce_lr_on_plateau follows the held-out loss, but "
                 "data.validation_fraction 0 holds nothing out"
@@ -212,30 +213,22 @@ class JobConfig(Placement):
         return self
 
     @model_validator(mode="after")
-    def _adapters_are_not_in_float8(self) -> Self:
+    def _adapters_suit_the_precision(self) -> Self:
         lora = self.student.lora if self.student is not None else None
-        if lora is not None and self.train is not None and self.train.fp8:
+        if lora is None or self.train is None:
+            return self
+        precision = self.train.precision
+        if self.train.fp8:
             raise ValueError(
                 "train.fp8 is for students whose weights are all trained, but student.lora trains "
                 "adapters: set train.fp8 to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _base_has_the_precision_of_products(self) -> Self:
-        lora = self.student.lora if self.student is not None else None
-        precision = self.train.precision if self.train is not None else "auto"
-        if lora is not None and lora.base == "bfloat16" and precision in ("fp32", "fp16"):
+        if lora.base == "bfloat16" and precision in ("fp32", "fp16"):
             raise ValueError(
                 "student.lora.base bfloat16 needs products in bfloat16, but train.precision is "
                 f"{precision}: set it to bf16, or student.lora.base to float32"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_stay_in_float32(self) -> Self:
-        lora = self.student.lora if self.student is not None else None
-        if lora is not None and self.train is not None and self.train.is_pure_bfloat16:
+        if self.train.is_pure_bfloat16:
             raise ValueError(
                 "train.precision bf16_pure halves the memory of trained weights, but student.lora "
                 "trains small adapters only: set train.precision to bf16 and student.lora.base to "
@@ -244,35 +237,30 @@ class JobConfig(Placement):
         return self
 
     @model_validator(mode="after")
-    def _looking_ahead_needs_fine_weights(self) -> Self:
-        temperature = self.loss.temperature
-        if (
-            self.train is not None
-            and self.train.is_pure_bfloat16
-            and isinstance(temperature, LearnedTemperature)
-            and temperature.mode in ("lookahead", "teacher_only")
-        ):
-            raise ValueError(
-                f"loss.temperature.mode {temperature.mode} moves the weights a little to look "
-                "ahead, which train.precision bf16_pure would round away: use train.precision bf16"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _temperature_can_learn(self) -> Self:
         temperature = self.loss.temperature
         if not isinstance(temperature, LearnedTemperature):
             return self
+        mode = f"loss.temperature.mode {temperature.mode}"
         if self.loss.alpha == 1.0:
             raise ValueError(
-                f"loss.temperature.mode {temperature.mode} learns from the teacher, but loss.alpha "
-                "1 "
-                "gives the teacher no weight"
+                f"{mode} learns from the teacher, but loss.alpha 1 gives the teacher no weight"
             )
-        if temperature.mode in ("lookahead", "teacher_only") and not self._holds_out:
+        if not temperature.looks_ahead:
+            return self
+        if not self._holds_out:
             raise ValueError(
-                f"loss.temperature.mode {temperature.mode} needs held-out text, but "
-                "data.validation_fraction 0 holds nothing out"
+                f"{mode} needs held-out text, but data.validation_fraction 0 holds nothing out"
+            )
+        if self.train is not None and self.train.is_pure_bfloat16:
+            raise ValueError(
+                f"{mode} moves the weights a little to look ahead, which train.precision bf16_pure "
+                "would round away: use train.precision bf16"
+            )
+        if self.train is not None and self.train.replays_graphs:
+            raise ValueError(
+                f"train.compile {self.train.compile} replays CUDA graphs, which overwrite "
+                f"gradients that {mode} must keep: use train.compile default"
             )
         return self
 
@@ -295,9 +283,8 @@ class JobConfig(Placement):
     @model_validator(mode="after")
     def _teacher_runs_here_where_it_must(self) -> Self:
         why = self.explain_no_local_teacher()
-        student = self.student
         asking = {
-            "student.from_teacher": student is not None and student.from_teacher is not None,
+            "student.from_teacher": self.cuts_teacher,
             "evaluation.teacher": self.evaluation.teacher,
         }
         for field, wanted in asking.items():
@@ -311,19 +298,6 @@ class JobConfig(Placement):
             raise ValueError(
                 "train.order curriculum needs the teacher's entropy, but with loss.alpha 1 the job "
                 "reads no teacher"
-            )
-        temperature = self.loss.temperature
-        if (
-            self.train is not None
-            and self.train.replays_graphs
-            and isinstance(temperature, LearnedTemperature)
-            and temperature.mode in ("lookahead", "teacher_only")
-        ):
-            raise ValueError(
-                f"train.compile {self.train.compile} replays CUDA graphs, which overwrite "
-                "gradients "
-                f"that loss.temperature.mode {temperature.mode} must keep: use train.compile "
-                "default"
             )
         if self.evaluation.baseline and (self.student is None or self.train is None):
             missing = "student" if self.student is None else "train"
@@ -344,8 +318,7 @@ class JobConfig(Placement):
         if self.loss.entropy_weighting:
             raise ValueError(
                 "teacher.backend http returns no entropies, but loss.entropy_weighting weighs "
-                "tokens "
-                "by them"
+                "tokens by them"
             )
         return self
 
@@ -361,8 +334,7 @@ class JobConfig(Placement):
         if self.cache.fingerprint is not None and self.captures:
             raise ValueError(
                 f"cache.fingerprint names a sealed cache, but kind {self.kind} captures one "
-                "itself: "
-                "use kind train"
+                "itself: use kind train"
             )
         # A sealed cache holds the text that it was captured from.
         if not self.data.train and self.cache.fingerprint is None:

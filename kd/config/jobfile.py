@@ -51,13 +51,8 @@ def parse_config(data: Any) -> JobConfig:
     """
     if not isinstance(data, Mapping):
         got = "a list" if isinstance(data, list) else _show_value(data)
-        raise ConfigError(
-            [
-                Problem(
-                    "", f"a job must be a mapping, but got {got}.", "See examples/austen/job.yaml."
-                )
-            ]
-        )
+        what = f"a job must be a mapping, but got {got}."
+        raise ConfigError.of_field("", what, "See examples/austen/job.yaml.")
     if problems := list(find_unusable_text(data)):
         raise ConfigError(problems)
     try:
@@ -108,31 +103,24 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
 
 
 def read_job_file(path: Path) -> Any:
-    """Parse a YAML or JSON job file. Raises ``ConfigError`` where that cannot be done."""
+    """Parse a YAML or JSON job file. Raises ``ConfigError`` if that cannot be done."""
     try:
         return parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(
-            [
-                Problem(
-                    "",
-                    f"no job file at {path}.",
-                    "Give the path of a YAML file; examples/austen/job.yaml is one.",
-                )
-            ]
-        ) from None
+        remedy = "Give the path of a YAML file; examples/austen/job.yaml is one."
+        raise ConfigError.of_field("", f"no job file at {path}.", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            [Problem("", f"{path} cannot be read: {error}.", "Give the path of a UTF-8 YAML file.")]
-        ) from None
+        what = f"{path} cannot be read: {error}."
+        raise ConfigError.of_field("", what, "Give the path of a UTF-8 YAML file.") from None
     except yaml.YAMLError as error:
-        raise ConfigError([_make_yaml_problem("", str(path), error)]) from None
+        raise _make_yaml_error("", str(path), error) from None
 
 
-def _make_yaml_problem(pointer: str, what: str, error: yaml.YAMLError) -> Problem:
-    """Return the problem of ``what``, a file or a value, which is not YAML."""
+def _make_yaml_error(pointer: str, what: str, error: yaml.YAMLError) -> ConfigError:
+    """Return the error of ``what``, a file or a value, which is not YAML."""
     detail = f"{what} is not valid YAML: {' '.join(str(error).split())}."
-    return Problem(pointer, detail, "Mend it there; a text with : or # needs quotation marks.")
+    remedy = "Mend it there; a text with : or # needs quotation marks."
+    return ConfigError.of_field(pointer, detail, remedy)
 
 
 def parse_yaml(text: str) -> Any:
@@ -174,21 +162,13 @@ def apply_overrides(data: Any, overrides: Iterable[str]) -> Any:
         dotted, separator, text = override.partition("=")
         keys = dotted.strip().split(".")
         if not separator or not all(keys):
-            raise ConfigError(
-                [
-                    Problem(
-                        "",
-                        f"override {override!r} is not of the form a.b=value.",
-                        "Example: --set train.max_steps=100",
-                    )
-                ]
-            )
+            what = f"override {override!r} is not of the form a.b=value."
+            raise ConfigError.of_field("", what, "Example: --set train.max_steps=100")
         try:
             data = set_value(data, keys, parse_yaml(text))
         except yaml.YAMLError as error:
-            raise ConfigError(
-                [_make_yaml_problem("/" + "/".join(keys), f"override {override!r}", error)]
-            ) from None
+            what = f"override {override!r}"
+            raise _make_yaml_error("/" + "/".join(keys), what, error) from None
     return data
 
 
@@ -215,29 +195,21 @@ def translate_errors(errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
     return [_translate_error(same) for same in forms_of.values()]
 
 
-def _suggest_reading(path: list[Any]) -> str:
-    """Name what describes the field at ``path``."""
-    names = [part for part in path if isinstance(part, str)]
-    if not names:
-        return "docs/configuration.md describes the fields."
-    return f"`kd explain {'.'.join(names[:2])}` describes the field."
-
-
 def _translate_error(errors: list[Mapping[str, Any]]) -> Problem:
     """Describe the problem at one place; ``errors`` has one error for each form that was tried."""
     error = errors[0]
     path, section, _ = _walk_location(error["loc"])
     pointer = "".join("/" + escape_pointer(part) for part in path)
-    reading = _suggest_reading(path)
+    names = [part for part in path if isinstance(part, str)]
+    reading = "docs/configuration.md describes the fields."
+    if names:
+        reading = f"`kd explain {'.'.join(names[:2])}` describes the field."
     if error["type"] == "extra_forbidden" and section is not None:
         removed = REMOVED.get(".".join(map(str, path)))
         if removed is not None:
             return Problem(pointer, "is no field of a job any more.", removed.instead)
-        return Problem(
-            pointer,
-            f"unknown key {path[-1]!r}.",
-            _suggest_known(path[-1], list(section.model_fields), "keys"),
-        )
+        known = _suggest_known(path[-1], list(section.model_fields), "keys")
+        return Problem(pointer, f"unknown key {path[-1]!r}.", known)
     if error["type"] == "missing":
         return Problem(pointer, "is required but missing.", reading)
     if error["type"] == "string_too_short" and error["input"] == "":
@@ -247,29 +219,20 @@ def _translate_error(errors: list[Mapping[str, Any]]) -> Problem:
     if error["type"] == "string_pattern_mismatch" and (
         words := PATTERNS_IN_WORDS.get(error["ctx"]["pattern"])
     ):
-        return Problem(
-            pointer, f"{words}, but got {error['input']!r}.", _suggest_fingerprint(error) or reading
-        )
+        is_fingerprint = error["ctx"]["pattern"] == FINGERPRINT_PATTERN
+        if is_fingerprint and re.fullmatch("[0-9a-f]{1,31}", error["input"]):
+            reading = f"`kd cache info {error['input']}` prints it."
+        return Problem(pointer, f"{words}, but got {error['input']!r}.", reading)
     first, *others = map(_translate_message, errors)
     # "Input should be a number, or a section": the words before the second form are not repeated.
     message = ", or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     got = error.get("input")
-    shown = (
-        f", but got {_show_value(got)}"
-        if isinstance(got, str | int | float | bool) or got is None
-        else ""
-    )
+    shown = ""
+    if got is None or isinstance(got, str | int | float | bool):
+        shown = f", but got {_show_value(got)}"
     choices = re.findall(r"'([^']+)'", str(error.get("ctx", {}).get("expected", "")))
     known = _suggest_known(got, choices) if isinstance(got, str) else ""
     return Problem(pointer, f"{message}{shown}.", known or reading)
-
-
-def _suggest_fingerprint(error: Mapping[str, Any]) -> str:
-    """Name the command that prints a whole fingerprint, if a job has only its beginning."""
-    beginning = error["ctx"]["pattern"] == FINGERPRINT_PATTERN and re.fullmatch(
-        "[0-9a-f]{1,31}", error["input"]
-    )
-    return f"`kd cache info {error['input']}` prints it." if beginning else ""
 
 
 #: Messages in the words of YAML, by the type of a pydantic error that uses the words of Python.
@@ -307,9 +270,7 @@ def _suggest_known(given: Any, known: list[str], what: str | None = None) -> str
     return f"Known {what}: {', '.join(known)}." if what else ""
 
 
-def _walk_location(
-    location: Iterable[Any],
-) -> tuple[list[Any], type[BaseModel] | None, bool]:
+def _walk_location(location: Iterable[Any]) -> tuple[list[Any], type[BaseModel] | None, bool]:
     """Split a pydantic location into the path of the value and what stands there.
 
     Returns the keys and indices without the names of the forms that a value may have, the section
@@ -317,17 +278,17 @@ def _walk_location(
     """
     path: list[Any] = []
     section: type[BaseModel] | None = None
-    here: Any = JobConfig
+    annotation: Any = JobConfig
     of_many = False
     for part in location:
-        forms = _list_forms(here)
+        forms = _list_forms(annotation)
         of_many = len(forms) > 1
         if of_many:  # this part names the form that pydantic tried
-            here = forms.get(part)
-            of_many = here is None
+            annotation = forms.get(part)
+            of_many = annotation is None
         elif part != "[key]":
             path.append(part)
-            section, here = _look_inside(next(iter(forms.values()), None), part)
+            section, annotation = _look_inside(next(iter(forms.values()), None), part)
     return path, section, of_many
 
 

@@ -60,6 +60,11 @@ class LearnedTemperature(Section):
     """Modes lookahead and teacher_only: steps between two updates of T; each update costs some
     passes."""
 
+    @property
+    def looks_ahead(self) -> bool:
+        """True if T is that of the least held-out loss after one more step."""
+        return self.mode in ("lookahead", "teacher_only")
+
     @field_validator("mode", mode="before")
     @classmethod
     def _minimisation_is_no_mode(cls, value: Any) -> Any:
@@ -67,8 +72,7 @@ class LearnedTemperature(Section):
         if value in ("minimise", "minimize", "min", "gradient", "plain", "learned"):
             raise ValueError(
                 f"{value} is not offered: for every student KL falls to 0 as T grows, and T^2 KL "
-                "as "
-                "T shrinks, so a temperature that minimises the loss moves to a bound. Use "
+                "as T shrinks, so a temperature that minimises the loss moves to a bound. Use "
                 "adversarial, entropy, lookahead or teacher_only"
             )
         return value
@@ -168,14 +172,10 @@ class LossConfig(Section):
     @classmethod
     def _mode_or_schedule(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and ("mode" in value) == ("schedule" in value):
+            neither = f"but got neither: its keys are {', '.join(map(str, value))}"
             raise ValueError(
                 "a temperature that is not a number has the key mode (it is learned) or schedule "
-                "(it goes from start to end), "
-                + (
-                    "not both"
-                    if "mode" in value
-                    else f"but got neither: its keys are {', '.join(map(str, value))}"
-                )
+                f"(it goes from start to end), {'not both' if 'mode' in value else neither}"
             )
         return value
 
@@ -183,10 +183,7 @@ class LossConfig(Section):
     def _ramps_within_bounds(self) -> Self:
         if isinstance(self.alpha, Ramp) and max(self.alpha.start, self.alpha.end) > 1.0:
             raise ValueError("loss.alpha.start and end must be between 0 and 1")
-        if (
-            isinstance(self.temperature, Ramp)
-            and min(self.temperature.start, self.temperature.end) <= 0.0
-        ):
+        if isinstance(self.temperature, Ramp) and self.temperatures[0] <= 0.0:
             raise ValueError("loss.temperature.start and end must be above 0")
         return self
 
@@ -211,11 +208,9 @@ class LossConfig(Section):
         ``covered`` is the range of temperatures of profile tempered; empty for the others.
         """
         remedy = "See `kd cache info` for the contents of a cache."
-        if why := explain_unsupported(profile, covered, self.divergence, self.temperatures):
+        asked = (profile, covered, self.divergence, self.temperatures)
+        if why := explain_unsupported(*asked):
             return [Problem("/loss", f"{why}.", remedy)]
-        features = self.features.weight > 0
-        if why := explain_unsupported(
-            profile, covered, self.divergence, self.temperatures, features
-        ):
+        if why := explain_unsupported(*asked, self.features.weight > 0):
             return [Problem("/loss/features", f"{why}.", remedy)]
         return []

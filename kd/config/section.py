@@ -78,19 +78,14 @@ class Section(BaseModel):
             if "description" in field:
                 field["description"] = " ".join(field["description"].split())
             if cls._has_default_for_null(key):
-                _allow_null(field)
+                forms = field.pop("oneOf", None) or field.pop("anyOf", None)
+                if forms is None:  # the title and the description stay where they are
+                    kept = {"title", "description", "default", "examples"}
+                    forms = [{name: field.pop(name) for name in list(field) if name not in kept}]
+                field["anyOf"] = forms if _NULL in forms else [*forms, _NULL]
             if cls.model_fields[key].default_factory is not None:
                 field.setdefault("default", {})
         return schema
-
-
-def _allow_null(field: dict[str, Any]) -> None:
-    """Let the schema of a field accept null too; its title and description stay where they are."""
-    forms = field.pop("oneOf", None) or field.pop("anyOf", None)
-    if forms is None:
-        kept = {"title", "description", "default", "examples"}
-        forms = [{key: field.pop(key) for key in list(field) if key not in kept}]
-    field["anyOf"] = forms if _NULL in forms else [*forms, _NULL]
 
 
 @dataclass(frozen=True)

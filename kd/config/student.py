@@ -135,7 +135,7 @@ class StudentConfig(Section):
 
     @property
     def own_tokenizer(self) -> str | None:
-        """Where the student's own tokenizer is; None where it takes the teacher's."""
+        """Where the student's own tokenizer is; None if it takes the teacher's."""
         return self.model or (self.init.tokenizer if self.init is not None else None)
 
     @model_validator(mode="after")

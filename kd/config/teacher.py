@@ -143,18 +143,16 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _parallel_has_plain_weights(self) -> Self:
-        if self.parallel != "none":
-            for name in ("quantization", "gguf_file"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"teacher.parallel {self.parallel} spreads plain weights: it cannot be "
-                        f"combined with teacher.{name}; leave one of the two out"
-                    )
-        if self.parallel == "none":
-            for name in ("gpu_memory", "host_memory"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"teacher.{name} is for a teacher that is spread, but teacher.parallel is "
-                        "none"
-                    )
+        one_device = self.parallel == "none"
+        strange = ("gpu_memory", "host_memory") if one_device else ("quantization", "gguf_file")
+        given = [f"teacher.{name}" for name in strange if getattr(self, name) is not None]
+        if given and one_device:
+            raise ValueError(
+                f"{given[0]} is for a teacher that is spread, but teacher.parallel is none"
+            )
+        if given:
+            raise ValueError(
+                f"teacher.parallel {self.parallel} spreads plain weights: it cannot be combined "
+                f"with {given[0]}; leave one of the two out"
+            )
         return self

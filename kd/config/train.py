@@ -8,32 +8,28 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kd.config.loss import Ramp, find_ramp
-from kd.config.optimisation.rates import (
-    ScheduleArgument,
-    Scheduler,
-    require_schedule_arguments,
-)
+from kd.config.optimisation.rates import ScheduleArgument, Scheduler, require_schedule_arguments
 from kd.config.section import AS_BYTES, Section
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "muon", "lion", "lars", "schedule_free"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
-# Both fields also accept true and false, which are common for them in other tools.
-def _parse_checkpointing(value: Any) -> Any:
-    return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
+def _take_flag(true: str) -> BeforeValidator:
+    """Let a field also accept true and false, which are common for it in other tools."""
 
+    def parse(value: Any) -> Any:
+        words = {True: true, False: "none"}
+        return words[value] if isinstance(value, bool) else value
 
-def _parse_compile(value: Any) -> Any:
-    return {True: "default", False: "none"}.get(value, value) if isinstance(value, bool) else value
+    return BeforeValidator(parse)
 
 
 Checkpointing = Annotated[
-    Literal["none", "full", "sqrt"] | Annotated[int, Field(ge=2, le=1024)],
-    BeforeValidator(_parse_checkpointing),
+    Literal["none", "full", "sqrt"] | Annotated[int, Field(ge=2, le=1024)], _take_flag("full")
 ]
 Compile = Annotated[
-    Literal["none", "default", "reduce-overhead", "max-autotune"], BeforeValidator(_parse_compile)
+    Literal["none", "default", "reduce-overhead", "max-autotune"], _take_flag("default")
 ]
 
 DropoutShare = Annotated[float, Field(ge=0, lt=1)]
@@ -257,13 +253,18 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _pure_bfloat16_has_its_optimizer(self) -> Self:
-        """Refuse weights in bfloat16 to optimisers that would round their steps to the nearest."""
+    def _precision_suits(self) -> Self:
+        # Other optimisers would round their steps to the nearest.
         if self.is_pure_bfloat16 and self.optim not in ROUNDING_OPTIMIZERS:
             raise ValueError(
                 "train.precision bf16_pure needs an optimiser that rounds its steps "
                 f"stochastically, {' or '.join(ROUNDING_OPTIMIZERS)}, but train.optim is "
                 f"{self.optim}: small steps would be lost"
+            )
+        if self.fp8 and self.precision not in ("auto", "bf16"):
+            raise ValueError(
+                "train.fp8 multiplies in float8 where bf16 would multiply in bfloat16, but "
+                f"train.precision is {self.precision}: set it to auto or bf16"
             )
         return self
 
@@ -315,41 +316,25 @@ class TrainConfig(Section):
         return self.precision == "bf16_pure"
 
     @model_validator(mode="after")
-    def _float8_stands_beside_bfloat16(self) -> Self:
-        if self.fp8 and self.precision not in ("auto", "bf16"):
-            raise ValueError(
-                "train.fp8 multiplies in float8 where bf16 would multiply in bfloat16, but "
-                f"train.precision is {self.precision}: set it to auto or bf16"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _compiled_layers_keep_their_activations(self) -> Self:
+    def _compiled_code_keeps_what_it_must(self) -> Self:
         if self.activation_offload and self.compile != "none":
             raise ValueError(
                 f"train.activation_offload cannot reach into layers that train.compile "
                 f"{self.compile} compiles: set train.compile to none, or use "
                 "train.gradient_checkpointing"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _graphs_leave_gradients_alone(self) -> Self:
-        """Refuse CUDA graphs where gradients must outlive one backward pass.
-
-        Each replay of a graph overwrites the outputs of the last one, and gradients are not copied.
-        """
-        if self.replays_graphs and self.gradient_accumulation_steps > 1:
-            raise ValueError(
-                f"train.compile {self.compile} replays CUDA graphs, which overwrite gradients that "
-                f"train.gradient_accumulation_steps {self.gradient_accumulation_steps} must keep: "
-                "use train.compile default"
-            )
-        if self.replays_graphs and self.auto_batch:
-            raise ValueError(
-                f"train.compile {self.compile} replays CUDA graphs, which overwrite gradients that "
-                "train.auto_batch must keep: use train.compile default"
-            )
+        # Each replay of a graph overwrites the outputs of the last one, and gradients are not
+        # copied. But these must outlive one backward pass.
+        several = self.gradient_accumulation_steps
+        for field, given in (
+            (f"train.gradient_accumulation_steps {several}", several > 1),
+            ("train.auto_batch", self.auto_batch),
+        ):
+            if self.replays_graphs and given:
+                raise ValueError(
+                    f"train.compile {self.compile} replays CUDA graphs, which overwrite gradients "
+                    f"that {field} must keep: use train.compile default"
+                )
         return self
 
     @property
@@ -358,32 +343,23 @@ class TrainConfig(Section):
         return self.compile in ("reduce-overhead", "max-autotune")
 
     @model_validator(mode="after")
-    def _a_constant_rate_does_not_rise(self) -> Self:
+    def _schedule_has_its_arguments(self) -> Self:
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ValueError(
                 "train.lr_scheduler_type constant has no warm-up, but train.warmup_steps is "
                 f"{self.warmup_steps}: use train.lr_scheduler_type constant_with_warmup"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_cycle_rises_and_falls(self) -> Self:
-        if self.lr_scheduler_type != "onecycle" or not self.warmup_steps:
-            return self
-        if "pct_start" in self.lr_scheduler_kwargs:
-            raise ValueError(
-                "train.warmup_steps and pct_start of train.lr_scheduler_kwargs both set the length "
-                "of the warm-up: give only one"
-            )
-        if self.max_steps is not None and self.warmup_steps >= self.max_steps:
-            raise ValueError(
-                "train.lr_scheduler_type onecycle needs steps after the warm-up, but "
-                f"train.warmup_steps {self.warmup_steps} takes all of train.max_steps "
-                f"{self.max_steps}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_has_its_arguments(self) -> Self:
+        if self.lr_scheduler_type == "onecycle" and self.warmup_steps:
+            if "pct_start" in self.lr_scheduler_kwargs:
+                raise ValueError(
+                    "train.warmup_steps and pct_start of train.lr_scheduler_kwargs both set the "
+                    "length of the warm-up: give only one"
+                )
+            if self.max_steps is not None and self.warmup_steps >= self.max_steps:
+                raise ValueError(
+                    "train.lr_scheduler_type onecycle needs steps after the warm-up, but "
+                    f"train.warmup_steps {self.warmup_steps} takes all of train.max_steps "
+                    f"{self.max_steps}"
+                )
         require_schedule_arguments(self.lr_scheduler_type, self.lr_scheduler_kwargs)
         return self

@@ -66,16 +66,14 @@ def list_sections() -> list[SectionHelp]:
     for place, name in _walk_sections("", schema, definitions):
         places.setdefault(name, []).append(place)
     job = SectionHelp(("",), "", schema["description"], describe_fields(schema, definitions))
-    inner = [
-        SectionHelp(
-            tuple(found),
-            _find_key(name, places, definitions),
-            definitions[name]["description"],
-            describe_fields(definitions[name], definitions, f"{_simplify(found[0])}."),
-        )
-        for name, found in places.items()
-    ]
-    return [job, *inner]
+    sections = [job]
+    for name, found in places.items():
+        section = definitions[name]
+        shared = any(set(found) & set(others) for each, others in places.items() if each != name)
+        key = str(section["required"][0]) if shared else ""
+        fields = describe_fields(section, definitions, f"{_simplify(found[0])}.")
+        sections.append(SectionHelp(tuple(found), key, section["description"], fields))
+    return sections
 
 
 def explain_field(place: str) -> list[FieldHelp]:
@@ -175,14 +173,6 @@ def _list_held(field: Schema) -> Iterator[tuple[str, Schema]]:
             yield from ((".*", inner) for inner in _list_alternatives(values))
         else:
             yield "", option
-
-
-def _find_key(name: str, places: dict[str, list[str]], definitions: dict[str, Schema]) -> str:
-    """Return a key that only this section requires if another one may stand at its places."""
-    shared = any(
-        set(places[name]) & set(others) for other, others in places.items() if other != name
-    )
-    return str(definitions[name]["required"][0]) if shared else ""
 
 
 def _describe_field(field: Schema, definitions: dict[str, Schema]) -> str:

@@ -128,15 +128,12 @@ def drop_removed(written: Any, place: str = "") -> Any:
     """
     if not isinstance(written, dict):
         return written
-    return {
-        name: drop_removed(value, f"{place}{name}.")
-        for name, value in written.items()
-        if not _is_dropped(REMOVED.get(f"{place}{name}"), value)
-    }
-
-
-def _is_dropped(field: RemovedField | None, value: Any) -> bool:
-    return field is not None and (field.meant is None or value in field.meant)
+    kept = {}
+    for name, value in written.items():
+        field = REMOVED.get(f"{place}{name}")
+        if field is None or (field.meant is not None and value not in field.meant):
+            kept[name] = drop_removed(value, f"{place}{name}.")
+    return kept
 
 
 def restore_removed(sections: Any, place: str = "") -> Any:

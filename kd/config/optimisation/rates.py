@@ -63,7 +63,7 @@ _COUNTS = {"step_size", "patience", "cooldown", "milestones"}
 
 
 def require_schedule_arguments(name: Scheduler, given: Mapping[str, ScheduleArgument]) -> None:
-    """Raise ``ValueError`` where a schedule cannot have the arguments ``given``."""
+    """Raise ``ValueError`` if a schedule cannot have the arguments ``given``."""
     optional, needed = SCHEDULER_KWARGS[name]
     if unknown := given.keys() - optional - needed:
         raise ValueError(

@@ -32,10 +32,16 @@ def fill_template(template: str, name: str, answers: Mapping[str, str | None]) -
 def draft_template(template: str, name: str, answers: Mapping[str, str | None]) -> str:
     """Return the job file; a field without an answer is an empty text, or absent if it may be."""
     text = (TEMPLATES / f"{template}.yaml").read_text(encoding="utf-8")
+    student = answers.get("student") or ""
+    count, _, word = student.strip().partition(" ")
+    if count.isdecimal() and word in ("layer", "layers"):
+        student = f"from_teacher: {{layers: {count}}}"
+    else:
+        student = f"model: {_write_value(student)}"
     filled = text.format(
         name=_write_value(name),
         teacher=_write_value(answers.get("teacher") or ""),
-        student=_describe_student(answers.get("student") or ""),
+        student=student,
         train=_write_value(answers.get("train") or ""),
         validation=_write_value(answers.get("validation") or ""),
     )
@@ -49,14 +55,6 @@ def describe_template(template: str) -> str:
     text = (TEMPLATES / f"{template}.yaml").read_text(encoding="utf-8")
     sentence, _, _ = text.removeprefix("# ").partition(". ")
     return f"{sentence}."
-
-
-def _describe_student(answer: str) -> str:
-    """The line of the section ``student``: layers of the teacher, or a model."""
-    count, _, word = answer.strip().partition(" ")
-    if count.isdecimal() and word in ("layer", "layers"):
-        return f"from_teacher: {{layers: {count}}}"
-    return f"model: {_write_value(answer)}"
 
 
 def _write_value(text: str) -> str:
