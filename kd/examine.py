@@ -48,7 +48,7 @@ class ExaminedModel:
 
         That is a run's folder, a run below ``home``/runs, a model's folder or a model of the hub. A
         run may be named as in ``find_run``; a folder of that name takes precedence. Raises
-        ``ModelError`` where there is none.
+        ``ModelError`` if there is none.
         """
         for run in (Path(name), home / "runs" / name):
             if _has_student(run):
@@ -78,7 +78,7 @@ def examine(
 
     The teacher runs wherever the job has one that can run here. The student before training is
     measured if a run made the model. Raises ``ConfigError`` for an impossible evaluation, and
-    ``DataError`` where the job holds no text out.
+    ``DataError`` if the job holds no text out.
     """
     config = settle_packing(enable_teacher(adopt_run_training(config, target.run)), monitor)
     require_no_problems(config, machine=Machine(trains=False))
@@ -141,7 +141,7 @@ def open_text(
     if config.cache.fingerprint is not None or config.evaluation.baseline:
         _, source = open_source(config, home, run_dir, monitor)
         if isinstance(source, CachedRecords):
-            # The model may come from elsewhere than the job's student, which was compared above.
+            # The model need not be the job's student, which was compared above.
             known = KnownTokenizer.of_cache(source.store)
             require_same_tokenizer(tokenizer, known, "The model's", note=monitor.note)
         config = adopt_cache_layout(source, config)

@@ -11,7 +11,7 @@ from cache.disk import make_folder, storage_errors
 from kd.capture.plan import settle_packing
 from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
-from kd.errors import ConfigError, Problem
+from kd.errors import ConfigError
 from kd.evaluation.overfit import SEQUENCES, check_overfit
 from kd.models.loading import build_student, hide_progress_bars
 from kd.models.vocabulary import choose_run_vocabulary
@@ -25,28 +25,21 @@ def check_overfitting(config: JobConfig, home: Path, monitor: Monitor = SILENT) 
     """Overfit the student of a job on a few of its sequences; no files stay below ``home``.
 
     A sealed cache that the job names is read from ``home``; without one the teacher reads those
-    sequences and no others. Raises ``ConfigError`` where the job trains no student, and the errors
+    sequences and no others. Raises ``ConfigError`` if the job trains no student, and the errors
     of its stages.
     """
     if config.train is None or config.student is None:
-        raise ConfigError(
-            [Problem("/kind", f"kind {config.kind} trains no student.", "Check a job that does.")]
-        )
+        what = f"kind {config.kind} trains no student."
+        raise ConfigError.of_field("/kind", what, "Check a job that does.")
     require_no_problems(config, Folders(Path(), home))
     hide_progress_bars()
     with storage_errors(home):
         make_folder(home)
     with TemporaryDirectory(prefix=".check-", dir=home) as name:
-        return _run_check(_shorten_text(config), home, Path(name), monitor)
-
-
-def _shorten_text(config: JobConfig) -> JobConfig:
-    """The job with only as much text as the check reads.
-
-    It has no effect on a sealed cache that the job names, which holds all its sequences already.
-    """
-    data = {"max_train_samples": SEQUENCES, "max_eval_samples": 1}
-    return config.model_copy(update={"data": config.data.model_copy(update=data)})
+        # Only as much text as the check reads; a sealed cache holds all its sequences already.
+        few = {"max_train_samples": SEQUENCES, "max_eval_samples": 1}
+        short = config.model_copy(update={"data": config.data.model_copy(update=few)})
+        return _run_check(short, home, Path(name), monitor)
 
 
 def _run_check(config: JobConfig, home: Path, folder: Path, monitor: Monitor) -> Verdict:

@@ -73,11 +73,6 @@ def is_torchao_installed() -> bool:
     return find_spec("torchao") is not None
 
 
-def is_gguf_installed() -> bool:
-    """Whether the package gguf is installed, which reads GGUF files."""
-    return find_spec("gguf") is not None
-
-
 def find_missing_harness(config: JobConfig) -> list[Problem]:
     """Find that the job asks for benchmark tasks but lm-eval is not installed."""
     return [NO_HARNESS] if config.evaluation.tasks and not is_harness_installed() else []

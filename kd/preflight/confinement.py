@@ -6,7 +6,7 @@
                service
     model      must be on the operator's list, if there is one
     URL        must name one of ``hosts``; its address must be public, or be on the list itself
-    dataset    must consist of its own files; files elsewhere that its card names are not read
+    dataset    must consist of its own files; other files that its card names are not read
                (dataset_files.py)
 
 The service checks this at POST, and again when a stage begins, because a link may have changed in
@@ -19,6 +19,7 @@ import glob
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,7 +29,12 @@ from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, Problem
 from kd.preflight.dataset_files import Reason, check_dataset_folder, open_confined
 from kd.preflight.limits import Confinement
-from kd.preflight.named_paths import NamedResource, find_plain_prefix, list_named_resources
+from kd.preflight.named_paths import (
+    NamedResource,
+    find_plain_prefix,
+    is_task_file,
+    list_named_resources,
+)
 from kd.text.files import find_files, is_saved_dataset
 from kd.text.sources import datasets_opened_by
 
@@ -62,22 +68,21 @@ def confined_datasets(limits: Confinement | None) -> Iterator[None]:
 def find_confinement_problems(config: JobConfig, root: Path, limits: Confinement) -> list[Problem]:
     """List everything that ``config`` names but may not use; relative paths start at ``root``."""
     named = list(list_named_resources(config))
-    if len({each.name for each in named if _is_pattern(each)}) > MOST_PATTERNS:
+    texts = {each.name for each in named if each.kind == "text"}
+    if sum(map(glob.has_magic, texts)) > MOST_PATTERNS:
         detail = f"the job has more than {MOST_PATTERNS} patterns, each of which is looked up."
         return [Problem("/data/train", detail, "Name the folders of the text.")]
     # What comes again is looked up once.
     first = {(each.kind, each.name, each.pointer.rpartition("/")[0]): each for each in named[::-1]}
-    found = [
-        problem
-        for each in reversed(first.values())
-        for problem in _find_refusals(each, root, limits)
-    ]
-    return [
-        *found,
-        *_check_store(config, limits),
-        *_check_sealed_cache(config, limits),
-        *_check_teacher_url(config, limits),
-    ]
+    refused = (_find_refusals(each, root, limits) for each in reversed(first.values()))
+    found = [*chain.from_iterable(refused), *_check_store(config, limits)]
+    for field, name in config.cache.named.items():
+        if not limits.may_read_cache(name):
+            found.append(describe_missing_cache(name, limits.home, field))
+    teacher = config.served_teacher
+    if teacher is not None and teacher.url is not None:
+        found += _check_url("/teacher/url", teacher.url, limits)
+    return found
 
 
 # ---------------------------------------------------------------------- names of files and models
@@ -89,7 +94,7 @@ _OUTSIDE = "Put it below KD_ROOT, or have the operator add its folder to KD_DATA
 def _find_refusals(each: NamedResource, root: Path, limits: Confinement) -> Iterator[Problem]:
     """Find the first problem of a name; the disk is read only after the name's place is allowed."""
     # A task without a file is part of lm-eval, which is installed by the operator.
-    if each.kind == "task" and not _is_file(each):
+    if each.kind == "task" and not is_task_file(each):
         return
     if is_stored_name(each.name):
         yield from _check_stored(each, root, limits)
@@ -125,10 +130,8 @@ def _find_reason(each: NamedResource, root: Path, limits: Confinement) -> Reason
     except DataError as error:
         return error.detail, error.remedy
     except (OSError, ValueError) as error:  # ValueError: a byte that no path may have
-        return (
-            f"{each.name!r} cannot be read: {error}.",
-            "Check its name, and the mode and owner of its folders.",
-        )
+        remedy = "Check its name, and the mode and owner of its folders."
+        return f"{each.name!r} cannot be read: {error}.", remedy
 
 
 def _check_model(each: NamedResource, root: Path, limits: Confinement) -> Reason:
@@ -141,24 +144,20 @@ def _check_model(each: NamedResource, root: Path, limits: Confinement) -> Reason
     folder = root / each.name
     if each.file is not None and not limits.permits(folder / each.file):
         return f"{each.file!r} leads out of the folders that jobs may read.", _OUTSIDE
-    files = (
-        [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if folder.is_dir() else []
-    )
+    files = list(folder.iterdir()) if folder.is_dir() else []
+    files += folder.glob("additional_chat_templates/*")
     return _check_links(each.name, files, limits)
 
 
 def _check_dataset(each: NamedResource, root: Path, limits: Confinement) -> Reason:
     if each.name in BUILDERS:
-        return (
-            f"{each.name!r} is a format, not a dataset.",
-            "Name the files themselves, or a dataset's id or folder.",
-        )
+        remedy = "Name the files themselves, or a dataset's id or folder."
+        return f"{each.name!r} is a format, not a dataset.", remedy
     if _leads_out(each.revision):
         return "the revision leads out of the dataset.", "Give a branch, tag or commit."
     folder = (root / each.name).resolve()
-    if (
-        linked := _check_links(each.name, folder.rglob("*"), limits)
-    ) is not None or limits.free_datasets:
+    linked = _check_links(each.name, folder.rglob("*"), limits)
+    if linked is not None or limits.free_datasets:
         return linked
     named_outside = check_dataset_folder(folder, limits.permits)
     return named_outside and (f"the dataset {each.name!r} {named_outside[0]}", named_outside[1])
@@ -170,10 +169,8 @@ def _check_text(each: NamedResource, root: Path, limits: Confinement) -> Reason:
     # Each ** visits every folder below it, so that two of them could take hours.
     parts = Path(each.name).parts
     if glob.has_magic(each.name) and (".." in parts or parts.count("**") > 1):
-        return (
-            f"the pattern {each.name!r} contains .. or more than one **.",
-            "Give a simpler pattern.",
-        )
+        what = f"the pattern {each.name!r} contains .. or more than one **."
+        return what, "Give a simpler pattern."
     linked = list[Path]()
     split = each.pointer.split("/")[2]
 
@@ -190,10 +187,8 @@ def _check_text(each: NamedResource, root: Path, limits: Confinement) -> Reason:
 
 def _check_task(each: NamedResource, root: Path, limits: Confinement) -> Reason:
     if not limits.remote_code:
-        return (
-            f"the file {each.name!r} can run code, which the operator does not allow.",
-            "Name a task of lm-eval.",
-        )
+        what = f"the file {each.name!r} can run code, which the operator does not allow."
+        return what, "Name a task of lm-eval."
     return _check_links(each.name, (root / each.name).parent.iterdir(), limits)
 
 
@@ -203,15 +198,6 @@ _CHECKS: dict[str, Callable[[NamedResource, Path, Confinement], Reason]] = {
     "text": _check_text,
     "task": _check_task,
 }
-
-
-def _is_pattern(each: NamedResource) -> bool:
-    return each.kind == "text" and glob.has_magic(each.name)
-
-
-def _is_file(each: NamedResource) -> bool:
-    """Whether lm-eval reads a task from a file; it must know other names itself."""
-    return each.name.endswith((".yaml", ".yml"))
 
 
 def _leads_out(name: str | None) -> bool:
@@ -238,12 +224,6 @@ def _check_store(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
         yield Problem("/cache/store", detail, "Remove cache.store, or use `kd run`.")
 
 
-def _check_sealed_cache(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
-    for field, name in config.cache.named.items():
-        if not limits.may_read_cache(name):
-            yield describe_missing_cache(name, limits.home, field)
-
-
 def describe_missing_cache(name: str, home: Path, field: str = "fingerprint") -> Problem:
     """Describe a missing cache; a cache of another owner gets the same words."""
     return Problem(
@@ -258,12 +238,6 @@ def describe_missing_cache(name: str, home: Path, field: str = "fingerprint") ->
 
 #: The ports of URLs that name none.
 _PORTS = {"http": 80, "https": 443}
-
-
-def _check_teacher_url(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
-    teacher = config.served_teacher
-    if teacher is not None and teacher.url is not None:
-        yield from _check_url("/teacher/url", teacher.url, limits)
 
 
 def _check_url(pointer: str, url: str, limits: Confinement) -> Iterator[Problem]:

@@ -120,11 +120,9 @@ def _find_copies_folder(spec: DatasetSpec) -> Path:
 def check_dataset_folder(folder: Path, permits: Callable[[Path], bool]) -> Reason:
     """Check that the card of a local dataset names only permitted files; skip a very long card."""
     cards = _find_cards(folder)
-    return (
-        None
-        if any(file.stat().st_size > QUICK_BYTES for file in cards)
-        else check_cards(cards, permits)
-    )
+    if any(file.stat().st_size > QUICK_BYTES for file in cards):
+        return None
+    return check_cards(cards, permits)
 
 
 def _find_cards(folder: Path) -> list[Path]:
@@ -137,10 +135,8 @@ def check_cards(cards: Iterable[Path], permits: Callable[[Path], bool]) -> Reaso
         try:
             patterns = list(_list_patterns(file))
         except Exception as error:  # errors of yaml, a wrong type, or too deep a nesting
-            return (
-                f"has a {file.name} that cannot be read: {type(error).__name__}: {error}",
-                "Correct it.",
-            )
+            what = f"has a {file.name} that cannot be read: {type(error).__name__}: {error}"
+            return what, "Correct it."
         for pattern in patterns:
             if leads_out(pattern, permits):
                 return f"names {pattern!r} in its {file.name}, which jobs may not read.", _RELATIVE
@@ -160,12 +156,10 @@ def _check_own_cards(spec: DatasetSpec, limits: Confinement) -> Reason:
         return check_cards(_download_cards(spec), lambda _: False)
     cards = _find_cards(folder)
     # A link may have changed since the job was taken.
-    turned = [
-        file
-        for file in (folder, *cards)
-        if (file == folder or file.is_symlink()) and not limits.permits(file)
-    ]
-    return _refuse_file(turned[0].name) if turned else check_cards(cards, limits.permits)
+    for file in (folder, *filter(Path.is_symlink, cards)):
+        if not limits.permits(file):
+            return _refuse_file(file.name)
+    return check_cards(cards, limits.permits)
 
 
 def _download_cards(spec: DatasetSpec) -> list[Path]:
@@ -175,26 +169,23 @@ def _download_cards(spec: DatasetSpec) -> list[Path]:
     cards = list[Path]()
     for name in CARDS:
         with suppress(Exception):  # none there, no network, gated, no id at all
-            cards.append(
-                Path(hf_hub_download(spec.path, name, repo_type="dataset", revision=spec.revision))
-            )
+            card = hf_hub_download(spec.path, name, repo_type="dataset", revision=spec.revision)
+            cards.append(Path(card))
     return cards
 
 
 def _list_patterns(card: Path) -> Iterator[str]:
     """Yield every text under ``data_files`` and ``data_dir`` of a card."""
     seen = set[int]()
-    for config in _read_configs(card) or ():
-        for field in ("data_files", "data_dir"):
-            yield from _collect_texts(config.get(field), seen)
-
-
-def _read_configs(card: Path) -> Any:
     if card.suffix == ".md":
         from huggingface_hub import DatasetCard
 
-        return DatasetCard.load(card).data.get("configs")
-    return (yaml.safe_load(card.read_text(encoding="utf-8")) or {}).get("configs")
+        configs = DatasetCard.load(card).data.get("configs")
+    else:
+        configs = (yaml.safe_load(card.read_text(encoding="utf-8")) or {}).get("configs")
+    for config in configs or ():
+        for field in ("data_files", "data_dir"):
+            yield from _collect_texts(config.get(field), seen)
 
 
 def _collect_texts(value: Any, seen: set[int]) -> Iterator[str]:
@@ -217,25 +208,18 @@ def check_builder(builder: Any, copies: Path, limits: Confinement) -> Reason:
     """Check what a ``datasets.DatasetBuilder`` is about to read, and where it would keep a copy."""
     if builder.name not in PLAIN_FORMATS:
         known = ", ".join(sorted(PLAIN_FORMATS - {"cache"}))
-        return (
-            f"is of the format {builder.name!r}, whose files may name others.",
-            f"Convert it to one of {known}.",
-        )
+        what = f"is of the format {builder.name!r}, whose files may name others."
+        return what, f"Convert it to one of {known}."
     # Without an owner the id is a folder's last name, which another job's dataset may share.
     if builder.name == "cache" and "/" not in (builder.repo_id or ""):
-        return (
-            "is not on the hub, and a copy of another dataset with its name may not be read.",
-            "Give an id with its owner.",
-        )
+        what = "is not on the hub, and a copy of another dataset with its name may not be read."
+        return what, "Give an id with its owner."
     if not Path(builder.cache_dir).resolve().is_relative_to(copies.resolve()):
-        return (
-            "has a configuration or version that leads out of the library's cache.",
-            "Give plain names in its card.",
-        )
+        what = "has a configuration or version that leads out of the library's cache."
+        return what, "Give plain names in its card."
     files = [file for split in (builder.config.data_files or {}).values() for file in split]
-    if (file := find_foreign_file(files, builder.repo_id, limits)) is not None:
-        return _refuse_file(file)
-    return None
+    file = find_foreign_file(files, builder.repo_id, limits)
+    return None if file is None else _refuse_file(file)
 
 
 def _refuse_file(file: str) -> Reason:
@@ -253,15 +237,13 @@ def find_foreign_file(files: list[str], repo_id: str | None, limits: Confinement
     if repo_id is not None:
         # The library resolves files of the hub to such URLs, with the revision after the @.
         base = f"hf://datasets/{repo_id}@"
-        own = (
-            each.startswith(base) and not leads_out(each.removeprefix(base), lambda _: False)
-            for each in files
-        )
-        return next((each for each, is_own in zip(files, own, strict=True) if not is_own), None)
-    if (
-        remote := next((each for each in files if "://" in each or "::" in each), None)
-    ) is not None:
-        return remote
+        for each in files:
+            inner = each.removeprefix(base)
+            if inner == each or leads_out(inner, lambda _: False):
+                return each
+        return None
+    if remote := [each for each in files if "://" in each or "::" in each]:
+        return remote[0]
     outside = limits.find_first_outside(map(Path, files))
     return None if outside is None else str(outside)
 
@@ -273,10 +255,8 @@ def _check_columns(features: Any) -> Reason:
     named = [name for name, feature in (features or {}).items() if opens_files(feature)]
     if not named:
         return None
-    return (
-        f"has the column {named[0]!r}, which is decoded from files that the rows name.",
-        "Remove that column.",
-    )
+    what = f"has the column {named[0]!r}, which is decoded from files that the rows name."
+    return what, "Remove that column."
 
 
 def opens_files(feature: Any) -> bool:

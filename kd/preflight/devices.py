@@ -59,20 +59,17 @@ def ask_torch() -> TorchGpus:
     with warnings.catch_warnings(action="ignore"):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
-            return TorchGpus(version, cuda, failure=_find_failure())
+            failure = "torch counts 0 GPUs"
+            try:
+                torch.cuda.init()
+            except Exception as error:  # torch raises several types, and none of its own
+                failure = format_first_line(error)
+            return TorchGpus(version, cuda, failure=failure)
     gpus = tuple(
         TorchGpu(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
         for index in range(count)
     )
     return TorchGpus(version, cuda, gpus, tuple(torch.cuda.get_arch_list()))
-
-
-def _find_failure() -> str:
-    try:
-        torch.cuda.init()
-    except Exception as error:  # torch raises several types, and none of its own
-        return format_first_line(error)
-    return "torch counts 0 GPUs"
 
 
 def require_promised_gpus(promised: int, seen: TorchGpus) -> None:

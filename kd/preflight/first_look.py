@@ -22,10 +22,9 @@ from kd.addresses import HUB_ID
 from kd.config.job import JobConfig
 from kd.errors import Problem
 from kd.files import find_caches
-from kd.models.folder import ModelFolder, find_source, locate_model
+from kd.models.folder import TOKENIZER_REMEDY, ModelFolder, find_source, locate_model
 from kd.preflight.named_paths import NamedResource, list_named_resources
 from kd.preflight.stored_models import find_tensor_problems
-from kd.preflight.validate import describe_missing_tokenizer
 from kd.progress import Notice, ignore_notice
 
 #: How long the hub may take to answer, in seconds.
@@ -55,7 +54,8 @@ def _check_folder(each: NamedResource, root: Path) -> Iterator[Problem]:
     folder = ModelFolder(locate_model(each.name, root))
     if folder.path.is_dir():
         if each.file is None and not (folder.has_tokenizer or folder.gguf_files):
-            yield describe_missing_tokenizer(each.pointer, each.name)
+            detail = f"{each.name!r} holds no tokenizer."
+            yield Problem(each.pointer, detail, TOKENIZER_REMEDY)
     elif HUB_ID.match(each.name) and _find_folder(root, each) is None:
         yield from _ask_hub(each)
 

@@ -149,7 +149,7 @@ def _load_tokenizer(config: JobConfig, root: Path) -> PreTrainedTokenizerBase | 
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder.path)
     except Exception as error:  # the library has no class of its own for this
         detail = f"its tokenizer.json cannot be read: {error}."
-        raise ConfigError([Problem(pointer, detail, "Save the model again.")]) from None
+        raise ConfigError.of_field(pointer, detail, "Save the model again.") from None
     return tokenizer
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from cache.errors import StorageError
 from cache.shards.names import FINGERPRINT
 from kd.buckets.inputs import is_stored_name
@@ -57,7 +59,7 @@ class Confinement:
     def permits_url(self, url: str) -> bool:
         """Whether text or a model at the URL of a bucket may be read.
 
-        What runs and caches of the service have there is its owners' alone, as in ``home``.
+        What runs and caches of the service have there, only their owners may read, as in ``home``.
         """
         kind, name = find_own_objects(url, self.store)
         if kind:
@@ -91,15 +93,13 @@ class Confinement:
         # The resolved path of each folder; None = it may not be read.
         folders: dict[Path, Path | None] = {}
         for file in files:
-            if file.parent not in folders:
-                folders[file.parent] = (
-                    resolve_links(file.parent) if self.permits(file.parent) else None
-                )
-            real = folders[file.parent]
-            plain = real is not None and not file.name.startswith(".") and not file.is_symlink()
-            if not (
-                plain and real is not None and real / file.name not in self.denied
-            ) and not self.permits(file):
+            parent = file.parent
+            if parent not in folders:
+                folders[parent] = resolve_links(parent) if self.permits(parent) else None
+            real = folders[parent]
+            plain = not file.name.startswith(".") and not file.is_symlink()
+            inside = real is not None and plain and real / file.name not in self.denied
+            if not inside and not self.permits(file):
                 return file
         return None
 
@@ -109,21 +109,20 @@ class Confinement:
         return real is not None and self._grants(*_find_own_folder(real, self.home))
 
     def _grants(self, kind: str, name: str) -> bool:
-        return (kind == "runs" and self.may_read_run(name)) or (
-            kind == "caches" and self.may_read_cache(name)
-        )
+        if kind == "runs":
+            return self.may_read_run(name)
+        return kind == "caches" and self.may_read_cache(name)
 
     def allows_model(self, name: str, revision: str | None, root: Path) -> bool:
         """Whether the operator's list has the model, by its id or by a folder that contains it."""
-        # A student that the owner's own job trained needs no place on the list.
-        if self.models is None or self._owns(name, root):
+        if self.models is None:
             return True
-        return any(_is_listed(name, revision, root, entry) for entry in self.models)
-
-    def _owns(self, name: str, root: Path) -> bool:
+        # A student that the owner's own job trained needs no place on the list.
         if is_stored_name(name):
-            return find_own_objects(name, self.store)[0] == "runs" and self.permits_url(name)
-        return self.is_owned(root / name)
+            owned = find_own_objects(name, self.store)[0] == "runs" and self.permits_url(name)
+        else:
+            owned = self.is_owned(root / name)
+        return owned or any(_is_listed(name, revision, root, entry) for entry in self.models)
 
     def to_order(self, config: JobConfig, root: Path) -> dict[str, Any]:
         """Return the limits as JSON for the process that runs ``config``.
@@ -134,44 +133,22 @@ class Confinement:
         named = [_find_own_folder(real, self.home) for real in resolve_named_paths(config, root)]
         named += [("caches", name) for name in config.cache.named.values()]
         named += [find_own_objects(each.name, self.store) for each in list_named_resources(config)]
-        return {
-            "home": str(self.home),
-            "roots": list(map(str, self.roots)),
-            "denied": list(map(str, self.denied)),
-            "models": None
-            if self.models is None
-            else [[each.name, each.revision] for each in self.models],
-            "hosts": list(self.hosts),
-            "remote_code": self.remote_code,
-            "free_datasets": self.free_datasets,
-            "store": self.store,
-            "stores": list(self.stores),
-            "runs": sorted(
-                {name for kind, name in named if kind == "runs" and self.may_read_run(name)}
-            ),
-            "caches": sorted(
-                {name for kind, name in named if kind == "caches" and self.may_read_cache(name)}
-            ),
-        }
+        known = _JSON.dump_python(self, mode="json", exclude={"may_read_run", "may_read_cache"})
+        runs = {name for kind, name in named if kind == "runs" and self.may_read_run(name)}
+        caches = {name for kind, name in named if kind == "caches" and self.may_read_cache(name)}
+        return {**known, "runs": sorted(runs), "caches": sorted(caches)}
 
     @classmethod
     def from_order(cls, order: dict[str, Any]) -> Confinement:
         """Rebuild the confinement from the JSON that ``to_order`` returned."""
-        return cls(
-            home=Path(order["home"]),
-            roots=tuple(map(Path, order["roots"])),
-            denied=tuple(map(Path, order["denied"])),
-            models=None
-            if order["models"] is None
-            else tuple(AllowedModel(*each) for each in order["models"]),
-            hosts=tuple(order["hosts"]),
-            remote_code=order["remote_code"],
-            free_datasets=order["free_datasets"],
-            store=order["store"],
-            stores=tuple(order["stores"]),
-            may_read_run=frozenset(order["runs"]).__contains__,
-            may_read_cache=frozenset(order["caches"]).__contains__,
-        )
+        granted = {
+            "may_read_run": frozenset(order["runs"]).__contains__,
+            "may_read_cache": frozenset(order["caches"]).__contains__,
+        }
+        return _JSON.validate_python(order | granted)
+
+
+_JSON = TypeAdapter(Confinement)
 
 
 def read_allow_list(file: Path | None) -> tuple[AllowedModel, ...] | None:
@@ -186,9 +163,8 @@ def read_allow_list(file: Path | None) -> tuple[AllowedModel, ...] | None:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         detail = f"the list of models {file} (KD_MODEL_ALLOW_LIST) cannot be read: {error}."
-        raise StorageError(
-            detail, "Give a file with one hub id or folder per line, or unset the variable."
-        ) from None
+        remedy = "Give a file with one hub id or folder per line, or unset the variable."
+        raise StorageError(detail, remedy) from None
     words = (line.partition("#")[0].strip().partition("@") for line in lines)
     return tuple(AllowedModel(name, revision or None) for name, _, revision in words if name)
 

@@ -84,31 +84,28 @@ def find_url_problems(config: JobConfig) -> Iterator[Problem]:
         if not mark:
             continue
         if is_stored_name(each.name) and each.kind in ("model", "text"):
-            yield from _find_address_problems(each)
+            try:
+                StoreAddress.parse(each.name)
+            except StoreError as error:
+                yield Problem(each.pointer, error.detail, error.remedy)
+            if each.revision is not None:
+                yield Problem(
+                    each.pointer,
+                    f"{each.name!r} lies in a bucket, and has no revision {each.revision!r}.",
+                    "Remove the revision, and give each version of a model an address of its own.",
+                )
             continue
         what = "the model" if each.kind == "model" else "it"
-        remedy = (
-            f"Write the path alone: {rest}."
-            if scheme == "file"
-            else f"Copy {what} to this machine and give its path, or give its id on the hub."
-        )
-        yield Problem(
-            each.pointer, f"{each.name!r} is a URL, and a path or a hub id is expected.", remedy
-        )
+        remedy = f"Copy {what} to this machine and give its path, or give its id on the hub."
+        if scheme == "file":
+            remedy = f"Write the path alone: {rest}."
+        found = f"{each.name!r} is a URL, and a path or a hub id is expected."
+        yield Problem(each.pointer, found, remedy)
 
 
-def _find_address_problems(each: NamedResource) -> Iterator[Problem]:
-    """Find what is wrong with the URL of a model or of text in a bucket."""
-    try:
-        StoreAddress.parse(each.name)
-    except StoreError as error:
-        yield Problem(each.pointer, error.detail, error.remedy)
-    if each.revision is not None:
-        yield Problem(
-            each.pointer,
-            f"{each.name!r} lies in a bucket, and has no revision {each.revision!r}.",
-            "Remove the revision, and give each version of a model an address of its own.",
-        )
+def is_task_file(each: NamedResource) -> bool:
+    """Return whether lm-eval reads a task from a file; it must know other names itself."""
+    return each.name.endswith((".yaml", ".yml"))
 
 
 def list_relative_paths(config: JobConfig, root: Path) -> list[NamedResource]:
@@ -122,8 +119,8 @@ def list_relative_paths(config: JobConfig, root: Path) -> list[NamedResource]:
 def _is_relative_path(each: NamedResource, root: Path) -> bool:
     if "://" in each.name or Path(each.name).is_absolute():
         return False
-    if each.kind == "task":  # lm-eval reads these from a file; it knows other names itself
-        return each.name.endswith((".yaml", ".yml"))
+    if each.kind == "task":
+        return is_task_file(each)
     if each.kind == "text" or not HUB_ID.match(each.name):
         return True
     found = resolve_links(root / each.name)
@@ -151,16 +148,15 @@ def make_paths_absolute(config: JobConfig, root: Path) -> dict[str, Any]:
 def resolve_named_paths(config: JobConfig, root: Path) -> Iterator[Path]:
     """Yield the paths of ``config`` without links; of a pattern only the part before it."""
     for each in list_named_resources(config):
-        if (
-            not is_stored_name(each.name)
-            and (real := resolve_links(root / find_plain_prefix(each))) is not None
-        ):
+        if is_stored_name(each.name):
+            continue
+        if (real := resolve_links(root / find_plain_prefix(each))) is not None:
             yield real
 
 
 def find_plain_prefix(each: NamedResource) -> str:
     """Return the part of a path before its first pattern."""
-    # Only text may be a glob: elsewhere * and ? are characters of a name.
+    # Only text may be a glob: in other names * and ? are plain characters.
     if each.kind != "text":
         return each.name
     return str(

@@ -6,10 +6,9 @@
     machine         with ``Machine``: what is installed, and what the device can compute
 
 ``kd validate``, ``kd run``, ``POST /jobs``, a worker's process and each stage of the pipeline call
-it, each with what it can see. Two checks stand elsewhere, because they need more than a job and
-raise errors of other classes: whether a run folder belongs to another job
-(kd/training/resume/identity.py), and whether teacher and student fit once they are loaded
-(kd/pipeline.py).
+it, each with what it can see. Two more checks need more than a job, and raise errors of other
+classes: whether a run folder belongs to another job (kd/training/resume/identity.py), and whether
+teacher and student fit once they are loaded (kd/pipeline.py).
 
 Imports no torch, because the API and the terminal import it.
 """
@@ -28,11 +27,7 @@ from kd.config.extras import find_missing_extras, find_missing_harness
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
-from kd.parallel.limits import (
-    list_unsharded_fields,
-    list_unstaged_fields,
-    needs_whole_gradients,
-)
+from kd.parallel.limits import list_unsharded_fields, list_unstaged_fields, needs_whole_gradients
 from kd.parallel.variables import CPU, DEVICES_VARIABLE, split_names
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
@@ -101,11 +96,7 @@ def find_problems(
     config: JobConfig, folders: Folders | None = None, machine: Machine | None = None
 ) -> list[Problem]:
     """Return everything that is wrong with ``config``, as far as the arguments show it."""
-    found = [
-        *find_space_problems(config),
-        *_find_evaluation_problems(config),
-        *_find_resource_problems(config),
-    ]
+    found = [*find_space_problems(config), *_find_resource_problems(config)]
     if folders is not None:
         with nullcontext() if folders.asked else avoiding_buckets():
             found += _find_folder_problems(config, folders)
@@ -129,7 +120,7 @@ def require_no_problems(
 
 
 def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
-    # These come first and alone for their fields: other checks would speak of files.
+    # These come first, and no others for their fields: other checks would speak of files.
     urls = list(find_url_problems(config))
     named = {problem.pointer for problem in urls}
     if folders.limits is not None:
@@ -162,33 +153,10 @@ def _check_teacher_files(config: JobConfig, root: Path) -> Iterator[Problem]:
     teacher = config.active_teacher or config.served_teacher
     if teacher is None:
         return
-    is_cut = config.student is not None and config.student.from_teacher is not None
     # A sealed cache fixes the length of its sequences.
     is_open = runs and config.cache.fingerprint is None
     length = config.data.sequence_length if is_open else None
-    yield from find_teacher_problems(teacher, root, is_cut, length)
-
-
-def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
-    """Find what the evaluation section needs and the job does not have.
-
-    ``JobConfig`` refuses such a job when it is read. The check is repeated because ``kd eval``
-    replaces the student and the train section of a job by those of a run.
-    """
-    wanted = config.evaluation
-    why = config.explain_no_local_teacher()
-    if wanted.teacher and why is not None:
-        yield Problem(
-            "/evaluation/teacher",
-            f"it needs a teacher that runs on this machine, but {why}.",
-            "Name its folder in teacher.model, or set evaluation.teacher to false.",
-        )
-    if wanted.baseline and (config.student is None or config.train is None):
-        yield Problem(
-            "/evaluation/baseline",
-            "a baseline is trained, but the job has no student or no train section.",
-            "Give both, or set evaluation.baseline to false.",
-        )
+    yield from find_teacher_problems(teacher, root, config.cuts_teacher, length)
 
 
 def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
@@ -226,7 +194,7 @@ def _find_training_problems(
     config: JobConfig, train: TrainConfig, devices: int
 ) -> Iterator[Problem]:
     if train.strategy == "single":
-        # The devices may be for the teacher alone.
+        # The devices may be only for the teacher.
         teacher = config.captured_teacher
         if teacher is None or teacher.parallel == "none":
             yield Problem(
@@ -313,22 +281,18 @@ def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Pr
         )
         return [Problem("/train/precision", detail, "Set it to fp32, or train.strategy to ddp.")]
     if config.train.fsdp_offload and precision.scales_loss:
-        return [
-            Problem(
-                "/train/fsdp_offload",
-                "the loss scale of fp16, which this job trains in, is on the GPU, but its "
-                "gradients would lie on the host.",
-                "Set train.precision to fp32, or train.fsdp_offload to false.",
-            )
-        ]
+        detail = (
+            "the loss scale of fp16, which this job trains in, is on the GPU, but its gradients "
+            "would lie on the host."
+        )
+        remedy = "Set train.precision to fp32, or train.fsdp_offload to false."
+        return [Problem("/train/fsdp_offload", detail, remedy)]
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "bfloat16" and precision.name != "bf16":
-        return [
-            Problem(
-                "/student/lora/base",
-                f"bfloat16 needs products in bfloat16, but train.precision is "
-                f"{config.train.precision}, which means {precision.name} on this device.",
-                "Set train.precision to bf16, or student.lora.base to float32.",
-            )
-        ]
+        detail = (
+            f"bfloat16 needs products in bfloat16, but train.precision is "
+            f"{config.train.precision}, which means {precision.name} on this device."
+        )
+        remedy = "Set train.precision to bf16, or student.lora.base to float32."
+        return [Problem("/student/lora/base", detail, remedy)]
     return []

@@ -17,12 +17,11 @@ from kd.progress import Monitor, Notice
 
 
 def note_models(config: JobConfig, stage: str, monitor: Monitor) -> None:
-    """Name what the files of a stage's models hold; ``ConfigError`` where tensors are missing.
+    """Name what the files of a stage's models hold; ``ConfigError`` if tensors are missing.
 
     A model of the hub or of a bucket is downloaded, as the stage would do.
     """
-    cut_out = config.student is not None and config.student.from_teacher is not None
-    with_teacher = stage == CAPTURE.name or cut_out or config.evaluation.teacher
+    with_teacher = stage == CAPTURE.name or config.cuts_teacher or config.evaluation.teacher
 
     def find(each: NamedResource) -> ModelFolder:
         return ModelFolder(resolve_model(each.name, each.revision))
@@ -46,7 +45,7 @@ def find_tensor_problems(
     for each in list_named_resources(config):
         compared = each.pointer in pointers and not each.file and not each.own_code
         folder = find(each) if compared else None
-        # Of a model of the hub, this machine may have the small files alone.
+        # Of a model of the hub, this machine may have only the small files.
         if folder is None or not folder.weight_files:
             continue
         from kd.models.loading import check_stored_model

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
-from kd.config.extras import (
-    NO_GGUF,
-    NO_QUANTIZER,
-    is_gguf_installed,
-    is_torchao_installed,
-)
+from kd.config.extras import NO_GGUF, NO_QUANTIZER, is_torchao_installed
 from kd.config.teacher import TeacherConfig
 from kd.errors import Problem
 from kd.models.folder import (
@@ -50,11 +46,8 @@ def find_teacher_problems(
         found = check_model(pointer, source.name, root, source.gguf_file)
         yield from guard_access(pointer, found)
         if source.trust_remote_code and not is_remote_code_allowed():
-            yield Problem(
-                "/teacher/trust_remote_code",
-                "the operator does not allow it.",
-                "Set KD_TRUST_REMOTE_CODE=1.",
-            )
+            what = "the operator does not allow it."
+            yield Problem("/teacher/trust_remote_code", what, "Set KD_TRUST_REMOTE_CODE=1.")
     if teacher.is_local and teacher.gguf_file is None:
         yield from guard_access(pointer, _check_stored_weights(teacher, root, is_cut))
     if length is not None:
@@ -79,7 +72,7 @@ def _check_stored_weights(teacher: TeacherConfig, root: Path, is_cut: bool) -> I
 def find_missing_readers(teacher: TeacherConfig) -> list[Problem]:
     """Find that this machine lacks what reads a teacher: torchao to quantise it, or gguf."""
     found = [NO_QUANTIZER] if teacher.quantization and not is_torchao_installed() else []
-    return found + ([NO_GGUF] if teacher.gguf_file and not is_gguf_installed() else [])
+    return found + ([NO_GGUF] if teacher.gguf_file and find_spec("gguf") is None else [])
 
 
 def find_unreadable_weights(teacher: TeacherConfig, root: Path) -> Iterator[Problem]:

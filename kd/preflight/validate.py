@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,21 +19,11 @@ from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
 from kd.files import Disk, find_caches
-from kd.models.folder import (
-    TOKENIZER_REMEDY,
-    ModelFolder,
-    locate_model,
-)
+from kd.models.folder import ModelFolder, locate_model
 from kd.preflight.confinement import describe_missing_cache
 from kd.preflight.named_paths import NamedResource, list_named_resources
 from kd.progress import Notice, ignore_notice
-from kd.text.files import (
-    FoundFiles,
-    choose_format,
-    find_files,
-    is_saved_dataset,
-    list_stored_texts,
-)
+from kd.text.files import FoundFiles, choose_format, find_files, is_saved_dataset, list_stored_texts
 
 #: Bytes that the disk of the data folder must have left.
 FREE_BYTES = 64 * 2**20
@@ -65,18 +56,13 @@ def find_student_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
 
 def check_context(model: str, length: int, root: Path) -> Iterator[Problem]:
     """Find that the context of a model is shorter than ``length`` tokens."""
-    context = _read_context(locate_model(model, root))
+    folder = ModelFolder(locate_model(model, root))
+    context = None
+    with suppress(OSError, ModelError):  # loading the model will report it
+        context = folder.context
     if context is not None and length > context:
         detail = f"{model!r} has a context of {context} tokens, but got {length}."
         yield Problem("/data/sequence_length", detail, f"Set it to {context} or less.")
-
-
-def _read_context(folder: Path) -> int | None:
-    """Return the context of the model in ``folder``; None if only loading it would show it."""
-    try:
-        return ModelFolder(folder).context
-    except (OSError, ModelError):  # loading the model will report it
-        return None
 
 
 def guard_access(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]:
@@ -84,11 +70,8 @@ def guard_access(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]
     try:
         yield from problems
     except PermissionError as error:
-        yield Problem(
-            pointer,
-            f"{error.filename} may not be read.",
-            "Check the mode and owner of its folders.",
-        )
+        detail = f"{error.filename} may not be read."
+        yield Problem(pointer, detail, "Check the mode and owner of its folders.")
     except DataError as error:
         yield Problem(pointer, error.detail, error.remedy)
     # A name too long, a loop of links, or a byte that no path may have.
@@ -114,11 +97,6 @@ def _refuse(pointer: str, require: Callable[[], None]) -> Iterator[Problem]:
         yield Problem(pointer, error.detail, error.remedy)
 
 
-def describe_missing_tokenizer(pointer: str, name: str) -> Problem:
-    """Describe a folder without a tokenizer."""
-    return Problem(pointer, f"{name!r} holds no tokenizer.", TOKENIZER_REMEDY)
-
-
 def check_model(
     pointer: str, model: str, root: Path, gguf_file: str | None = None
 ) -> Iterator[Problem]:
@@ -130,25 +108,20 @@ def check_model(
         if not found and may_read_buckets():
             yield from _check_names(pointer, model, root, list_stored(model).objects, gguf_file)
     elif folder.is_file():
-        yield Problem(
-            pointer,
-            f"{model!r} is a file.",
-            "Give its folder; a GGUF file is named by teacher.gguf_file.",
-        )
+        remedy = "Give its folder; a GGUF file is named by teacher.gguf_file."
+        yield Problem(pointer, f"{model!r} is a file.", remedy)
     elif not folder.is_dir():
-        if not HUB_ID.match(model):
-            yield Problem(
-                pointer,
-                f"no folder {model!r}, and it does not have the form of a hub id.",
-                _explain_root(root),
-            )
-        elif os.environ.get("HF_HUB_OFFLINE") == "1" and not _is_in_hub_cache(model, root):
-            yield Problem(
-                pointer,
+        detail = f"no folder {model!r}, and it does not have the form of a hub id."
+        missing = not HUB_ID.match(model)
+        if not missing and os.environ.get("HF_HUB_OFFLINE") == "1":
+            detail = (
                 f"{model!r} is not a local folder, and the hub is offline and has no local copy of "
-                "it.",
-                _explain_root(root),
+                "it."
             )
+            copy = ModelFolder.find(model, root)
+            missing = copy is None or not copy.has_config
+        if missing:
+            yield Problem(pointer, detail, _explain_root(root))
     else:
         names = [path.name for path in folder.iterdir()]
         if gguf_file is not None and (folder / gguf_file).is_file():
@@ -207,18 +180,13 @@ def ask_folder(
 
 
 def _suggest_gguf(pointer: str, names: list[str]) -> str:
-    """Return the remedy for a folder that holds only GGUF files; empty where it holds none."""
+    """Return the remedy for a folder that holds only GGUF files; empty if it holds none."""
     if names and pointer == "/student/model":
         return (
             "A student must be the folder of a Hugging Face model with safetensors: GGUF is for "
             "teachers only."
         )
     return f"Set teacher.gguf_file: {' or '.join(names)}." if names else ""
-
-
-def _is_in_hub_cache(model: str, root: Path) -> bool:
-    found = ModelFolder.find(model, root)
-    return found is not None and found.has_config
 
 
 def _explain_root(root: Path) -> str:
@@ -343,9 +311,9 @@ def _check_source(
 def _has_text(path: Path) -> bool:
     """Whether ``path`` holds anything but white space; a large file is not read."""
     size = path.stat().st_size
-    return size > _PLAIN_TEXT or (
-        size > 0 and (not os.access(path, os.R_OK) or bool(path.read_bytes().strip()))
-    )
+    if not 0 < size <= _PLAIN_TEXT:
+        return size > 0
+    return not os.access(path, os.R_OK) or bool(path.read_bytes().strip())
 
 
 # ---------------------------------------------------------------------- disk
@@ -364,14 +332,8 @@ def _check_storage(folder: Path, what: str, setting: str) -> Iterator[Problem]:
     # The folder is made later, so the nearest folder that exists is checked.
     existing = find_existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        yield Problem(
-            "",
-            f"the {what} {folder} cannot be written.",
-            f"Check its owner and mode, or set {setting}.",
-        )
+        remedy = f"Check its owner and mode, or set {setting}."
+        yield Problem("", f"the {what} {folder} cannot be written.", remedy)
     elif lacking := Disk.of(folder).find_shortage(FREE_BYTES):
-        yield Problem(
-            "",
-            f"the disk of {folder} has {lacking}.",
-            f"Free space, or set {setting} to another disk.",
-        )
+        remedy = f"Free space, or set {setting} to another disk."
+        yield Problem("", f"the disk of {folder} has {lacking}.", remedy)
