@@ -18,13 +18,22 @@ _INTRODUCTION = (
     "The next-token probabilities of a teacher on a text, as Potstill stores them: students are "
     "trained from them without the teacher.\n"
 )
-_FIDELITY_COLUMNS = (
-    "| temperature | positions | KL, nats | kept mass | same best token | entropy error, nats |"
-)
-_FINDS = (
-    "A job with the same teacher, text and settings finds the cache by its fingerprint. A job "
-    "without a teacher sets `cache.fingerprint`."
-)
+_FIDELITY = """## Fidelity
+
+Records beside the live teacher, on sampled positions.
+
+| temperature | positions | KL, nats | kept mass | same best token | entropy error, nats |
+|--:|--:|--:|--:|--:|--:|"""
+_USE = """## Use
+
+```bash
+kd pull owner/name --type dataset   # verifies every byte
+kd cache info {short}
+```
+
+A job with the same teacher, text and settings finds the cache by its fingerprint. A job \
+without a teacher sets `cache.fingerprint`.
+"""
 
 
 def render_cache_card(folder: Path, manifest: Manifest) -> str:
@@ -51,7 +60,7 @@ def render_cache_card(folder: Path, manifest: Manifest) -> str:
         _INTRODUCTION,
         "\n".join(["| | |", "|---|---|", *rows, ""]),
         *_describe_fidelity(manifest),
-        _describe_use(manifest),
+        _USE.format(short=manifest.identity.fingerprint[:12]),
         _describe_licences(teacher if known else "", str(licence)),
     ]
     return "\n".join(parts)
@@ -88,46 +97,19 @@ def _describe_fidelity(manifest: Manifest) -> list[str]:
         f"| {_format(row.top1_agreement)} | {row.entropy_error:+.4f} |"
         for row in manifest.fidelity
     ]
-    head = [
-        "## Fidelity",
-        "",
-        "Records beside the live teacher, on sampled positions.",
-        "",
-        _FIDELITY_COLUMNS,
-        "|--:|--:|--:|--:|--:|--:|",
-    ]
     note = [] if manifest.overruled is None else [manifest.overruled.describe(), ""]
-    return ["\n".join([*head, *rows, "", *note])]
+    return ["\n".join([_FIDELITY, *rows, "", *note])]
 
 
 def _format(value: Any) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def _describe_use(manifest: Manifest) -> str:
-    short = manifest.identity.fingerprint[:12]
-    return "\n".join(
-        [
-            "## Use",
-            "",
-            "```bash",
-            "kd pull owner/name --type dataset   # verifies every byte",
-            f"kd cache info {short}",
-            "```",
-            "",
-            _FINDS,
-            "",
-        ]
-    )
-
-
 def _describe_licences(teacher: str, licence: str) -> str:
     owner = f"`{teacher}`" if teacher else "the teacher"
-    said = (
-        f"- Licence: unknown. Check that of {owner} before you share or use these records."
-        if licence == UNKNOWN_LICENCE
-        else f"- Licence: {licence}, that of {owner}."
-    )
+    said = f"- Licence: {licence}, that of {owner}."
+    if licence == UNKNOWN_LICENCE:
+        said = f"- Licence: unknown. Check that of {owner} before you share or use these records."
     lines = [
         said,
         "- Some licences forbid or condition training on a model's outputs.",

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants
@@ -32,21 +32,16 @@ from cache.store import locate_lock, read_manifest
 from kd.errors import HubError
 from kd.exchange.hub.cache_card import CARD
 from kd.exchange.hub.pushing import LACKS, find_problems
-from kd.exchange.hub.repository import (
-    OWN_FILES,
-    Repository,
-    RepositoryType,
-    connect,
-    hub_errors,
-)
+from kd.exchange.hub.repository import OWN_FILES, Repository, RepositoryType, connect, hub_errors
 from kd.files import locate_temporary
 from kd.models.folder import STUDENT_FILES
 
 #: Files that stay on the hub. A cache's folder holds its own files and no other.
 _LEFT_OUT = {"model": OWN_FILES, "dataset": (*OWN_FILES, CARD)}
-#: The longest name of a file or folder, in bytes, and characters that none has.
+#: The longest name of a file or folder, in bytes.
 _LONGEST_NAME = 255
-_STRANGE = re.compile(r"[\\\0\n\r\ud800-\udfff]")
+#: A name of a file that stays in the folder of its repository, and is in no hidden folder.
+_PLAIN_NAME = re.compile(r"((?!\.)[^/\\\0\n\r\ud800-\udfff]+/)*(?!\.\.$)[^/\\\0\n\r\ud800-\udfff]+")
 
 
 def pull(
@@ -67,13 +62,15 @@ def pull(
     api = connect(name, "read")
     branch = Repository(name, type or "model", revision or constants.DEFAULT_REVISION)
     with hub_errors(branch, "read"):
-        if type is None:
-            branch = replace(branch, type=_find_type(api, name))
+        if type is None and api.repo_exists(name, repo_type="dataset"):
+            if api.repo_exists(name, repo_type="model"):
+                what = f"The hub has a model and a dataset {name}."
+                raise HubError(what, "Give --type model or dataset.")
+            branch = replace(branch, type="dataset")
     with hub_errors(branch, "read"):
-        place = replace(
-            branch, revision=str(api.repo_info(**branch.address, revision=branch.revision).sha)
-        )
-        entries = api.list_repo_tree(**place.address, revision=place.revision, recursive=True)
+        commit = str(api.repo_info(**branch.address, revision=branch.revision).sha)
+        place = replace(branch, revision=commit)
+        entries = api.list_repo_tree(**place.address, revision=commit, recursive=True)
         sizes = {each.path: each.size for each in entries if isinstance(each, RepoFile)}
         sizes = {path: sizes[path] for path in sizes if path not in _LEFT_OUT[place.type]}
         _require_plain_names(branch, sizes)
@@ -87,36 +84,14 @@ def pull(
             remedy = "Check the name. If a push was interrupted, let it finish first."
             what = f"{branch} holds neither a student nor a complete cache: {LACKS}"
             raise HubError(what, remedy)
-    return {
-        "repository": name,
-        "type": place.type,
-        "revision": branch.revision,
-        "commit": place.revision,
-        "folder": str(folder),
-        "files": len(sizes),
-        "bytes": sum(sizes.values()),
-        "reused": reused,
-    }
-
-
-def _find_type(api: HfApi, name: str) -> RepositoryType:
-    """Find out whether the hub has a model or a dataset of this name; a model if neither."""
-    if not api.repo_exists(name, repo_type="dataset"):
-        return "model"
-    if api.repo_exists(name, repo_type="model"):
-        raise HubError(
-            f"The hub has a model and a dataset {name}.", "Give --type model or dataset."
-        )
-    return "dataset"
+    return branch.summarise(commit, sizes, folder=str(folder)) | {"reused": reused}
 
 
 def _require_plain_names(place: Repository, names: Iterable[str]) -> None:
     """Raise ``HubError`` for a name that leads out of the folder, or is hidden or no file's."""
     for name in names:
-        parts = PurePosixPath(name).parts
-        hidden = any(part.startswith(".") for part in parts[:-1])
-        long = any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in parts)
-        if hidden or long or {"/", ".."} & set(parts) or _STRANGE.search(name):
+        long = any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in name.split("/"))
+        if long or not _PLAIN_NAME.fullmatch(name):
             shown = name if len(name) <= _LONGEST_NAME else name[:60] + "..."
             what = f"{place} has a file with the name {shown!r}, which no model or cache has."
             raise HubError(what, "Use another, or download it with the hub's own tools.")
@@ -139,11 +114,9 @@ def _pull_cache(api: HfApi, place: Repository, root: Path) -> tuple[Path, bool]:
     if read_binding(root) is not None:
         remedy = "Pull into a folder with --out, and copy it with the bucket's own tools."
         raise HubError("The caches of this place are in a bucket.", remedy)
-    staging = root / f"{TEMPORARY_PREFIX}pull-{place.name.replace('/', '--')}"
-    with _locked_folder(staging):
-        api.snapshot_download(
-            **place.address, revision=place.revision, local_dir=staging, allow_patterns=MANIFEST
-        )
+    temporary = root / f"{TEMPORARY_PREFIX}pull-{place.name.replace('/', '--')}"
+    with _locked_folder(temporary) as staging:
+        _fetch(api, place, staging, allow_patterns=MANIFEST)
         folder = root / read_manifest(staging).identity.fingerprint
         if folder.is_dir() and not verify_cache(folder):
             remove_path(staging)
@@ -170,10 +143,7 @@ def _download(api: HfApi, place: Repository, staging: Path) -> None:
 
     Raises ``HubError`` if a file arrived with other bytes, or if student or cache are damaged.
     """
-    left_out = list(_LEFT_OUT[place.type])
-    api.snapshot_download(
-        **place.address, revision=place.revision, local_dir=staging, ignore_patterns=left_out
-    )
+    _fetch(api, place, staging, ignore_patterns=[*_LEFT_OUT[place.type]])
     wrong, others = _compare(api, place, staging)
     for name in wrong | others:
         remove_path(staging / name)
@@ -185,6 +155,11 @@ def _download(api: HfApi, place: Repository, staging: Path) -> None:
         remedy = "If a push was interrupted, let it finish first. Else push again what is sound."
         raise HubError(what, remedy)
     remove_path(staging / ".cache")  # the notes of huggingface_hub on what has arrived
+
+
+def _fetch(api: HfApi, place: Repository, folder: Path, **which: Any) -> None:
+    """Download the files that ``which`` names; huggingface_hub keeps what has arrived."""
+    api.snapshot_download(**place.address, revision=place.revision, local_dir=folder, **which)
 
 
 def _compare(api: HfApi, place: Repository, folder: Path) -> tuple[set[str], set[str]]:

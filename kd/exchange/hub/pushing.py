@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,13 +22,7 @@ from cache.shards.names import MANIFEST
 from cache.store import read_manifest
 from kd.errors import HubError, ModelError
 from kd.exchange.hub.cache_card import CARD, render_cache_card
-from kd.exchange.hub.repository import (
-    OWN_FILES,
-    Repository,
-    RepositoryType,
-    connect,
-    hub_errors,
-)
+from kd.exchange.hub.repository import OWN_FILES, Repository, RepositoryType, connect, hub_errors
 from kd.files import whole_folder
 from kd.models.folder import STUDENT_FILES, ModelFolder
 
@@ -56,13 +50,13 @@ def push(
     """
     api = connect(name, "write to")
     tell("verifying")
-    with _laid_out(folder) as (files, kind):
+    with _laid_out(folder) as (files, kind, sizes):
         place = Repository(name, kind, revision or constants.DEFAULT_REVISION)
         with hub_errors(place, "write to"):
             url = _make_repository(api, place, private)
             head = api.repo_info(**place.address, revision=place.revision).sha
             if kind == "dataset":
-                _require_ours(api, place, files)
+                _require_ours(api, place, files, sizes)
             tell("sending")
             made = api.upload_folder(
                 **place.address,
@@ -72,16 +66,7 @@ def push(
                 parent_commit=head,  # another writer is noticed
                 delete_patterns=_STALE if kind == "model" else None,
             )
-        sizes = _measure(files)
-    return {
-        "repository": name,
-        "type": place.type,
-        "revision": place.revision,
-        "commit": made.oid,
-        "url": url,
-        "files": len(sizes),
-        "bytes": sum(sizes.values()),
-    }
+        return place.summarise(made.oid, sizes, url=url)
 
 
 def push_to_folder(folder: Path, target: Path | None) -> dict[str, Any]:
@@ -91,12 +76,11 @@ def push_to_folder(folder: Path, target: Path | None) -> dict[str, Any]:
     """
     if target is not None and target.exists():
         raise HubError(f"{target} exists.", "Name a folder that does not exist yet.")
-    with _laid_out(folder) as (files, kind):
+    with _laid_out(folder) as (files, kind, sizes):
         if target is not None:
             with whole_folder(target) as place:
                 shutil.copytree(files, place, copy_function=shutil.copyfile, dirs_exist_ok=True)
-        sizes = _measure(files)
-    return {"type": kind, "bytes": sum(sizes.values()), "files": sizes}
+        return {"type": kind, "bytes": sum(sizes.values()), "files": sizes}
 
 
 def find_problems(folder: Path) -> list[str]:
@@ -120,8 +104,8 @@ def find_problems(folder: Path) -> list[str]:
 
 
 @contextmanager
-def _laid_out(folder: Path) -> Iterator[tuple[Path, RepositoryType]]:
-    """Yield a folder with links to the files to push, and the type of their repository.
+def _laid_out(folder: Path) -> Iterator[tuple[Path, RepositoryType, dict[str, int]]]:
+    """Yield a folder with links to the files to push, their repository's type, and their bytes.
 
     The card of a cache is a file there, which the cache's own folder must not hold. Raises
     ``HubError`` if ``folder`` is neither a student nor a cache, and ``ModelError`` or
@@ -135,45 +119,32 @@ def _laid_out(folder: Path) -> Iterator[tuple[Path, RepositoryType]]:
         remedy = "Name a run, the folder of a student, or a cache of `kd cache ls`."
         raise HubError(f"{folder} is neither a student nor a complete cache: {LACKS}", remedy)
     with held(folder), TemporaryDirectory() as place:
-        names = _list_cache_files(folder) if is_cache else _list_student_files(folder)
-        for name in names:
-            link = Path(place, name)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(folder / name)
+        files = Path(place)
+        for name in _list_files(folder, is_cache):
+            (files / name).parent.mkdir(parents=True, exist_ok=True)
+            (files / name).symlink_to(folder / name)
         if is_cache:
             card = render_cache_card(folder, read_manifest(folder))
-            Path(place, CARD).write_text(card, encoding="utf-8")
-        yield Path(place), "dataset" if is_cache else "model"
+            (files / CARD).write_text(card, encoding="utf-8")
+        sizes = {name: (files / name).stat().st_size for name in list_file_sizes(files)}
+        yield files, "dataset" if is_cache else "model", sizes
 
 
-def _list_cache_files(folder: Path) -> set[str]:
-    """Name the files of a cache; raise ``CacheCorrupt`` if it is damaged."""
-    if problems := find_problems(folder):
-        what = f"{folder} is damaged and was not pushed: {'; '.join(problems[:3])}."
-        remedy = "Run its job again: it captures the damaged shards again. Then push."
-        raise CacheCorrupt(what, remedy)
-    return set(list_file_sizes(folder)) - set(find_extras(folder))
-
-
-def _list_student_files(folder: Path) -> set[str]:
-    """Name the files of a student except hidden ones; raise ``ModelError`` if it is damaged."""
-    names = {
-        name
-        for name in list_file_sizes(folder)
-        if not any(part.startswith(".") for part in Path(name).parts)
-    }
-    if not any(name.endswith(_WEIGHTS) for name in names):
+def _list_files(folder: Path, is_cache: bool) -> set[str]:
+    """Name the files of a cache, or those of a student that are not hidden."""
+    names = set(list_file_sizes(folder))
+    if not is_cache and not any(name.endswith(_WEIGHTS) for name in names):
         what = f"{folder} holds no weights: no file ends in {_WEIGHTS}."
         raise ModelError(what, "Name a student whose training has finished.")
     if problems := find_problems(folder):
         what = f"{folder} is damaged and was not pushed: {'; '.join(problems[:3])}."
-        raise ModelError(what, "Save the student again: run its job again.")
-    return names
-
-
-def _measure(files: Path) -> dict[str, int]:
-    """Return the bytes of each file that a link in ``files`` leads to."""
-    return {name: (files / name).stat().st_size for name in list_file_sizes(files)}
+        if not is_cache:
+            raise ModelError(what, "Save the student again: run its job again.")
+        remedy = "Run its job again: it captures the damaged shards again. Then push."
+        raise CacheCorrupt(what, remedy)
+    if is_cache:
+        return names - set(find_extras(folder))
+    return {name for name in names if not any(part.startswith(".") for part in Path(name).parts)}
 
 
 def _make_repository(api: HfApi, place: Repository, private: bool | None) -> str:
@@ -188,23 +159,20 @@ def _make_repository(api: HfApi, place: Repository, private: bool | None) -> str
     return str(url)
 
 
-def _require_ours(api: HfApi, place: Repository, files: Path) -> None:
-    """Raise ``HubError`` if the repository of a cache holds something else.
+def _require_ours(api: HfApi, place: Repository, files: Path, names: Collection[str]) -> None:
+    """Raise ``HubError`` if the repository holds something else than the cache in ``files``.
 
     Such files would make the pulled cache an unsound one, and nothing of others is removed.
     """
     there = set(api.list_repo_files(**place.address, revision=place.revision)) - set(OWN_FILES)
-    if others := sorted(there - set(list_file_sizes(files))):
+    found = ""
+    if others := sorted(there - set(names)):
         found = f"files that are not of this cache, such as {', '.join(others[:3])}"
     elif MANIFEST in there:
-        manifest = Path(
-            api.hf_hub_download(**place.address, revision=place.revision, filename=MANIFEST)
-        )
-        fingerprint = read_manifest(manifest.parent).identity.fingerprint
-        if fingerprint == read_manifest(files).identity.fingerprint:
-            return
-        found = f"the cache {fingerprint}"
-    else:
-        return
-    remedy = "Push to a repository of its own: one repository holds one cache."
-    raise HubError(f"{place} holds {found}.", remedy)
+        known = api.hf_hub_download(**place.address, revision=place.revision, filename=MANIFEST)
+        fingerprint = read_manifest(Path(known).parent).identity.fingerprint
+        if fingerprint != read_manifest(files).identity.fingerprint:
+            found = f"the cache {fingerprint}"
+    if found:
+        remedy = "Push to a repository of its own: one repository holds one cache."
+        raise HubError(f"{place} holds {found}.", remedy)

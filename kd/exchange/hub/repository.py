@@ -6,7 +6,7 @@ HF_TOKEN, or what ``hf auth login`` stored. No message here contains it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -56,6 +56,12 @@ class Repository:
         """The arguments that name it in a call of huggingface_hub, without the revision."""
         return {"repo_id": self.name, "repo_type": self.type}
 
+    def summarise(self, commit: str, sizes: Mapping[str, int], **more: Any) -> dict[str, Any]:
+        """Return what a command prints: the repository, its commit, and how much it holds."""
+        about = {"repository": self.name, "type": self.type, "revision": self.revision}
+        counts = {"files": len(sizes), "bytes": sum(sizes.values())}
+        return {**about, "commit": commit, **more, **counts}
+
 
 def connect(name: str, right: Right) -> HfApi:
     """Return a client of the hub, which may be asked about the repository ``name``.
@@ -82,6 +88,10 @@ def hide_bars() -> None:
     disable_progress_bars()
 
 
+def _ask_for_token(name: str, right: Right) -> str:
+    return f"Run `hf auth login`, or set HF_TOKEN to a token that may {right} {name}."
+
+
 @contextmanager
 def hub_errors(place: Repository, right: Right) -> Iterator[None]:
     """Raise ``HubError`` for errors of huggingface_hub; errors of the disk pass unchanged."""
@@ -90,38 +100,33 @@ def hub_errors(place: Repository, right: Right) -> Iterator[None]:
     except _ERRORS as error:
         answered = isinstance(error, errors.HfHubHTTPError)
         sent = isinstance(error.__cause__, _CONNECTION_ERRORS) and not answered
-        raise HubError(*_explain(error.__cause__ if sent else error, place, right)) from error
+        raise _explain(error.__cause__ if sent else error, place, right) from error
 
 
-def _ask_for_token(name: str, right: Right) -> str:
-    return f"Run `hf auth login`, or set HF_TOKEN to a token that may {right} {name}."
-
-
-def _explain(error: BaseException | None, place: Repository, right: Right) -> tuple[str, str]:
+def _explain(error: BaseException | None, place: Repository, right: Right) -> HubError:
     """Say what an error of huggingface_hub means, and what to do about it."""
     hub, log_in = constants.ENDPOINT, _ask_for_token(place.name, right)
-    if isinstance(error, errors.GatedRepoError):
-        return f"Access to {place} must be granted.", f"Ask for it on its page at {hub}. {log_in}"
-    if isinstance(error, errors.RevisionNotFoundError):
-        remedy = "Give a branch, a tag or a commit that it has."
-        return f"{place.name} has no revision {place.revision!r}.", remedy
-    if isinstance(error, errors.RepositoryNotFoundError):
-        remedy = f"Check the name and the type. {log_in}"
-        return (
-            f"There is no {place.type} {place.name} at {hub}, "
-            "or it is private and the token may not see it."
-        ), remedy
-    if isinstance(error, errors.HfHubHTTPError):
-        status, said = error.response.status_code, error.server_message or "no reason given"
-    elif isinstance(error, (RuntimeError, ValueError)):
-        status, said = 0, str(error).strip().rpartition("\n")[2]
-    else:
-        what = f"The connection to {hub} failed: {type(error).__name__}."
-        return what, f"Check the network and HF_ENDPOINT. {_AGAIN}"
+    match error:
+        case errors.GatedRepoError():
+            what = f"Access to {place} must be granted."
+            return HubError(what, f"Ask for it on its page at {hub}. {log_in}")
+        case errors.RevisionNotFoundError():
+            what = f"{place.name} has no revision {place.revision!r}."
+            return HubError(what, "Give a branch, a tag or a commit that it has.")
+        case errors.RepositoryNotFoundError():
+            what = f"There is no {place.type} {place.name} at {hub}, or it is private and the token"
+            return HubError(f"{what} may not see it.", f"Check the name and the type. {log_in}")
+        case errors.HfHubHTTPError():
+            status, said = error.response.status_code, error.server_message or "no reason given"
+        case RuntimeError() | ValueError():
+            status, said = 0, str(error).strip().rpartition("\n")[2]
+        case _:
+            what = f"The connection to {hub} failed: {type(error).__name__}."
+            return HubError(what, f"Check the network and HF_ENDPOINT. {_AGAIN}")
     answer = f"The hub answered {status or 'with an error'} about {place.name}: {said}"
     if status in (409, 412):
         remedy = "Find out who else writes to it, then run the same command again."
-        return f"{place} changed while it was written to. {answer}", remedy
+        return HubError(f"{place} changed while it was written to. {answer}", remedy)
     if status in (402, 413, 507) or any(word in said.lower() for word in _SPACE_WORDS):
-        return answer, f"Free space on the hub or raise its quota. {_AGAIN}"
-    return answer, log_in if status in (401, 403) else f"Wait a little. {_AGAIN}"
+        return HubError(answer, f"Free space on the hub or raise its quota. {_AGAIN}")
+    return HubError(answer, log_in if status in (401, 403) else f"Wait a little. {_AGAIN}")
