@@ -50,25 +50,16 @@ def read_rows(path: Path, tokenizer: Any, ahead: bool = False) -> Iterator[Row]:
     """
     for where, cells in read_dict_rows(path):
         try:
-            row = _make_row(
-                where,
-                _read_tokens(cells, tokenizer),
-                _read_items(cells),
-                cells.get("labels"),
-                ahead,
-            )
+            if (tokens := cells.get("input_ids")) is None:
+                chat = cells["messages"]
+                tokens = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+            tokens = [require_token_id(token) for token in tokens]
+            row = _make_row(where, tokens, _read_items(cells), cells.get("labels"), ahead)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             detail = f"{where} does not have axolotl's columns: {type(error).__name__}: {error}"
-            raise DataError(
-                detail, "Give logprobs, or target_token_ids and logprobs or target_logprobs."
-            ) from error
+            remedy = "Give logprobs, or target_token_ids and logprobs or target_logprobs."
+            raise DataError(detail, remedy) from error
         yield row
-
-
-def _read_tokens(cells: dict[str, Any], tokenizer: Any) -> list[int]:
-    if cells.get("input_ids") is not None:
-        return [require_token_id(token) for token in cells["input_ids"]]
-    return list(tokenizer.apply_chat_template(cells["messages"], tokenize=True, return_dict=False))
 
 
 def _read_items(cells: dict[str, Any]) -> list[Pairs]:
@@ -97,14 +88,6 @@ def _drop_masked(ids: Any, logprobs: Any, mask: Any) -> Pairs:
         if flag and lp != -np.inf
     ]
     return [t for t, _ in kept], [lp for _, lp in kept]
-
-
-def _is_target(place: int, labels: list[int] | None) -> bool:
-    """Return whether the token at ``place``, which an item predicts, is a target.
-
-    The first token never is.
-    """
-    return place > 0 and (labels is None or (place < len(labels) and labels[place] != -100))
 
 
 def _find_place(where: str, tokens: list[int], items: list[Pairs]) -> int:
@@ -145,18 +128,17 @@ def _make_row(
     before = len(tokens) - len(items)
     if before < 0 or (labels is not None and len(labels) != len(tokens)):
         counts = f"{len(items)} lists of log-probabilities and {len(labels or tokens)} labels"
-        detail = f"{where} has {len(tokens)} tokens, {counts}."
-        raise DataError(
-            detail,
-            "The lists belong to the last tokens: there must not be more of them than tokens.",
-        )
+        remedy = "The lists belong to the last tokens: there must not be more of them than tokens."
+        raise DataError(f"{where} has {len(tokens)} tokens, {counts}.", remedy)
     if before > 1:
         before = _find_place(where, tokens, items)
         ahead = False
+    # An item is about the token of its own place or of the next. The first token is no target.
+    about = [*(labels or [0] * len(tokens)), -100]
     places = [
         before + number
         for number, (ids, _) in enumerate(items)
-        if ids and _is_target(before + number + ahead, labels)
+        if ids and before + number + ahead > 0 and about[before + number + ahead] != -100
     ]
     records = [items[place - before] for place in places]
     # A record of position t is about token t + 1.

@@ -24,6 +24,7 @@ Shapes: N positions, K entries of a position, B bytes of a position.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -126,13 +127,11 @@ class Compression(Section):
     @property
     def logprob_bytes(self) -> int:
         """The number of bytes in the log-probabilities of a position."""
-        own = self.exact_k * _get_byte_width(self.exact_dtype) + len(
-            self.polynomial_terms or ()
-        ) * _get_byte_width(self.term_dtype)
-        return own + sum(
-            _get_byte_width(each.scale_dtype) + _count_packed_bytes(each)
-            for each in self.residual_bins
-        )
+        exact = self.exact_k * _get_byte_width(self.exact_dtype)
+        curve = len(self.polynomial_terms or ()) * _get_byte_width(self.term_dtype)
+        bins = self.residual_bins
+        scales = sum(_get_byte_width(each.scale_dtype) for each in bins)
+        return exact + curve + scales + sum(map(_count_packed_bytes, bins))
 
     @property
     def rounding(self) -> float:
@@ -145,16 +144,14 @@ class Compression(Section):
         count = self.k - self.exact_k
         t = np.linspace(0.0, 1.0, count) if self.normalize_t else np.arange(float(count))
         functions = {"sqrt": np.sqrt, "exp": np.exp}
+        if not self.polynomial_terms:
+            return np.zeros((count, 0))
         with np.errstate(over="ignore"):
             terms = [
                 functions[term](t) if isinstance(term, str) else t**term
-                for term in self.polynomial_terms or ()
+                for term in self.polynomial_terms
             ]
-            return (
-                _round_to(np.stack(terms, axis=-1), self.term_dtype)
-                if terms
-                else np.zeros((count, 0))
-            )
+            return _round_to(np.stack(terms, axis=-1), self.term_dtype)
 
 
 # ---------------------------------------------------------------------- bytes and numbers
@@ -184,13 +181,11 @@ def _decode_residuals(compression: Compression, stored: NDArray[Any]) -> NDArray
         width = _get_byte_width(each.scale_dtype)
         packed = _count_packed_bytes(each)
         scale = _from_bytes(stored[:, used : used + width], each.scale_dtype)
-        steps = unpack_integers(
-            stored[:, used + width : used + width + packed], each.element_bits, each.num_elements
-        )
-        parts.append(
-            scale
-            * (2 * steps - 1 if each.element_bits == 1 else steps - (1 << (each.element_bits - 1)))
-        )
+        begin = used + width
+        integers = stored[:, begin : begin + packed]
+        steps = unpack_integers(integers, each.element_bits, each.num_elements)
+        half = 1 << (each.element_bits - 1)
+        parts.append(scale * (2 * steps - 1 if each.element_bits == 1 else steps - half))
         used += width + packed
     rest = compression.k - compression.exact_k - sum(part.shape[1] for part in parts)
     return np.concatenate([*parts, np.zeros((len(stored), rest))], axis=1)
@@ -250,9 +245,8 @@ def pack_integers(values: NDArray[Any], bits: int) -> NDArray[np.uint8]:
 
 def unpack_integers(stored: NDArray[Any], bits: int, count: int) -> NDArray[np.int64]:
     """Unpack ``count`` integers from each row of bytes: the inverse of ``pack_integers``."""
-    each = np.unpackbits(np.ascontiguousarray(stored), axis=1, count=count * bits).reshape(
-        len(stored), count, bits
-    )
+    flat = np.unpackbits(np.ascontiguousarray(stored), axis=1, count=count * bits)
+    each = flat.reshape(len(stored), count, bits)
     return each.astype(np.int64) @ (1 << np.arange(bits - 1, -1, -1, dtype=np.int64))
 
 
@@ -274,12 +268,10 @@ def _from_bytes(stored: NDArray[Any], dtype: Float) -> NDArray[np.float64]:
 def _to_bytes(values: NDArray[Any], dtype: Float) -> NDArray[np.uint8]:
     if dtype == "bfloat16":
         values = round_to_bfloat16(values)
+    width = values.shape[1] * _get_byte_width(dtype)
     with np.errstate(over="ignore"):
-        return (
-            np.ascontiguousarray(values.astype(_NUMPY[dtype]))
-            .view(np.uint8)
-            .reshape(len(values), values.shape[1] * _get_byte_width(dtype))
-        )
+        stored = np.ascontiguousarray(values.astype(_NUMPY[dtype]))
+        return stored.view(np.uint8).reshape(len(values), width)
 
 
 def _round_to(values: NDArray[Any], dtype: Float) -> NDArray[np.float64]:
@@ -325,18 +317,8 @@ def _read_row(batch: Any, index: int, where: str, compression: Compression) -> R
     if (labels := read_flat_column(batch, "labels", index, where)) is not None:
         wanted &= np.concatenate([labels[1:], labels[:1]])[:count] >= 0
     gold = np.full(count, np.nan)
-    row = Row(
-        where,
-        tokens,
-        start,
-        np.arange(count),
-        ids,
-        logprobs,
-        gold,
-        None,
-        compression.rounding,
-        compression.fitted,
-    )
+    row = Row(where, tokens, start, np.arange(count), ids, logprobs, gold)
+    row = replace(row, rounding=compression.rounding, fitted=compression.fitted)
     return row.keep(wanted)
 
 
@@ -355,10 +337,6 @@ def make_schema() -> Any:
     """Return the ``pyarrow.Schema`` of a dataset."""
     import pyarrow
 
+    tokens = ("input_ids", pyarrow.list_(pyarrow.uint64()))
     per_position = pyarrow.list_(pyarrow.list_(pyarrow.uint8()))
-    names = [
-        ("input_ids", pyarrow.list_(pyarrow.uint64())),
-        (LOGPROBS, per_position),
-        (INDICES, per_position),
-    ]
-    return pyarrow.schema(names)
+    return pyarrow.schema([tokens, (LOGPROBS, per_position), (INDICES, per_position)])

@@ -87,9 +87,8 @@ def read_entries(
     """
     codec = store.codec
     if why := codec.why_unsupported():
-        raise DataError(
-            f"An export needs temperature 1, but {why}.", "Capture a cache that serves it."
-        )
+        what = f"An export needs temperature 1, but {why}."
+        raise DataError(what, "Capture a cache that serves it.")
     decoder = TargetDecoder.of(CachedRecords(store), torch.device("cpu"))
     k = choose_entry_count(store, k)
     width = codec.vocabulary_size if "logprobs" in codec.schema() else 1 << 10
@@ -104,13 +103,11 @@ def read_entries(
         whole = read_all_draws(store, chosen)[1] if sampled else records
         batch = make_batch(sequences, records)
         targets = decoder.decode(batch.gold_N, batch.teacher)
-        yield (
-            sequences,
-            whole,
-            _take_sampled(targets, records)
-            if sampled
-            else _take_most_probable(targets, records, k, codec.vocabulary_size),
-        )
+        if sampled:
+            yield sequences, whole, _take_sampled(targets, records)
+        else:
+            taken = _take_most_probable(targets, records, k, codec.vocabulary_size)
+            yield sequences, whole, taken
 
 
 def choose_entry_count(store: Cache, k: int | None) -> int:
@@ -125,15 +122,11 @@ def choose_entry_count(store: Cache, k: int | None) -> int:
     else:
         most = codec.k or codec.vocabulary_size
     if k is None and codec.rules.any_divergence:
-        raise DataError(
-            f"Profile {codec.profile} stores all {most} tokens of a position.",
-            "Set k to the number of entries to take.",
-        )
+        what = f"Profile {codec.profile} stores all {most} tokens of a position."
+        raise DataError(what, "Set k to the number of entries to take.")
     if k is not None and not 1 <= k <= most:
-        raise DataError(
-            f"k is {k}, but this cache stores at most {most} entries of a position.",
-            "Set a smaller k.",
-        )
+        what = f"k is {k}, but this cache stores at most {most} entries of a position."
+        raise DataError(what, "Set a smaller k.")
     return k or most
 
 
@@ -144,9 +137,8 @@ def _take_stored(records: Records, k: int) -> EntryTable:
     residual = np.where(stored == UNKNOWN, -np.inf, stored.astype(np.float64) * -TOP_STEP)
     # Entries that are left out move their mass to the residual.
     residual = np.logaddexp(residual, log_sum_exp(logprobs[:, k:]))
-    return _make_entries(
-        records, records["top_ids"][:, :k].astype(np.int64), logprobs[:, :k], residual
-    )
+    ids = records["top_ids"][:, :k].astype(np.int64)
+    return _make_entries(records, ids, logprobs[:, :k], residual)
 
 
 def _take_most_probable(targets: Targets, records: Records, k: int, vocabulary: int) -> EntryTable:
@@ -155,9 +147,8 @@ def _take_most_probable(targets: Targets, records: Records, k: int, vocabulary: 
     rows = max(1, _ELEMENTS // vocabulary)
     parts = []
     for first in range(0, max(len(targets), 1), rows):
-        p_NV = targets.teacher.take_chunk(
-            slice(first, min(first + rows, len(targets)))
-        ).p_NV.double()  # type: ignore[attr-defined]
+        part: Any = targets.teacher.take_chunk(slice(first, min(first + rows, len(targets))))
+        p_NV = part.p_NV.double()
         p_NK, ids_NK = p_NV.topk(k)
         parts.append((ids_NK, p_NK.log(), p_NV.scatter(1, ids_NK, 0.0).sum(1).log()))
     ids, logprobs, residual = (torch.cat(each).numpy() for each in zip(*parts, strict=True))
@@ -170,9 +161,8 @@ def _make_entries(
     there = np.isfinite(logprobs)
     counts = there.sum(axis=1)
     flat = logprobs[there]
-    return EntryTable(
-        counts, ids[there], flat, np.exp(flat), counts, residual, *_read_gold_and_entropy(records)
-    )
+    rest = _read_gold_and_entropy(records)
+    return EntryTable(counts, ids[there], flat, np.exp(flat), counts, residual, *rest)
 
 
 def _take_sampled(targets: Targets, records: Records) -> EntryTable:
@@ -184,16 +174,9 @@ def _take_sampled(targets: Targets, records: Records) -> EntryTable:
         logprobs = np.log(weights)
     # Sampled entries stand for the whole tail, so nothing is outside them.
     none = np.full(len(exact), -np.inf)
-    counts = np.diff(target.offsets_N1.numpy())
-    return EntryTable(
-        counts,
-        target.ids_E.numpy(),
-        logprobs,
-        weights,
-        exact,
-        none,
-        *_read_gold_and_entropy(records),
-    )
+    counts, ids = np.diff(target.offsets_N1.numpy()), target.ids_E.numpy()
+    rest = _read_gold_and_entropy(records)
+    return EntryTable(counts, ids, logprobs, weights, exact, none, *rest)
 
 
 def _read_gold_and_entropy(records: Records) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

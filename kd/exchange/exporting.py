@@ -8,9 +8,8 @@ Shapes: B sequences, L positions of a sequence, N positions with a record, K ent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,20 @@ def export_records(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} is not empty.", "Name a new folder.")
+    import pyarrow.parquet
+
     layout = _choose_layout(store, format, k, lossy)
     files = dict(_name_files(store))
     meter = ProgressMeter(len(store), "sequences")
     with whole_folder(folder) as temporary:
         for name, numbers in files.items():
-            waiting = partial(monitor.check, f"in {name}; no file is kept")
-            _write_file(temporary / name, layout, store, numbers, k, waiting)
+            description = FileDescription(store, numbers.start)
+            with pyarrow.parquet.ParquetWriter(temporary / name, layout.schema) as file:
+                for sequences, records, entries in read_entries(store, numbers, k):
+                    monitor.check(f"in {name}; no file is kept")
+                    description.add(sequences, records)
+                    file.write_table(layout.make_table(sequences, records, entries))
+                file.add_key_value_metadata(description.to_metadata())
             monitor.emit("progress", **meter.advance(len(numbers), 0))
             monitor.check(f"after {name}; no file is kept")
         summary = layout.finish(temporary)
@@ -70,17 +76,14 @@ def _choose_layout(store: Cache, format: str, k: int | None, lossy: bool) -> Exp
     most = choose_entry_count(store, k)
     if format == "distillkit":
         if PROFILES[profile].sampled and not lossy:
-            raise DataError(
-                f"DistillKit has no place for the sampled tail of profile {profile}.",
-                "Export Parquet, or set --lossy to leave the tail out.",
-            )
+            what = f"DistillKit has no place for the sampled tail of profile {profile}."
+            raise DataError(what, "Export Parquet, or set --lossy to leave the tail out.")
         return DistillKitLayout(profile, most, store.codec.vocabulary_size)
     if format != "parquet":
         raise DataError(f"There is no format {format!r}.", "Use parquet or distillkit.")
     if k is not None and PROFILES[profile].sampled:
-        raise DataError(
-            f"The entries of profile {profile} are unbiased only all together.", "Leave out k."
-        )
+        what = f"The entries of profile {profile} are unbiased only all together."
+        raise DataError(what, "Leave out k.")
     # A user who chooses k wants other records than the cache's.
     stored = store.codec if k is None else None
     return PlainLayout(PROFILES[profile].sampled, stored)
@@ -94,25 +97,6 @@ def _name_files(store: Cache) -> Iterator[tuple[str, range]]:
     for split, numbers in (("train", store.train), ("validation", store.validation)):
         for index, first in enumerate(range(0, len(numbers), FILE_SEQUENCES)):
             yield f"{split}-{index:05d}.parquet", numbers[first : first + FILE_SEQUENCES]
-
-
-def _write_file(
-    path: Path,
-    layout: ExportLayout,
-    store: Cache,
-    numbers: range,
-    k: int | None,
-    waiting: Callable[[], None],
-) -> None:
-    import pyarrow.parquet
-
-    description = FileDescription(store, numbers.start)
-    with pyarrow.parquet.ParquetWriter(path, layout.schema) as file:
-        for sequences, records, entries in read_entries(store, numbers, k):
-            waiting()
-            description.add(sequences, records)
-            file.write_table(layout.make_table(sequences, records, entries))
-        file.add_key_value_metadata(description.to_metadata())
 
 
 # ---------------------------------------------------------------------- plain Parquet
@@ -182,15 +166,14 @@ def _split_into_lists(counts: NDArray[Any], values: Any) -> Any:
     """Split ``values`` into consecutive lists of ``counts`` items."""
     import pyarrow
 
-    return pyarrow.ListArray.from_arrays(
-        pyarrow.array(compute_offsets(counts), pyarrow.int32()), values
-    )
+    offsets = pyarrow.array(compute_offsets(counts), pyarrow.int32())
+    return pyarrow.ListArray.from_arrays(offsets, values)
 
 
 def _place_values(flags: NDArray[np.bool_], values: NDArray[Any]) -> Any:
     """Place ``values`` (N,) where ``flags`` are set.
 
-    Null elsewhere and for values that are not finite.
+    Null at other places and for values that are not finite.
     """
     import pyarrow
 
@@ -240,9 +223,8 @@ class DistillKitLayout:
         ids, logprobs = entries.take_top(self.k)
         self.filled += int(np.isneginf(logprobs).any(axis=1).sum())
         self.mass += float(np.exp(logprobs).sum())
-        stored = distillkit.encode_entries(
-            self.compression, *_fill_entries(ids, logprobs, self.vocabulary)
-        )
+        filled = _fill_entries(ids, logprobs, self.vocabulary)
+        stored = distillkit.encode_entries(self.compression, *filled)
         lengths, tokens = _find_documents(sequences)
         self.rows += len(lengths)
         self.records += len(ids)
@@ -257,12 +239,8 @@ class DistillKitLayout:
         """Write the configuration; return counts, and a warning if a sampled tail was left out."""
         (folder / distillkit.CONFIG).write_text(self.compression.to_yaml(), encoding="utf-8")
         kept = self.mass / max(self.records, 1)
-        summary = {
-            "rows": self.rows,
-            "records": self.records,
-            "k": self.k,
-            "kept_mass": round(kept, 6),
-        }
+        counts = {"rows": self.rows, "records": self.records, "k": self.k}
+        summary: dict[str, Any] = counts | {"kept_mass": round(kept, 6)}
         if not PROFILES[self.profile].sampled:
             return summary
         warning = (
@@ -287,9 +265,8 @@ def _fill_entries(
     free[rows, ids[rows, places]] = False
     others = np.argsort(~free, axis=1, kind="stable")
     nth = np.maximum(np.arange(ids.shape[1]) - there.sum(axis=1, keepdims=True), 0)
-    return np.where(there, ids, np.take_along_axis(others, nth, axis=1)), np.where(
-        there, logprobs, FILL_LOGPROB
-    )
+    filled = np.where(there, ids, np.take_along_axis(others, nth, axis=1))
+    return filled, np.where(there, logprobs, FILL_LOGPROB)
 
 
 def _find_documents(sequences: Sequences) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:

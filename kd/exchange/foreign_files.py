@@ -33,19 +33,18 @@ def find_foreign_files(
     """
     files: list[Path] = []
     for path in paths:
-        found = (
-            [path]
-            if path.is_file()
-            else [each for each in list_all_files(path) if _is_wanted(each, suffixes)]
-        )
+        found = [path]
+        if not path.is_file():
+            found = [each for each in list_all_files(path) if _is_wanted(each, suffixes)]
         if not found:
             what = "holds no file" if path.is_dir() else "does not exist, so it is not a file"
-            raise DataError(
-                f"{path} {what} that ends in {' or '.join(suffixes)}.",
-                "Check the path and the format.",
-            )
+            detail = f"{path} {what} that ends in {' or '.join(suffixes)}."
+            raise DataError(detail, "Check the path and the format.")
         files += found
-    held_out = [file for file in files if _get_split(file).startswith(HELD_OUT)]
+    splits = [file.parent.name if file.suffix == ARROW else file.name for file in files]
+    held_out = [
+        file for file, split in zip(files, splits, strict=True) if split.startswith(HELD_OUT)
+    ]
     return [file for file in files if file not in held_out], held_out
 
 
@@ -55,10 +54,6 @@ def _is_wanted(path: Path, suffixes: tuple[str, ...]) -> bool:
     if path.suffix == ARROW and not path.name.startswith(ARROW_NAME):
         return False
     return path.is_file() and path.name.removesuffix(".gz").endswith(suffixes)
-
-
-def _get_split(path: Path) -> str:
-    return path.parent.name if path.suffix == ARROW else path.name
 
 
 def hash_content(files: Sequence[Path]) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,14 @@ from cache.manifest import (
 from cache.profiles.topk import TopReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
-from cache.store import open_cache
-from cache.writing.writer import CacheWriter, open_writer
+from cache.writing.writer import CacheWriter
 from kd.capture.capturing import find_sealed_cache, summarise_cache
 from kd.errors import DataError
 from kd.exchange import axolotl, distillkit, parquet, prompt_logprobs
 from kd.exchange.foreign_files import find_foreign_files, hash_content
 from kd.exchange.restoring import Origin, read_origins, restore_cache
 from kd.exchange.rows import Alignment, Row, check_row, resize_row
+from kd.exchange.sealing import seal_cache
 from kd.models.folder import resolve_model
 from kd.models.tokenizers import (
     IMPORTED,
@@ -54,7 +54,7 @@ from kd.models.tokenizers import (
     require_same_tokenizer,
 )
 from kd.models.vocabulary import choose_folder_vocabulary
-from kd.progress import SILENT, Monitor, ProgressMeter
+from kd.progress import SILENT, Monitor
 from kd.text.corpus import count_held_out
 from kd.text.tokens import choose_pad_id
 
@@ -120,22 +120,25 @@ def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT
     identity = _make_identity(source, survey)
     if (found := find_sealed_cache(root / identity.fingerprint, identity)) is not None:
         return summarise_cache(found, reused=True)
-    monitor.emit("stage", stage="import", phase="writing")
-    # The writer holds a lock: another import of the same records waits here.
-    with open_writer(
-        root, identity, lambda: monitor.check("while the same records are imported")
-    ) as writer:
-        _write_shards(writer, source, monitor)
+    codec = identity.record_codec()
+
+    def encode(row: Row, number: int) -> tuple[Sequences, Records]:
+        padded = _pad_row(row, identity.data.sequence_length, source.tokenizer)
+        return padded, _encode_row(row, number, codec)
+
+    def finish(writer: CacheWriter) -> None:
         writer.write_token_map(make_token_map(source.tokenizer, source.vocabulary).to_arrays())
         writer.finish(_make_provenance(source, survey))
-    return summarise_cache(open_cache(root / identity.fingerprint, identity), reused=False)
+
+    rows = chain(source.read_sequences(source.train), source.read_sequences(source.held_out))
+    return seal_cache(root, identity, rows, encode, finish, monitor)
 
 
 # ---------------------------------------------------------------------- exports of caches
 
 
 def _read_origins(source: ImportSource) -> list[Origin]:
-    """Read the caches that Parquet files were exported from; empty if they come from elsewhere.
+    """Read the caches that Parquet files were exported from; empty if another program wrote them.
 
     Raises ``TokenizerMismatch`` if the tokenizer is not that of these caches.
     """
@@ -180,14 +183,12 @@ class ImportSource:
             )
         train, held_out = find_foreign_files(request.paths, _SUFFIXES[request.format])
         if held_out and request.validation_fraction:
-            detail = (
-                f"{held_out[0]} holds held-out sequences, and a validation fraction is given too."
-            )
-            raise DataError(detail, "Leave out one of them.")
+            found = f"{held_out[0]} holds held-out sequences"
+            what = f"{found}, and a validation fraction is given too."
+            raise DataError(what, "Leave out one of them.")
         folder = resolve_model(str(request.tokenizer), weights=None)
         tokenizer = load_tokenizer(folder)
         config = request.config or (train + held_out)[0].parent / distillkit.CONFIG
-        described_by = (config,) if request.format == "distillkit" else ()
         return cls(
             request=request,
             tokenizer=tokenizer,
@@ -195,7 +196,7 @@ class ImportSource:
             train=tuple(train),
             held_out=tuple(held_out),
             read=_choose_reader(request, tokenizer, config),
-            described_by=described_by,
+            described_by=(config,) if request.format == "distillkit" else (),
         )
 
     def read_sequences(self, files: tuple[Path, ...]) -> Iterator[Row]:
@@ -207,11 +208,9 @@ class ImportSource:
         for row in chain.from_iterable(map(self.read, files)):
             row = replace(row, kept=self.kept)
             sound = check_row(row, self.vocabulary, self.request.tolerance, remedies)
-            yield from (
-                piece
-                for piece in _cut_row(sound, self.request.sequence_length)
-                if len(piece.positions)
-            )
+            for part in _cut_row(sound, self.request.sequence_length):
+                if len(part.positions):
+                    yield part
 
 
 def _choose_reader(
@@ -288,65 +287,32 @@ class ImportStatistics:
         remedies = _find_remedies(source.request)
         for files in (source.train, source.held_out):
             for row in source.read_sequences(files):
-                survey._add(row, files is source.train)
+                survey.train += files is source.train
+                survey.held_out += files is not source.train
+                survey.length = max(survey.length, len(row.tokens))
+                survey.k = max(survey.k, row.ids.shape[1])
+                survey.packed = survey.packed or bool(row.document_start[1:].any())
+                survey.excerpt = survey.excerpt or row.tokens[:256].tolist()
                 alignment.add(row, remedies)
+                tokens, positions = (each.astype("<u4") for each in (row.tokens, row.positions))
                 # Lengths are hashed too, so that the borders of arrays count.
-                for array in (
-                    row.tokens.astype("<u4"),
-                    row.document_start,
-                    row.positions.astype("<u4"),
-                ):
-                    digest.update(
-                        len(array).to_bytes(8, "little") + np.ascontiguousarray(array).tobytes()
-                    )
+                for array in (tokens, row.document_start, positions):
+                    size = len(array).to_bytes(8, "little")
+                    digest.update(size + np.ascontiguousarray(array).tobytes())
                 monitor.check("while checking the records")
         survey.sha256 = digest.hexdigest()
         alignment.require(map(str, source.request.paths), remedies)
-        survey._hold_out(source.request)
-        return survey
-
-    def _add(self, row: Row, to_train_on: bool) -> None:
-        self.train += to_train_on
-        self.held_out += not to_train_on
-        self.length = max(self.length, len(row.tokens))
-        self.k = max(self.k, row.ids.shape[1])
-        self.packed = self.packed or bool(row.document_start[1:].any())
-        self.excerpt = self.excerpt or row.tokens[:256].tolist()
-
-    def _hold_out(self, request: ImportRequest) -> None:
-        count = count_held_out(self.train, request.validation_fraction)
-        self.train -= count
-        self.held_out += count
-        if self.train < 1:
-            detail = f"{', '.join(map(str, request.paths))}: no sequence with a record to train on."
+        moved = count_held_out(survey.train, source.request.validation_fraction)
+        survey.train -= moved
+        survey.held_out += moved
+        if survey.train < 1:
+            paths = ", ".join(map(str, source.request.paths))
+            detail = f"{paths}: no sequence with a record to train on."
             raise DataError(detail, "Check the path and the format, or hold out fewer.")
+        return survey
 
 
 # ---------------------------------------------------------------------- writing
-
-
-def _write_shards(writer: CacheWriter, source: ImportSource, monitor: Monitor) -> None:
-    """Write the missing shards, one after the other."""
-    identity = writer.identity
-    missing = writer.find_missing_shards()
-    meter = ProgressMeter(identity.data.sequences, "sequences")
-    rows = chain(source.read_sequences(source.train), source.read_sequences(source.held_out))
-    for index, numbered in groupby(
-        enumerate(rows), lambda pair: pair[0] // identity.codec.shard_sequences
-    ):
-        if index in missing:
-            pairs = [
-                (
-                    _pad_row(row, identity.data.sequence_length, source.tokenizer),
-                    _encode_row(row, number, writer.codec),
-                )
-                for number, row in numbered
-            ]
-            sequences = Sequences.concatenate(one for one, _ in pairs)
-            records = Records.concatenate(each for _, each in pairs)
-            writer.write_shard(index, sequences, records)
-        monitor.emit("progress", **meter.advance(len(identity.shard_range(index)), 0))
-        monitor.check(f"after shard {index + 1} of {identity.shard_count}")
 
 
 def _encode_row(row: Row, number: int, codec: Codec) -> Records:

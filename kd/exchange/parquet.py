@@ -38,14 +38,9 @@ from kd.exchange.rows import Row, mark_one_document, pad_entries
 
 NEEDED = ("input_ids", "ids")
 OPTIONAL = (
-    "logprobs",
-    "weights",
-    "document_start",
-    "target_mask",
-    "residual",
-    "gold_logprob",
-    "entropy",
-)
+    "logprobs", "weights", "document_start", "target_mask", "residual", "gold_logprob", "entropy",
+)  # fmt: skip
+_CORRECT = "Correct or remove the row."
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -56,11 +51,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     for first, batch in read_table_batches(path, NEEDED, OPTIONAL):
         if "logprobs" not in batch.schema.names:
             sampled = "weights of sampled entries" if "weights" in batch.schema.names else "neither"
-            detail = f"{path} has no column logprobs, but {sampled}."
-            raise DataError(
-                detail,
-                "An export of sampled entries can only be imported whole, without options.",
-            )
+            remedy = "An export of sampled entries can only be imported whole, without options."
+            raise DataError(f"{path} has no column logprobs, but {sampled}.", remedy)
         for index in range(len(batch)):
             yield _read_row(batch, index, f"{path}: row {first + index}")
 
@@ -72,27 +64,24 @@ def _read_row(batch: Any, index: int, where: str) -> Row:
     _require_numbers("ids", flat_ids, where, fractions=False)
     _require_numbers("logprobs", flat_logprobs, where)
     if len(counts) not in (len(tokens) - 1, len(tokens)) or not np.array_equal(counts, same):
+        sizes = f"{len(tokens)} tokens, {len(counts)} positions of ids, {len(same)} of logprobs"
         raise DataError(
-            f"{where}: {len(tokens)} tokens, {len(counts)} positions of ids, "
-            f"{len(same)} of logprobs, or lists of unequal length.",
-            "Give a list for each token, or one fewer, "
-            "and as many log-probabilities as ids in each.",
+            f"{where}: {sizes}, or lists of unequal length.",
+            "Give a list for each token, or one fewer, and as many log-probabilities as ids in "
+            "each.",
         )
     ids, logprobs = pad_entries(counts, flat_ids, flat_logprobs)
+    start = mark_one_document(len(tokens))
     starts = _read_per_position(batch, "document_start", index, where, len(tokens))
-    start = mark_one_document(len(tokens)) | (
-        False if starts is None else np.nan_to_num(starts) != 0
-    )
+    if starts is not None:
+        start |= np.nan_to_num(starts) != 0
     gold, residual, entropy = (
         _read_per_position(batch, name, index, where, len(counts))
         for name in ("gold_logprob", "residual", "entropy")
     )
     if entropy is not None and (entropy < 0).any():
-        least = float(np.nanmin(entropy))
-        raise DataError(
-            f"{where}: entropy must not be negative, but got {least:g}.",
-            "Give it in nats, or null.",
-        )
+        what = f"{where}: entropy must not be negative, but got {float(np.nanmin(entropy)):g}."
+        raise DataError(what, "Give it in nats, or null.")
     mask = _read_per_position(batch, "target_mask", index, where, len(counts))
     row = Row(
         where, tokens, start, np.arange(len(counts)), ids, logprobs,
@@ -107,37 +96,27 @@ def _read_per_position(
     batch: Any, name: str, index: int, where: str, count: int
 ) -> NDArray[Any] | None:
     values = read_flat_column(batch, name, index, where)
-    if values is not None and len(values) < count:
-        raise DataError(
-            f"{where}: {name} has {len(values)} items for {count} positions.",
-            "Give one for each position.",
-        )
-    if values is not None and values.dtype != object:
-        # Null among flags makes objects of them, and null of all
-        _require_numbers(name, values, where)
-    elif values is not None and (
-        strange := [each for each in values if not isinstance(each, bool | None)]
-    ):
-        raise DataError(
-            f"{where}: {name} must hold numbers, but got {strange[0]!r}.",
-            "Correct or remove the row.",
-        )
-    return None if values is None else values[:count].astype(np.float64)
+    if values is None:
+        return None
+    if len(values) < count:
+        what = f"{where}: {name} has {len(values)} items for {count} positions."
+        raise DataError(what, "Give one for each position.")
+    _require_numbers(name, values, where)
+    return values[:count].astype(np.float64)
 
 
 def _require_numbers(name: str, values: NDArray[Any], where: str, fractions: bool = True) -> None:
     """Raise ``DataError`` for the first of ``values`` that is not a number, or without
     ``fractions`` not a whole one.
     """
-    if values.dtype.kind not in ("biuf" if fractions else "iuf"):
-        wrong = values
-    else:
+    wrong = values
+    if values.dtype == object:  # null among flags makes objects of them
+        wrong = values[[not isinstance(each, bool | None) for each in values]]
+    elif values.dtype.kind in ("biuf" if fractions else "iuf"):
         wrong = values[:0] if fractions else values[values % 1 != 0]
     for each in wrong[:1].tolist():
         what = "numbers" if fractions else "whole numbers"
-        raise DataError(
-            f"{where}: {name} must hold {what}, but got {each!r}.", "Correct or remove the row."
-        )
+        raise DataError(f"{where}: {name} must hold {what}, but got {each!r}.", _CORRECT)
 
 
 # ---------------------------------------------------------------------- columns
@@ -153,9 +132,8 @@ def read_flat_column(batch: Any, name: str, index: int, where: str) -> NDArray[A
     cell = batch.column(name)[index]
     values = getattr(cell, "values", None)
     if values is None:
-        raise DataError(
-            f"{where}: {name} is not a list but {cell.type}, or null.", "Give a list of numbers."
-        )
+        what = f"{where}: {name} is not a list but {cell.type}, or null."
+        raise DataError(what, "Give a list of numbers.")
     return np.asarray(values.to_numpy(zero_copy_only=False))
 
 
@@ -163,10 +141,7 @@ def read_token_column(batch: Any, index: int, where: str) -> NDArray[np.int64]:
     """Return the tokens of row ``index``; raises ``DataError`` if they are not whole numbers."""
     tokens = read_flat_column(batch, "input_ids", index, where)
     if tokens is None or (len(tokens) and not np.issubdtype(tokens.dtype, np.integer)):
-        raise DataError(
-            f"{where}: input_ids must be a list of token ids without null.",
-            "Correct or remove the row.",
-        )
+        raise DataError(f"{where}: input_ids must be a list of token ids without null.", _CORRECT)
     return tokens.astype(np.int64)
 
 
@@ -188,35 +163,24 @@ def read_nested_column(
         or pyarrow.types.is_fixed_size_list(values.type)
     )
     if values is None or not is_list:
-        raise DataError(
-            f"{where}: {name} is not a list of lists.", "Give a list of numbers for each position."
-        )
+        what = f"{where}: {name} is not a list of lists."
+        raise DataError(what, "Give a list of numbers for each position.")
     flat = values.flatten()
     if flat.null_count:
         raise DataError(f"{where}: {name} holds null.", "Leave out missing entries.")
     counts = pyarrow.compute.list_value_length(values).fill_null(0)
-    return np.asarray(flat.to_numpy(zero_copy_only=False)), counts.to_numpy(
-        zero_copy_only=False
-    ).astype(np.int64)
+    numbers, lengths = (each.to_numpy(zero_copy_only=False) for each in (flat, counts))
+    return np.asarray(numbers), lengths.astype(np.int64)
 
 
 def make_schema(weights: bool) -> Any:
     """Return the ``pyarrow.Schema`` of an export, with ``weights`` or with log-probabilities."""
     import pyarrow
 
-    def per_token(kind: Any) -> Any:
-        return pyarrow.list_(kind)
-
-    number = pyarrow.float32()
-    flag = pyarrow.bool_()
-    token = pyarrow.uint32()
-    columns = {
-        "input_ids": token,
-        "document_start": flag,
-        "target_mask": flag,
-        "ids": pyarrow.list_(token),
-    }
-    columns["weights" if weights else "logprobs"] = pyarrow.list_(number)
-    columns |= {} if weights else {"residual": number}
-    columns |= {"gold_logprob": number, "entropy": number}
-    return pyarrow.schema([(name, per_token(kind)) for name, kind in columns.items()])
+    number, flag, token = pyarrow.float32(), pyarrow.bool_(), pyarrow.uint32()
+    kinds = {"input_ids": token, "document_start": flag, "target_mask": flag}
+    kinds["ids"] = pyarrow.list_(token)
+    kinds["weights" if weights else "logprobs"] = pyarrow.list_(number)
+    kinds |= {} if weights else {"residual": number}
+    kinds |= {"gold_logprob": number, "entropy": number}
+    return pyarrow.schema([(name, pyarrow.list_(kind)) for name, kind in kinds.items()])

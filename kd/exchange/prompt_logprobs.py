@@ -43,36 +43,33 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises ``DataError`` with the line.
     """
     for where, answer in read_named_rows(path):
-        for number, choice in enumerate(_find_choices(answer, where)):
-            yield _read_choice(
-                {**answer, **choice}, f"{where}, choice {number}" if number else where
+        choices = answer.get("choices") or [{}]
+        if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
+            got = str(choices)[:40]
+            raise DataError(
+                f"{where}: choices must be a list of JSON objects, but got {got}.", _ASK
             )
-
-
-def _find_choices(answer: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the choices of an answer, or one empty choice if it has none; raises ``DataError``."""
-    choices = answer.get("choices") or [{}]
-    if isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices):
-        return choices
-    raise DataError(
-        f"{where}: choices must be a list of JSON objects, but got {str(choices)[:40]}.", _ASK
-    )
+        for number, choice in enumerate(choices):
+            place = f"{where}, choice {number}" if number else where
+            yield _read_choice({**answer, **choice}, place)
 
 
 def _read_choice(choice: dict[str, Any], where: str) -> Row:
     try:
         if choice.get("prompt_logprobs") is not None:
-            tokens = [
-                require_token_id(t)
-                for t in next(choice[name] for name in _TOKENS if choice.get(name) is not None)
-            ]
-            return make_row(
-                where, tokens, _read_items(choice["prompt_logprobs"], _read_entries, where)
-            )
+            given = next(choice[name] for name in _TOKENS if choice.get(name) is not None)
+            items = _read_items(choice["prompt_logprobs"], _read_entries, where)
+            return make_row(where, [require_token_id(token) for token in given], items)
         echoed = choice["logprobs"]
         tokens = [parse_token_id(token) for token in echoed["tokens"]]
         items = _read_items(echoed["top_logprobs"], _read_echoed_entries, where)
-        return make_row(where, tokens, _add_own_logprobs(items, tokens, echoed["token_logprobs"]))
+        # OpenAI's API returns each token's own log-probability apart from the most probable ones.
+        own = zip(items, tokens, echoed["token_logprobs"], strict=True)
+        whole = [
+            None if item is None or lp is None else {**item, token: _parse_logprob(lp)}
+            for item, token, lp in own
+        ]
+        return make_row(where, tokens, whole)
     except StopIteration:
         raise DataError(
             f"{where} has prompt_logprobs, but none of {', '.join(_TOKENS)}.", _ASK
@@ -113,12 +110,8 @@ def parse_token_id(token: str) -> int:
 
 def _read_entries(item: dict[str, Any]) -> TokenLogprobs:
     """Read one item of prompt_logprobs; an entry may be {logprob: ...} or a bare number."""
-    return {
-        require_token_id(int(t)): _parse_logprob(
-            each["logprob"] if isinstance(each, dict) else each
-        )
-        for t, each in item.items()
-    }
+    bare = {t: each["logprob"] if isinstance(each, dict) else each for t, each in item.items()}
+    return {require_token_id(int(t)): _parse_logprob(logprob) for t, logprob in bare.items()}
 
 
 def _read_echoed_entries(item: dict[str, Any]) -> TokenLogprobs:
@@ -137,19 +130,6 @@ def _parse_logprob(logprob: Any) -> float:
     return value if value > _LOWEST else -math.inf
 
 
-def _add_own_logprobs(
-    items: list[TokenLogprobs | None], tokens: Sequence[int], own: Sequence[float | None]
-) -> list[TokenLogprobs | None]:
-    """Add each token's own log-probability, which OpenAI's API returns apart from the most probable
-    ones.
-    """
-    pairs = zip(items, tokens, own, strict=True)
-    return [
-        None if item is None or lp is None else {**item, t: _parse_logprob(lp)}
-        for item, t, lp in pairs
-    ]
-
-
 def make_row(where: str, tokens: Sequence[int], items: Sequence[TokenLogprobs | None]) -> Row:
     """Build the row of ``tokens`` (L,) from one item per token.
 
@@ -160,6 +140,7 @@ def make_row(where: str, tokens: Sequence[int], items: Sequence[TokenLogprobs | 
             f"{where}: {len(items)} items of prompt_logprobs for {len(tokens)} tokens.", _ASK
         )
     records = []
+    gold = []
     k = min((len(item) for item in items[1:] if item), default=1)
     # Nothing predicts the first token, so its item is skipped.
     for place, (token, item) in enumerate(zip(tokens[1:], items[1:], strict=True), 1):
@@ -175,7 +156,5 @@ def make_row(where: str, tokens: Sequence[int], items: Sequence[TokenLogprobs | 
         # The token's own entry is left out unless it is one of the most probable.
         pairs = sorted(item.items(), key=lambda pair: -pair[1])[:k]
         records.append(([token for token, _ in pairs], [logprob for _, logprob in pairs]))
-    gold = np.array(
-        [item[token] for token, item in zip(tokens[1:], items[1:], strict=True) if item], np.float64
-    )
-    return Row.of(where, tokens, np.arange(len(gold)), records, gold)
+        gold.append(item[token])
+    return Row.of(where, tokens, np.arange(len(gold)), records, np.array(gold, np.float64))

@@ -25,7 +25,7 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,15 @@ from cache.errors import CacheError
 from cache.layout import Arrays
 from cache.manifest import Manifest
 from cache.records import AXES, MEAN_ARRAYS, Records, Sequences, compute_offsets
-from cache.store import Cache, open_cache
-from cache.writing.writer import open_writer
+from cache.store import Cache
+from cache.writing.writer import CacheWriter
 from kd.capture.capturing import find_sealed_cache, summarise_cache
 from kd.errors import DataError
 from kd.exchange.foreign_files import read_parquet_metadata, read_table_batches
 from kd.exchange.parquet import read_flat_column
+from kd.exchange.sealing import seal_cache
 from kd.models.tokenizing.token_map import TokenMap
-from kd.progress import Monitor, ProgressMeter
+from kd.progress import Monitor
 
 #: The beginning of the names of stored columns.
 PREFIX = "stored_"
@@ -234,35 +235,22 @@ def restore_cache(
     """
     manifest = origins[0].manifest
     identity = manifest.identity
-    folder = root / identity.fingerprint
-    if (sealed := find_sealed_cache(folder, identity)) is not None:
+    if (sealed := find_sealed_cache(root / identity.fingerprint, identity)) is not None:
         return summarise_cache(sealed, reused=True)
     monitor.emit("stage", stage="import", phase="checking")
     _require_whole(origins, monitor)
-    monitor.emit("stage", stage="import", phase="writing")
-    provenance = replace(
-        manifest.provenance, teacher_name=teacher_name or manifest.provenance.teacher_name
-    )
-    waiting = "while the same records are imported"
-    with open_writer(root, identity, lambda: monitor.check(waiting)) as writer:
-        missing = writer.find_missing_shards()
-        meter = ProgressMeter(identity.data.sequences, "sequences")
-        rows = chain.from_iterable(origin.read_sequences() for origin in origins)
-        size = identity.codec.shard_sequences
-        for index, part in groupby(enumerate(rows), lambda pair: pair[0] // size):
-            parts = [pair for _, pair in part]
-            if index in missing:
-                sequences = Sequences.concatenate(each for each, _ in parts)
-                records = Records.concatenate(each for _, each in parts)
-                writer.write_shard(index, sequences, records)
-            monitor.emit("progress", **meter.advance(len(parts), 0))
-            monitor.check(f"after shard {index + 1} of {identity.shard_count}")
+    name = teacher_name or manifest.provenance.teacher_name
+    provenance = replace(manifest.provenance, teacher_name=name)
+
+    def finish(writer: CacheWriter) -> None:
         if origins[0].token_map is not None:
             writer.write_token_map(origins[0].token_map.to_arrays())
         if origins[0].tail_mean is not None:
             writer.write_tail_mean(origins[0].tail_mean)
         writer.finish(provenance, manifest.fidelity, manifest.overruled)
-    return summarise_cache(open_cache(folder, identity), reused=False)
+
+    rows = chain.from_iterable(origin.read_sequences() for origin in origins)
+    return seal_cache(root, identity, rows, lambda row, _: row, finish, monitor)
 
 
 def _require_whole(origins: Sequence[Origin], monitor: Monitor) -> None:

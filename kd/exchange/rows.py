@@ -85,9 +85,8 @@ class Row:
     ) -> Row:
         """Make the row of one document from the ids and log-probabilities of each record."""
         start = mark_one_document(len(tokens))
-        return cls(
-            where, np.asarray(tokens, np.int64), start, positions, *pad_records(records), gold
-        )
+        ids = np.asarray(tokens, np.int64)
+        return cls(where, ids, start, positions, *pad_records(records), gold)
 
     def keep(self, mask: NDArray[np.bool_]) -> Row:
         """Return the row with only the records where ``mask`` (N,) is true."""
@@ -115,12 +114,8 @@ def require_token_id(token: Any) -> int:
 
     Raises ``ValueError`` for fractions, flags and text, which int() accepts.
     """
-    if (
-        isinstance(token, bool)
-        or not isinstance(token, int | float)
-        or token % 1
-        or abs(token) >= 1 << 63
-    ):
+    is_number = isinstance(token, int | float) and not isinstance(token, bool)
+    if not is_number or token % 1 or abs(token) >= 1 << 63:
         raise ValueError(f"expected a whole number as a token id, got {token!r}")
     return int(token)
 
@@ -173,9 +168,8 @@ def check_row(
     # A stable sort keeps equal entries in the order of the source.
     order = np.argsort(-row.logprobs, axis=1, kind="stable")
     ids, logprobs = (np.take_along_axis(each, order, axis=1) for each in (row.ids, row.logprobs))
-    row = _normalise_row(
-        replace(row, ids=ids, logprobs=logprobs), row.rounding if tolerance is None else tolerance
-    )
+    row = replace(row, ids=ids, logprobs=logprobs)
+    row = _normalise_row(row, row.rounding if tolerance is None else tolerance)
     _require_room(row, vocabulary, remedies)
     return replace(row, gold=_find_gold(row))
 
@@ -183,10 +177,8 @@ def check_row(
 def _require_tokens(row: Row, vocabulary: int) -> None:
     strange = row.tokens[(row.tokens < 0) | (row.tokens >= vocabulary)]
     if len(strange):
-        detail = (
-            f"{row.where}: token id {int(strange[0])} lies outside "
-            f"the tokenizer's {vocabulary} tokens."
-        )
+        where = f"{row.where}: token id {int(strange[0])}"
+        detail = f"{where} lies outside the tokenizer's {vocabulary} tokens."
         raise DataError(detail, "Name the folder of the tokenizer that the records were made with.")
 
 
@@ -197,17 +189,13 @@ def _require_ids(row: Row, vocabulary: int) -> None:
     there = np.isfinite(row.logprobs)
     wrong = np.isnan(row.logprobs) | (row.logprobs == np.inf)
     for place in np.flatnonzero((wrong | ~there.any(axis=1, keepdims=True)).any(axis=1))[:1]:
-        raise row.refuse(
-            place, "the log-probabilities are not finite numbers.", _OTHER_CONFIGURATION
-        )
+        what = "the log-probabilities are not finite numbers."
+        raise row.refuse(place, what, _OTHER_CONFIGURATION)
     outside = there & ((row.ids < 0) | (row.ids >= vocabulary))
     for place in np.flatnonzero(outside.any(axis=1))[:1]:
         worst = int(row.ids[place][outside[place]][0])
-        raise row.refuse(
-            place,
-            f"id {worst} lies outside the tokenizer's {vocabulary} tokens.",
-            _OTHER_CONFIGURATION,
-        )
+        what = f"id {worst} lies outside the tokenizer's {vocabulary} tokens."
+        raise row.refuse(place, what, _OTHER_CONFIGURATION)
     # Equal ids stand side by side after a sort; places without an entry get -1.
     sorted_ids = np.sort(np.where(there, row.ids, -1), axis=1)
     twice = (sorted_ids[:, 1:] == sorted_ids[:, :-1]) & (sorted_ids[:, 1:] >= 0)
@@ -226,17 +214,11 @@ def _normalise_row(row: Row, tolerance: float) -> Row:
     total = mass if row.residual is None else np.logaddexp(mass, row.residual)
     lowest = -np.inf if row.residual is None else np.log1p(-row.rounding)
     for place in np.flatnonzero((total > np.log1p(tolerance)) | (total < lowest))[:1]:
-        limit = (
-            f"more than 1 + {tolerance:g}"
-            if total[place] > 0
-            else f"less than 1 - {row.rounding:g}"
-        )
+        more = f"more than 1 + {tolerance:g}"
+        limit = more if total[place] > 0 else f"less than 1 - {row.rounding:g}"
         what = f"the probabilities sum to {np.exp(min(total[place], 99.0)):.5g}, {limit}."
-        remedy = (
-            f"{_OTHER_CONFIGURATION} If a lossy format explains this error, "
-            "raise the mass tolerance."
-        )
-        raise row.refuse(place, what, remedy)
+        remedy = "If a lossy format explains this error, raise the mass tolerance."
+        raise row.refuse(place, what, f"{_OTHER_CONFIGURATION} {remedy}")
     if row.residual is not None:
         return row
     whole = mass > -_WHOLE
@@ -259,16 +241,12 @@ def _require_room(row: Row, vocabulary: int, remedies: Mapping[str, str] | None)
     slack = FITTED_SLACK if row.fitted else RESIDUAL_SLACK
     with np.errstate(divide="ignore"):
         room = last + slack + np.log(np.maximum(vocabulary - counts, 0))
-    for place in np.flatnonzero(
-        np.exp(row.residual) > np.exp(np.minimum(room, 0.0)) + row.rounding
-    )[:1]:
+    missing = np.exp(row.residual)
+    for place in np.flatnonzero(missing > np.exp(np.minimum(room, 0.0)) + row.rounding)[:1]:
         # A rare token that is the next one of another record looks like a last entry.
         Alignment().add(row, remedies)
-        what = (
-            f"{np.exp(row.residual[place]):.4f} of the probability is missing, "
-            "and cannot lie below the last entry."
-        )
-        raise row.refuse(place, what, _OTHER_CONFIGURATION)
+        what = "of the probability is missing, and cannot lie below the last entry."
+        raise row.refuse(place, f"{missing[place]:.4f} {what}", _OTHER_CONFIGURATION)
 
 
 def _find_gold(row: Row) -> NDArray[Any]:
@@ -353,22 +331,19 @@ class Alignment:
         "t + 2". Without one, the caller is to give records of the following token.
         """
         best = int(self.gains.argmax())
-        here, there = (int(self.found[each]) for each in (SHIFTS.index(0), best))
+        own, other = (int(self.found[each]) for each in (SHIFTS.index(0), best))
         # A text that the teacher does not know may fit by chance, and one of repetitions one place
         # too late. So another place must also contain what the entries expect, and far more than
         # this one: three times or, in many records, by six standard errors of the difference.
-        more = there - here >= LEAST_PROOF and there >= max(3 * here, 0.8 * self.mass)
-        if self.gains[best] > BEYOND_DOUBT and (
-            more or there - here > 6 * np.sqrt(there + here + 1)
-        ):
+        more = other - own >= LEAST_PROOF and other >= max(3 * own, 0.8 * self.mass)
+        more = more or other - own > 6 * np.sqrt(other + own + 1)
+        if self.gains[best] > BEYOND_DOUBT and more:
             place = f"t + {SHIFTS[best] + 1}".replace(" + 0", "").replace("+ -", "- ")
             count = "one" if abs(SHIFTS[best]) == 1 else str(abs(SHIFTS[best]))
+            remedy = "Give the records of the token that follows each position."
             raise DataError(
                 f"{', '.join(names)}: the records are off by {count}. The record of position t "
-                f"belongs to token t + 1, but contains it in only "
-                f"{here / self.records:.0%} of all places, and token {place} in "
-                f"{there / self.records:.0%}.",
-                (remedies or {}).get(
-                    place, "Give the records of the token that follows each position."
-                ),
+                f"belongs to token t + 1, but contains it in only {own / self.records:.0%} of all "
+                f"places, and token {place} in {other / self.records:.0%}.",
+                (remedies or {}).get(place, remedy),
             )

@@ -19,14 +19,21 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from cache.disk import list_file_sizes, make_folder, remove_path, storage_errors, sync_path
+from cache.disk import (
+    list_file_sizes,
+    make_folder,
+    measure_path,
+    remove_path,
+    storage_errors,
+    sync_path,
+)
 from cache.errors import StorageError
 from kd.config.jobfile import read_record
 from kd.errors import ModelError
 from kd.evaluation.model_card import write_provenance
 from kd.files import locate_temporary, read_json, whole_folder
-from kd.models.folder import ADAPTER_FOLDER, BASE_FOLDER, resolve_model
-from kd.models.saving import load_saved_student, save_model
+from kd.models.folder import ADAPTER_CONFIG, ADAPTER_FOLDER, BASE_FOLDER
+from kd.models.saving import find_base, load_saved_student, save_model
 from kd.progress import Monitor
 
 Form = Literal["merged", "adapter", "gguf"]
@@ -34,9 +41,10 @@ Form = Literal["merged", "adapter", "gguf"]
 CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
 #: The precisions of a GGUF file that the converter writes.
 OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
-_ADAPTER_CONFIG = "adapter_config.json"
 #: Characters of the converter's last line that a message holds.
 _LONGEST_LINE = 300
+#: What to do where a student has no adapters of its own.
+_WHOLE = "Use --to merged or --to gguf."
 _UNKNOWN_TOKENIZER = "pre-tokenizer was not recognized"
 
 
@@ -71,12 +79,7 @@ class StudentExport:
         with storage_errors(self.out.parent):
             make_folder(self.out.parent)
             write[self.form]()
-        size = (
-            sum(list_file_sizes(self.out).values())
-            if self.out.is_dir()
-            else self.out.stat().st_size
-        )
-        return {"form": self.form, "path": str(self.out), "bytes": size}
+        return {"form": self.form, "path": str(self.out), "bytes": measure_path(self.out)}
 
     def _write_merged(self) -> None:
         with whole_folder(self.out) as folder:
@@ -84,17 +87,13 @@ class StudentExport:
 
     def _write_adapter(self) -> None:
         """Write the adapters at the root of the folder, as peft does, with the tokenizer."""
-        settings = read_json(self.folder / ADAPTER_FOLDER / _ADAPTER_CONFIG)
+        settings = read_json(self.folder / ADAPTER_FOLDER / ADAPTER_CONFIG)
         if settings is None:
-            raise ModelError(
-                f"{self.folder} has no adapters: its job had no student.lora.",
-                "Use --to merged or --to gguf.",
-            )
+            what = f"{self.folder} has no adapters: its job had no student.lora."
+            raise ModelError(what, _WHOLE)
         if settings["base_model_name_or_path"] == BASE_FOLDER:
-            raise ModelError(
-                f"The adapters of {self.folder} belong to a model that is nowhere but in it.",
-                "Use --to merged or --to gguf.",
-            )
+            what = f"The adapters of {self.folder} belong to a model that is nowhere but in it."
+            raise ModelError(what, _WHOLE)
         with whole_folder(self.out) as folder:
             shutil.copytree(self.folder / ADAPTER_FOLDER, folder, dirs_exist_ok=True)
             _copy_rest(self.folder, folder, excluded=(".safetensors", "config.json"))
@@ -137,14 +136,7 @@ def merge_into(student: Path, folder: Path) -> None:
 
 def _find_base_dtype(student: Path) -> torch.dtype:
     """The precision in which the base of the student's adapters is stored."""
-    settings = read_json(student / ADAPTER_FOLDER / _ADAPTER_CONFIG)
-    own = student / BASE_FOLDER
-    base_folder = (
-        own
-        if own.is_dir()
-        else resolve_model(settings["base_model_name_or_path"], settings["revision"])
-    )
-    found = AutoConfig.from_pretrained(base_folder).dtype
+    found = AutoConfig.from_pretrained(find_base(student)).dtype
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
