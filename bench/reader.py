@@ -52,6 +52,7 @@ from bench.speed import (
     make_teacher,
     read_cpu_name,
 )
+from bench.support.caches import make_codec, make_identity, make_lm_head, make_records
 from cache.codec import Codec
 from cache.disk import list_file_sizes
 from cache.manifest import CacheIdentity, Provenance
@@ -60,7 +61,6 @@ from cache.profiles.whole import HiddenReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
 from cache.store import Cache, open_cache
-from cache.testing import make_codec, make_identity, make_lm_head, make_records
 from cache.writing.writer import open_writer
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig

@@ -68,6 +68,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.support.caches import make_codec, make_identity
 from bench.support.timing import (
     Machine,
     TimingRow,
@@ -81,7 +82,6 @@ from bench.support.timing import (
 from cache.manifest import CacheIdentity, Provenance
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache
-from cache.testing import make_codec, make_identity
 from cache.writing.writer import open_writer
 from kd.capture.recording import LOGIT_ELEMENTS, Recorder, TailMeter
 from kd.capture.teacher import Teacher

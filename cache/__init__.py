@@ -43,5 +43,4 @@ seal a digest in the manifest, and the manifest a digest of itself.
     codec.py      records as small integers           store.py       capture, open, verify, list
     idcode.py     token ids in few bits               inspection.py  compare, count
     layout.py     records <-> arrays of a shard       operations.py  find, remove
-    testing.py    small valid data for tests
 """

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.capture import CaptureSizes, SimulatedDevice, make_shard_identity, make_texts
+from bench.support.caches import PROVENANCE, make_token_map
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences, TailSums
-from cache.testing import PROVENANCE, make_token_map
 from cache.writing.writer import CacheWriter, open_helper, open_writer
 from kd.capture.recording import TeacherReading
 from kd.capture.shards import CaptureReport, record_ranges

@@ -34,12 +34,12 @@ import numpy as np
 import torch
 
 from bench.speed import read_cpu_name
+from bench.support.caches import PROVENANCE, make_codec, make_identity, make_records, make_sequences
 from cache.manifest import CacheIdentity
 from cache.shards.entries import ShardEntry
 from cache.shards.names import MANIFEST
 from cache.shards.pieces import write_pieces
 from cache.store import open_cache
-from cache.testing import PROVENANCE, make_codec, make_identity, make_records, make_sequences
 from cache.writing.writer import open_writer
 from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
 from kd.text.batches import CachedRecords

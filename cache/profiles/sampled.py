@@ -32,7 +32,6 @@ from cache.profiles.profile import (
     ReadColumn,
     Reading,
     Schema,
-    copy_known,
 )
 from cache.random import PURPOSE_ROUNDING, PURPOSE_TAIL_ROUNDING, draw_uniforms
 from cache.records import Records, compute_offsets
@@ -148,32 +147,6 @@ class Sampled(Profile):
             self.head_dtype()
         )
 
-    def make_example(
-        self,
-        rng: np.random.Generator,
-        numbers: CodecNumbers,
-        known: NDArray[Any],
-        logp_NV: NDArray[Any],
-    ) -> Sample:
-        """Take every token above the threshold, and one to four others in each draw, at random."""
-        free_NV = np.ones(logp_NV.shape, bool)
-        free_NV[:, [0, *numbers.always_keep]] = False
-        head_NV = free_NV & (np.exp(logp_NV) > numbers.threshold)
-        tail_count = rng.integers(1, 5, len(logp_NV))
-        others = [np.flatnonzero(row) for row in free_NV & ~head_NV]
-        picks = [
-            np.stack([rng.choice(ids, count, replace=False) for _ in range(numbers.draws)], axis=1)
-            for ids, count in zip(others, tail_count.tolist(), strict=True)
-        ]
-        return Sample(
-            **copy_known(known, logp_NV),
-            head_count=head_NV.sum(1),
-            head_ids=np.nonzero(head_NV)[1],
-            head_logprobs=logp_NV[head_NV],
-            tail_count=tail_count,
-            tail_ids=np.concatenate([np.empty((0, numbers.draws), np.int64), *picks]),
-        )
-
     # ------------------------------------------------------------------ what people see of them
 
     def measure(self, numbers: CodecNumbers, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -278,22 +251,6 @@ class Tempered(Sampled):
         columns["tail_logprobs"] = np.minimum(np.stack(steps, axis=1), 255).astype(np.uint8)
         columns["partition"] = round_to_fixed_point(reading.partition, PARTITION_STEP, np.int16)
         return columns
-
-    def make_example(
-        self,
-        rng: np.random.Generator,
-        numbers: CodecNumbers,
-        known: NDArray[Any],
-        logp_NV: NDArray[Any],
-    ) -> Sample:
-        """Add the tail's log-probabilities, and a random partition at four knots."""
-        found = super().make_example(rng, numbers, known, logp_NV)
-        rows_M1 = np.repeat(np.arange(len(logp_NV)), found.tail_count)[:, None]
-        own = {
-            "tail_logprobs": logp_NV[rows_M1, found.tail_ids],
-            "partition": rng.normal(-2, 1, (len(logp_NV), 4, 2)),
-        }
-        return Sample(**{**vars(found), **own})
 
 
 def draw_for_entries(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.support.caches import make_cache, make_identity, make_shard
 from cache.checking.verify import verify_cache
 from cache.errors import CacheError, CacheNotFound
 from cache.operations import find_garbage, remove_cache, remove_garbage
@@ -10,7 +11,6 @@ from cache.remote import bucket as bucket_module
 from cache.remote.address import StoreAddress, bind_caches
 from cache.remote.bucket import Bucket, is_stored
 from cache.store import open_cache
-from cache.testing import make_cache, make_identity, make_shard
 from cache.writing.writer import open_writer
 
 DAY = 86400.0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.caches import PROVENANCE, fill_cache, make_cache, make_identity, make_shard
 from cache.checking.listing import list_caches
 from cache.checking.verify import find_extras, verify_cache
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch
@@ -27,7 +28,6 @@ from cache.shards.names import MANIFEST
 from cache.shards.pieces import EntryPieces, write_pieces
 from cache.shards.runs import ShardRuns
 from cache.store import measure_cache_bytes, open_cache, read_manifest, replace_fidelity
-from cache.testing import PROVENANCE, fill_cache, make_cache, make_identity, make_shard
 from cache.writing.writer import open_writer
 from tests.support.caches import captured, child, content, equal, flip
 
@@ -234,7 +234,7 @@ from pathlib import Path
 from cache.manifest import CacheIdentity
 from cache.shards import entries
 from cache.writing.writer import open_writer
-from cache.testing import fill_cache
+from bench.support.caches import fill_cache
 
 entries.PIECE_SHARDS = 2
 deadly = int(sys.argv[3])

@@ -15,9 +15,9 @@ from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
+from bench.support.caches import make_cache, make_codec, make_identity
 from bench.support.paths import ROOT
 from cache.store import open_cache as open_store
-from cache.testing import make_cache, make_codec, make_identity
 from kd.cached.loss import DistillationLoss, make_training_batch
 from kd.cached.opening import OpenCache, open_cache
 from kd.cached.trainer import CachedDistillationTrainer

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow
 import pytest
 
+from bench.support.caches import make_codec, make_identity
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.codec import Codec
@@ -23,7 +24,6 @@ from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences
 from cache.remote.address import bind_caches
 from cache.store import open_cache
-from cache.testing import make_codec, make_identity
 from kd.capture.estimate import storage, text
 from kd.capture.estimate.job import Estimate, estimate_by_table
 from kd.capture.estimate.storage import (

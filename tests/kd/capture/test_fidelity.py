@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.support.caches import make_cache
 from cache.checking.listing import summarise_cache
 from cache.checking.verify import verify_cache
 from cache.manifest import FidelityRow
 from cache.reading.arrays import make_chunk_memory
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache, read_manifest, replace_fidelity
-from cache.testing import make_cache
 from kd.capture.capturing import summarise_cache as describe_cache
 from kd.capture.fidelity.bounds import LARGEST_Z
 from kd.capture.fidelity.live import LiveTeacher, TeacherLocation

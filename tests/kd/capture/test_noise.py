@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.support.caches import make_cache, make_identity
 from cache.checking.verify import verify_cache
 from cache.manifest import FidelityOverride, Manifest
 from cache.reading.arrays import make_chunk_memory
 from cache.records import Sequences
 from cache.store import Cache, open_cache, read_manifest, replace_fidelity
-from cache.testing import make_cache, make_identity
 from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.fidelity.measure import FidelityMeasurement, measure_fidelity
 from kd.capture.fidelity.verdict import find_out_of_bounds

@@ -24,13 +24,13 @@ import yaml
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.support.caches import make_codec, make_identity
 from cache.checking.verify import verify_cache
 from cache.disk import hash_file, list_file_sizes
 from cache.profiles.table import PROFILES
 from cache.records import Records
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP
 from cache.store import open_cache
-from cache.testing import make_codec, make_identity
 from kd.capture import teacher as reading
 from kd.capture.plan import plan_capture, require_counters
 from kd.capture.recording import Recorder

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.support.caches import make_cache, make_identity
 from cache.reading.disk import DiskReads
 from cache.store import open_cache
-from cache.testing import make_cache, make_identity
 from kd.checks.slow_disk import STEPS, DiskWatch
 from kd.checks.watch import WARM_UP, StepSeconds
 from kd.progress import Event, Monitor

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.support.caches import make_cache, make_identity
+from bench.support.caches import make_codec as codec_identity
 from cache.codec import Codec
 from cache.rounding import (
     ENTROPY_STEP,
@@ -25,8 +27,6 @@ from cache.rounding import (
     round_to_bfloat16,
 )
 from cache.store import open_cache
-from cache.testing import make_cache, make_identity
-from cache.testing import make_codec as codec_identity
 from kd.config.train import TrainConfig
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import compute_distillation_loss

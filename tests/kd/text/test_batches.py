@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.support.caches import make_cache, make_codec, make_identity, make_records, make_sequences
 from cache.codec import Codec
 from cache.reading.disk import DiskReads
 from cache.records import Records, Sequences
 from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity, make_records, make_sequences
 from kd.config.data import DataConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError

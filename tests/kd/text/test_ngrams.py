@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.support.caches import make_cache, make_codec, make_identity
 from cache.records import Sequences
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity
 from kd.text import ngrams
 from kd.text.batches import CachedRecords, PlainText
 from kd.text.corpus import Corpus

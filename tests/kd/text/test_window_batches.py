@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from bench.support.caches import make_cache, make_codec, make_identity
 from cache import shard
 from cache.reading.arrays import ArrayFolder
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity
 from kd.config.train import TrainConfig
 from kd.text.batches import CachedRecords, make_batch
 from kd.text.shuffling import EpochWindows

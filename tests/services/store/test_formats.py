@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from redis.exceptions import ResponseError
 
+from bench.support.caches import make_cache
 from bench.support.harness import Parts, make_config
 from cache.disk import locked, write_file
 from cache.manifest import FORMAT_VERSION, sign_json, verify_json
-from cache.testing import make_cache
 from kd.client.wire.service import WorkerState
 from kd.errors import TrainingError
 from kd.files import LOCK, MARK, write_json
