@@ -65,7 +65,6 @@ from cache.writing.writer import open_writer
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
 from kd.models.loading import hide_progress_bars
-from kd.text.batches import CachedRecords
 from kd.text.shuffling import EpochWindows
 from kd.text.steps import order as ordering
 from kd.text.steps.reading import TimedIterator, read_training_batches
@@ -242,9 +241,7 @@ def read_steps(store: Cache, order: str, tokens: int | None = None) -> Reading:
     began = time.perf_counter()
     began_cpu = time.process_time()
     read = sum(
-        len(batch)
-        for step in read_training_batches(CachedRecords(store), options, range(steps))
-        for batch in step
+        len(batch) for step in read_training_batches(store, options, range(steps)) for batch in step
     )
     return Reading(read, time.perf_counter() - began, time.process_time() - began_cpu)
 
@@ -344,11 +341,9 @@ def read_cold(folder: Path, limit: int, rounds: int) -> Reading:
 def measure_wait(folder: Path, limit: int) -> float:
     """Measure the share of its time that a simulated student waits for its batches."""
     drop_from_system_memory(folder)
-    source = CachedRecords(open_cache(folder, memory_bytes=limit))
-    options = choose_options(source.store, "windows").model_copy(
-        update={"dataloader_num_workers": 1}
-    )
-    steps = min(len(source.store.train) // options.batch_size, 64)
+    source = open_cache(folder, memory_bytes=limit)
+    options = choose_options(source, "windows").model_copy(update={"dataloader_num_workers": 1})
+    steps = min(len(source.train) // options.batch_size, 64)
     timed = TimedIterator(read_training_batches(source, options, range(steps)))
     began = time.perf_counter()
     first = None

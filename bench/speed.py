@@ -95,7 +95,7 @@ from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import hide_progress_bars
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
 from kd.optim.optimizers import make_optimizer
-from kd.text.batches import Batch, CachedRecords, make_batch
+from kd.text.batches import Batch, make_batch
 from kd.text.steps.order import list_step_indices
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "kd.capture.teacher", "kd.training.loop"]
@@ -405,7 +405,7 @@ def make_loader_task(sizes: BenchmarkSizes, folder: Path) -> Task:
     store = seal_cache(
         sizes, folder, make_random_documents(sizes, BATCHES * sizes.batch), "threshold"
     )
-    source = CachedRecords(store)
+    source = store
     steps = count()
 
     def load() -> Batch:
@@ -421,7 +421,7 @@ def make_loader_task(sizes: BenchmarkSizes, folder: Path) -> Task:
     return Task(variants, sizes.tokens, partial(measure_per_core, store, sizes.batch))
 
 
-def read_batch(source: CachedRecords, size: int, step: int) -> Batch:
+def read_batch(source: Cache, size: int, step: int) -> Batch:
     return make_batch(*source.read(list_step_indices(source.train_count, size, 0, step)))
 
 
@@ -437,7 +437,7 @@ def measure_per_core(store: Cache, size: int) -> str:
     """Measure how much one core reads in a second, and what opening a shard costs once."""
     tokens = store.manifest.positions
     entries = store.manifest.entries
-    source = CachedRecords(open_cache(store.folder))
+    source = open_cache(store.folder)
     seconds = []
     for epoch in range(4):
         began = time.process_time()

@@ -258,8 +258,22 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
         for name, file in shard.seal.files.items():
             array, below, _ = name.partition("/")
             sizes |= {array: sizes.get(array, 0) + file.bytes} if below else {}
-        for split, losses in _sum_gold_losses(opened, index, shard).items():
-            gold[split] += losses
+        first = opened.identity.shard_range(index).start
+        train = int(np.clip(opened.identity.data.train_sequences - first, 0, shard.seal.sequences))
+        offset_S = shard.read_array("offsets")[:, 0].astype(np.int64)
+        known_NK = shard.read_array("known")
+        for split, part in zip(_SPLITS, (offset_S[: train + 1], offset_S[train:]), strict=True):
+            gold[split] += sum_gold_losses(known_NK[part[0] : part[-1]], np.diff(part))
+    manifest = opened.manifest
+    folders = {
+        "lm_head": manifest.head.bytes,
+        "token_map": manifest.token_map.bytes,
+        "tail_mean": manifest.tail_mean.bytes,
+        "first_tails": manifest.first_tails.bytes,
+    }
+    whole = measure_cache_bytes(opened.folder, manifest)
+    named = dict(sorted(sizes.items(), key=lambda item: -item[1]))
+    named |= {name: size for name, size in folders.items() if size}
     return CacheStats(
         fingerprint=opened.identity.fingerprint,
         profile=opened.codec.profile,
@@ -269,7 +283,7 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
         entropy=make_entropy_histogram(sums["entropy"]),
         kept_mass=make_mass_histogram(sums["mass"], float(sums["mass_sum"])),
         entries=summarise_entries(sums["entries"]),
-        bytes=_add_rest(opened, sizes),
+        bytes={**named, "index": whole - sum(named.values())},
         gold={split: _summarise_gold(losses) for split, losses in gold.items()},
     )
 
@@ -296,18 +310,6 @@ def tally_records(codec: Codec, read: ReadColumn) -> dict[str, NDArray[Any]]:
         "mass": np.bincount(bins_N, minlength=MASS_BINS),
         "mass_sum": mass_N.sum(),
         "entries": np.bincount(entries_N, minlength=codec.rules.bound_entries(codec) + 1),
-    }
-
-
-def _sum_gold_losses(opened: Cache, index: int, shard: ArrayFolder) -> dict[str, BlockLosses]:
-    """Sum the teacher's losses on the text of one shard, by split."""
-    first = opened.identity.shard_range(index).start
-    train = int(np.clip(opened.identity.data.train_sequences - first, 0, shard.seal.sequences))
-    offset_S = shard.read_array("offsets")[:, 0].astype(np.int64)
-    known_NK = shard.read_array("known")
-    return {
-        split: sum_gold_losses(known_NK[part[0] : part[-1]], np.diff(part))
-        for split, part in zip(_SPLITS, (offset_S[: train + 1], offset_S[train:]), strict=True)
     }
 
 
@@ -367,20 +369,6 @@ def _summarise_gold(losses: BlockLosses) -> GoldStats:
     if found is None or losses.mean is None:
         return GoldStats(0, None, None, None)
     return GoldStats(found.tokens, -losses.mean, found.value, found.interval)
-
-
-def _add_rest(opened: Cache, sizes: dict[str, int]) -> dict[str, int]:
-    manifest = opened.manifest
-    folders = {
-        "lm_head": manifest.head.bytes,
-        "token_map": manifest.token_map.bytes,
-        "tail_mean": manifest.tail_mean.bytes,
-        "first_tails": manifest.first_tails.bytes,
-    }
-    whole = measure_cache_bytes(opened.folder, opened.manifest)
-    named = dict(sorted(sizes.items(), key=lambda item: -item[1]))
-    named |= {name: size for name, size in folders.items() if size}
-    return {**named, "index": whole - sum(named.values())}
 
 
 def _average(values: NDArray[Any]) -> float | None:

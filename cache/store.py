@@ -132,14 +132,34 @@ class Cache:
         return self.manifest.identity
 
     @property
+    def fingerprint(self) -> str:
+        """The name of the content: a hash of the identity."""
+        return self.identity.fingerprint
+
+    @property
+    def train_count(self) -> int:
+        """Number of training sequences; their numbers come first."""
+        return self.identity.data.train_sequences
+
+    @property
+    def validation_count(self) -> int:
+        """Number of held-out sequences."""
+        return self.identity.data.validation_sequences
+
+    @property
+    def shard_sequences(self) -> int:
+        """Sequences of a shard."""
+        return self.identity.codec.shard_sequences
+
+    @property
     def train(self) -> range:
         """The numbers of the training sequences."""
-        return range(self.identity.data.train_sequences)
+        return range(self.train_count)
 
     @property
     def validation(self) -> range:
         """The numbers of the validation sequences."""
-        return range(self.identity.data.train_sequences, len(self))
+        return range(self.train_count, len(self))
 
     @property
     def bytes_per_token(self) -> float:
@@ -148,8 +168,9 @@ class Cache:
             size = measure_cache_bytes(self.folder, self.manifest)
         return size / max(self.manifest.positions, 1)
 
-    def measure_decoded_sequence(self) -> int:
-        """Measure the bytes of a sequence in decoded chunks, on average over the first shard.
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of a sequence in decoded chunks, on average over the first shard.
 
         One sample of its tails counts, because an epoch reads one. The metadata of the arrays tells
         it, so no chunk of them is decoded. Raises as ``read`` does.
@@ -182,7 +203,7 @@ class Cache:
 
         Raises as ``read`` does.
         """
-        size = self.identity.codec.shard_sequences
+        size = self.shard_sequences
         index, row = divmod(numbers.start, size)
         if not 0 <= numbers.start < numbers.stop <= min((index + 1) * size, len(self)):
             raise IndexError(f"{numbers} are not sequences of one shard of {len(self)} sequences.")
@@ -207,7 +228,7 @@ class Cache:
         """
         if self.mirror is None:
             return
-        for index in np.unique(numbers // self.identity.codec.shard_sequences).tolist():
+        for index in np.unique(numbers // self.shard_sequences).tolist():
             self.mirror.prefetch(name_shard(index), self.entries[index].digest)
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
@@ -262,7 +283,7 @@ class Cache:
         # In the order of the file, so that sequences of one chunk follow one another: the chunk is
         # decoded once even where memory is too small for the chunks of all of them.
         for place in np.argsort(numbers, kind="stable").tolist():
-            index, row = divmod(numbers[place], self.identity.codec.shard_sequences)
+            index, row = divmod(numbers[place], self.shard_sequences)
             shard = self._open_shard(index)
             parts[place] = shard.read_sequence(row, draws[place])
             orders[place] = shard.read_order()

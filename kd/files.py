@@ -79,18 +79,14 @@ def whole_folder(final: Path) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
-            _open_to_readers(temporary)
+            # All files get the rights that the umask leaves: safetensors lets only the owner read.
+            rights = temporary.stat().st_mode & 0o666
+            for path in temporary.rglob("*"):
+                if path.is_file() and not path.is_symlink():
+                    path.chmod(path.stat().st_mode | rights)
             publish_folder(temporary, final)
         finally:
             remove_path(temporary)
-
-
-def _open_to_readers(folder: Path) -> None:
-    """Give all files the rights that the umask leaves: safetensors lets only the owner read."""
-    rights = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            path.chmod(path.stat().st_mode | rights)
 
 
 def locate_temporary(final: Path) -> Path:

@@ -124,28 +124,23 @@ class Sampled(Profile):
     ) -> dict[str, NDArray[Any]]:
         """Encode head and tail. Raises ``ValueError`` for a head entry too small for its type."""
         counts = _choose_count_dtype(numbers)
-        return {
-            "head_count": reading.head_count.astype(counts),
-            "head_ids": numbers.narrow_ids("head_ids", reading.head_ids),
-            "head_logprobs": self._encode_head(numbers, reading, places),
-            "tail_count": reading.tail_count.astype(counts),
-            "tail_ids": numbers.narrow_ids("tail_ids", reading.tail_ids),
-        }
-
-    def _encode_head(
-        self, numbers: CodecNumbers, sample: Sample, places: RecordPositions
-    ) -> NDArray[Any]:
-        logprobs = sample.head_logprobs
+        logprobs = reading.head_logprobs
         lowest = self.lowest_head(numbers)
         if logprobs.size and (
             logprobs.min() < lowest - _HEAD_SLACK or logprobs.max() > _HEAD_SLACK
         ):
             got = f"{logprobs.min():.4f} to {logprobs.max():.4f}"
             raise ValueError(f"head_logprobs must lie in [{lowest:.4f}, 0], but got {got}.")
-        draws = draw_for_entries(numbers.seed, PURPOSE_ROUNDING, sample.head_count, places)
-        return round_stochastically(logprobs, self.head_step(numbers), draws).astype(
-            self.head_dtype()
-        )
+        draws = draw_for_entries(numbers.seed, PURPOSE_ROUNDING, reading.head_count, places)
+        return {
+            "head_count": reading.head_count.astype(counts),
+            "head_ids": numbers.narrow_ids("head_ids", reading.head_ids),
+            "head_logprobs": round_stochastically(logprobs, self.head_step(numbers), draws).astype(
+                self.head_dtype()
+            ),
+            "tail_count": reading.tail_count.astype(counts),
+            "tail_ids": numbers.narrow_ids("tail_ids", reading.tail_ids),
+        }
 
     # ------------------------------------------------------------------ what people see of them
 

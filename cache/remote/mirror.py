@@ -288,15 +288,11 @@ class Mirror:
             pieces,
         )
 
-    def publish_manifest(self, data: bytes, accepts: Callable[[bytes], bool]) -> bytes:
-        """Put the manifest, unless another writer's is there that ``accepts`` takes.
-
-        Returns the bytes of the manifest that is in the bucket afterwards.
-        """
-        return self.change_manifest(lambda found: found if found and accepts(found) else data)
-
     def change_manifest(self, change: Callable[[bytes | None], bytes]) -> bytes:
-        """Replace the manifest by ``change`` of it; others may change it at the same time."""
+        """Replace the manifest by ``change`` of it; return what is in the bucket afterwards.
+
+        Others may change it at the same time. ``change`` gets None where there is no manifest.
+        """
         key = self._name(MANIFEST)
         for _ in range(_ATTEMPTS):
             try:
@@ -369,7 +365,7 @@ class Mirror:
     @property
     def modified(self) -> float:
         """The time of the manifest by the server's clock, in seconds since 1970."""
-        return self.bucket.read_time(self._name(MANIFEST))
+        return self.bucket.find(self._name(MANIFEST)).modified
 
     # ------------------------------------------------------------------ names
 

@@ -366,7 +366,14 @@ class CacheWriter:
         The cache gets a mean tail if every shard was written with its sums.
         """
         manifest = self._make_manifest()  # raises before anything else is written
-        self._write_tail_mean(manifest.totals.bytes)
+        first, whole = self._add_tail_sums()
+        if whole is not None:
+            mean = whole.compute_mean(self.identity.codec.threshold)
+            self._write_once(TAIL_MEAN, encode_tail_mean(mean))
+            if first is not None and first.nbytes <= FIRST_TAILS_SHARE * manifest.totals.bytes:
+                self._write_once(FIRST_TAILS, first.to_arrays())
+        with storage_errors(self.folder):
+            remove_path(self.folder / TAIL_SUMS)
         manifest = replace(
             manifest,
             provenance=provenance,
@@ -386,27 +393,16 @@ class CacheWriter:
         if manifest.pieces is not None:
             mirror.publish_pieces(list_pieces(manifest.pieces))
 
-        def accepts(found: bytes) -> bool:
-            theirs = Manifest.from_bytes(found, str(mirror))
-            return (theirs.shards, theirs.pieces) == (manifest.shards, manifest.pieces)
+        def choose(found: bytes | None) -> bytes:
+            if found is not None:
+                theirs = Manifest.from_bytes(found, str(mirror))
+                if (theirs.shards, theirs.pieces) == (manifest.shards, manifest.pieces):
+                    return found
+            return manifest.to_bytes()
 
-        data = mirror.publish_manifest(manifest.to_bytes(), accepts)
+        data = mirror.change_manifest(choose)
         mirror.drop(TAIL_SUMS)
         return Manifest.from_bytes(data, str(mirror))
-
-    def _write_tail_mean(self, cache_bytes: int) -> None:
-        """Write and seal the mean tail, then remove the sums that it is made of.
-
-        The sums of the lasting shards stay, if they are a small part of ``cache_bytes``.
-        """
-        first, whole = self._add_tail_sums()
-        if whole is not None:
-            mean = whole.compute_mean(self.identity.codec.threshold)
-            self._write_once(TAIL_MEAN, encode_tail_mean(mean))
-            if first is not None and first.nbytes <= FIRST_TAILS_SHARE * cache_bytes:
-                self._write_once(FIRST_TAILS, first.to_arrays())
-        with storage_errors(self.folder):
-            remove_path(self.folder / TAIL_SUMS)
 
     def _add_tail_sums(self) -> tuple[TailSums | None, TailSums | None]:
         """Add up the sums of the lasting shards and those of all; None for what is not known.

@@ -172,16 +172,13 @@ def download_files(url: str, names: Sequence[str]) -> Path:
     """
     listing = list_stored(url)
     size = os.environ.get(BYTES_VARIABLE, "")
-    downloads = Downloads(_locate_folder(), int(size) if size.isdecimal() else DOWNLOAD_BYTES)
+    # Commands know their data folder as KD_HOME; a stage names its own.
+    home = Path(os.environ.get("KD_HOME") or "potstill-data").absolute()
+    root = Path(os.environ.get(FOLDER_VARIABLE) or home / DOWNLOADS)
+    downloads = Downloads(root, int(size) if size.isdecimal() else DOWNLOAD_BYTES)
     if listing.name not in _view.handles:
         _view.handles[listing.name] = downloads.hold(listing)
     return downloads.download(listing, list(names), _view.report)
-
-
-def _locate_folder() -> Path:
-    # Commands know their data folder as KD_HOME; a stage names its own.
-    home = os.environ.get("KD_HOME") or "potstill-data"
-    return Path(os.environ.get(FOLDER_VARIABLE) or Path(home).absolute() / DOWNLOADS)
 
 
 def describe_nothing(url: str) -> tuple[str, str]:

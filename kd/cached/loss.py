@@ -23,7 +23,6 @@ from kd.loss.fused import LossTerms, compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.models.lm_head import LMHead
 from kd.text.batches import Batch, find_packed_rows
-from kd.text.packed_rows import PackedRows
 
 
 class DistillationLoss(nn.Module):
@@ -103,18 +102,15 @@ class DistillationLoss(nn.Module):
                 f"lm_head must have at least {self.vocabulary} rows, as the cache's vocabulary "
                 f"has, but got {len(lm_head.weight)}."
             )
-        decoder = self._find_decoder(hidden_ND.device)
-        targets = decoder.decode(batch.gold_N, batch.teacher, self.temperature)
+        device = hidden_ND.device
+        if device not in self._decoders:
+            self._decoders[device] = TargetDecoder.of(self.store.open(), device)
+        targets = self._decoders[device].decode(batch.gold_N, batch.teacher, self.temperature)
         # The pass has its own precision: sums in float32, products in that of the hidden states.
-        with torch.autocast(hidden_ND.device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False):
             return compute_distillation_loss(
                 hidden_ND, lm_head, targets, self.objective, self.chunk_size
             )
-
-    def _find_decoder(self, device: torch.device) -> TargetDecoder:
-        if device not in self._decoders:
-            self._decoders[device] = TargetDecoder.of(self.store.open(), device)
-        return self._decoders[device]
 
 
 def make_training_batch(batch: Mapping[str, Any]) -> Batch:
@@ -132,16 +128,12 @@ def make_training_batch(batch: Mapping[str, Any]) -> Batch:
     target_BL = torch.zeros_like(labels_BL, dtype=torch.bool)
     target_BL[:, :-1] = labels_BL[:, 1:] != IGNORED
     rows_N = target_BL.flatten().nonzero().flatten()
+    positions_BL = batch["position_ids"]
+    packed = find_packed_rows(positions_BL.cpu(), target_BL.cpu().numpy())
     return Batch(
         tokens_BL=tokens_BL,
-        packed=_find_packed_rows(batch["position_ids"], target_BL),
+        packed=packed and packed.map(lambda each: each.to(positions_BL.device)),
         rows_N=rows_N,
         gold_N=tokens_BL.flatten()[rows_N + 1],
         teacher=batch["records"],
     )
-
-
-def _find_packed_rows(positions_BL: Tensor, target_BL: Tensor) -> PackedRows | None:
-    """Find the documents, on the device of the positions; None if every row is one document."""
-    packed = find_packed_rows(positions_BL.cpu(), target_BL.cpu().numpy())
-    return packed and packed.map(lambda each: each.to(positions_BL.device))

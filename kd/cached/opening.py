@@ -47,7 +47,7 @@ class OpenCache:
     @property
     def fingerprint(self) -> str:
         """The name of its content."""
-        return self.store.open().identity
+        return self.store.open().fingerprint
 
     @property
     def codec(self) -> Codec:
@@ -57,12 +57,12 @@ class OpenCache:
     @property
     def sequence_length(self) -> int:
         """Tokens of a sequence, L."""
-        return self.store.open().store.identity.data.sequence_length
+        return self.store.open().identity.data.sequence_length
 
     @property
     def packed(self) -> bool:
         """Whether a sequence may hold several documents, which attention must keep apart."""
-        return self.store.open().store.identity.data.packing
+        return self.store.open().identity.data.packing
 
     def stream(
         self,
@@ -108,7 +108,7 @@ def open_cache(
     source = store.open()
     decoding = Decoding(form, temperature, k)
     decoding.require_served(source.codec)
-    train, validation = source.store.train, source.store.validation
+    train, validation = source.train, source.validation
     return OpenCache(
         store,
         decoding,

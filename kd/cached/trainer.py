@@ -76,7 +76,13 @@ class CachedLoss:
         self.lm_head = find_student_head(student, opened.codec.vocabulary_size)
         if opened.packed:
             isolate_documents(student)
-        compute_in_forward(self.model)
+        # ``compute_loss`` hands the forward pass what it is to compute.
+        own = self.model.forward
+
+        def forward(*inputs: Any, compute: Callable[[], Tensor] | None = None, **named: Any) -> Any:
+            return own(*inputs, **named) if compute is None else compute()
+
+        self.model.forward = forward
         # Labels are then counted over all micro-batches of a step.
         self.model_accepts_loss_kwargs = True
 
@@ -178,16 +184,6 @@ class CachedDistillationTrainer(CachedLoss, Trainer):
 def find_student(model: Any) -> PreTrainedModel:
     """Return the model below adapters of peft, whose layers hold the adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def compute_in_forward(model: nn.Module) -> None:
-    """Let the forward pass of ``model`` return ``compute()`` where it is called with it."""
-    own = model.forward
-
-    def forward(*inputs: Any, compute: Callable[[], Tensor] | None = None, **named: Any) -> Any:
-        return own(*inputs, **named) if compute is None else compute()
-
-    model.forward = forward
 
 
 def sum_loss(

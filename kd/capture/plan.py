@@ -158,7 +158,15 @@ def make_capture_plan(
         make_codec_identity(config.cache, known.dtype),
     )
     # Only tokenizer and model show which ids exist: the job alone cannot be checked for this.
-    _require_vocabulary(identity)
+    size = identity.tokenizer.vocabulary_size
+    codec = identity.codec
+    too_large = [token for token in codec.always_keep if token >= size]
+    if too_large or codec.k > size:
+        field, got = ("always_keep", too_large[0]) if too_large else ("k", codec.k)
+        detail = f"{got} is more than the teacher has: its vocabulary is {size} tokens."
+        ids = "Ids run from 0; ask the tokenizer for them."
+        remedy = ids if too_large else f"Set it to {size} or less."
+        raise ConfigError([Problem(f"/cache/{field}", detail, remedy)])
     require_counters(identity)
     return CapturePlan(teacher, config.data, config.cache, tokenizer, corpus, identity)
 
@@ -182,19 +190,6 @@ def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> TeacherIdentit
         # Sums over several devices are rounded otherwise than those of one.
         parallel="" if section.parallel == "none" else section.parallel,
     )
-
-
-def _require_vocabulary(identity: CacheIdentity) -> None:
-    """Raise ``ConfigError`` where the job asks for tokens that the teacher does not have."""
-    size = identity.tokenizer.vocabulary_size
-    codec = identity.codec
-    too_large = [token for token in codec.always_keep if token >= size]
-    if too_large or codec.k > size:
-        field, got = ("always_keep", too_large[0]) if too_large else ("k", codec.k)
-        detail = f"{got} is more than the teacher has: its vocabulary is {size} tokens."
-        ids = "Ids run from 0; ask the tokenizer for them."
-        remedy = ids if too_large else f"Set it to {size} or less."
-        raise ConfigError([Problem(f"/cache/{field}", detail, remedy)])
 
 
 def require_counters(identity: CacheIdentity) -> None:

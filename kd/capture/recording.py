@@ -244,19 +244,17 @@ class Recorder:
         Allocating that memory anew would cost as much as a pass over it. The dtype is float32, or
         float64 where the hidden states have it.
         """
-        room_NV = self._find_room(chunk[0].hidden_ND, sum(len(piece.gold_N) for piece in chunk))
+        positions = sum(len(piece.gold_N) for piece in chunk)
+        wide = torch.promote_types(chunk[0].hidden_ND.dtype, torch.float32)
+        room = self._rooms.get(wide)
+        if room is None or len(room) < positions:
+            room = self._make_room(chunk[0].hidden_ND, positions, wide)
+            self._rooms[wide] = room
+        room_NV = room[:positions]
         parts = room_NV.split([len(piece.gold_N) for piece in chunk])
         for piece, part_NV in zip(chunk, parts, strict=True):
             self.lm_head.compute_logits(piece.hidden_ND, part_NV)
         return room_NV
-
-    def _find_room(self, hidden_ND: Tensor, positions: int) -> Tensor:
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        room = self._rooms.get(wide)
-        if room is None or len(room) < positions:
-            room = self._make_room(hidden_ND, positions, wide)
-            self._rooms[wide] = room
-        return room[:positions]
 
     def _make_room(self, hidden_ND: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
         if self.codec.rules.sums_tails and can_run_kernels(hidden_ND):

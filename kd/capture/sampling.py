@@ -205,7 +205,11 @@ class Sampler:
         """Return the sizes, set to 0 outside the tail, and the rows and ids (H,) of head tokens."""
         sizes = self._read(s_NV)
         sizes.size_NQU.flatten(1).scatter_(1, known_NA, 0.0)
-        head = _find_heads(sizes, self.codec.threshold)
+        # Only blocks that have a head token are searched.
+        threshold = self.codec.threshold
+        rows_q, blocks_q = (sizes.largest_NQ > threshold).nonzero(as_tuple=True)
+        which_H, place_H = (sizes.size_NQU[rows_q, blocks_q] > threshold).nonzero(as_tuple=True)
+        head = rows_q[which_H], blocks_q[which_H] * BLOCK + place_H
         sizes.size_NQU.flatten(1)[head] = 0.0
         return sizes, head
 
@@ -301,16 +305,6 @@ def make_sample(parts: Sequence[dict[str, np.ndarray]]) -> Sample:
     return Sample(**{name: np.concatenate([part[name] for part in parts]) for name in names})
 
 
-def _find_heads(sizes: TokenSizes, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return rows and ids (H,) of sizes above the threshold, ascending.
-
-    Searches only blocks that have one.
-    """
-    rows_q, blocks_q = (sizes.largest_NQ > threshold).nonzero(as_tuple=True)
-    which_H, place_H = (sizes.size_NQU[rows_q, blocks_q] > threshold).nonzero(as_tuple=True)
-    return rows_q[which_H], blocks_q[which_H] * BLOCK + place_H
-
-
 def _are_finite(sizes: TokenSizes | BlockSizes) -> Tensor:
     """Return whether the logits of all positions are finite, as a tensor of no dimension."""
     return (torch.isfinite(sizes.entropy_N) & (sizes.lse_N > LOWEST / 2)).all()
@@ -363,7 +357,13 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
     # larger thresholds keep the search by blocks: the bytes of their caches must not change.
     find: Callable[[_Points], Tensor]
     if isinstance(sizes, TokenSizes) and threshold < min(1 / 255, 1 / chance.blocks):
-        find = partial(_find_by_tokens, _accumulate_sizes(sizes, chance))
+        rows_N1 = torch.arange(len(sizes.size_NQU), device=chance.order_Q.device)[:, None]
+        arranged_NQU = (
+            sizes.size_NQU[:, chance.order_Q]
+            if chance.order_Q.dim() == 1
+            else sizes.size_NQU[rows_N1, chance.order_Q]
+        )
+        find = partial(_find_by_tokens, arranged_NQU.flatten(1).cumsum(1, dtype=torch.float64))
     else:
         find = partial(_find_by_blocks, sizes, running_NQ, chance)
     draws = []
@@ -398,17 +398,6 @@ def _order_ids(place_M: Tensor, rows_M: Tensor, chance: Randomness) -> Tensor:
         return keys_M.sort().values % vocabulary
     # numpy sorts numbers several times as fast as torch does.
     return torch.from_numpy(np.sort(keys_M.numpy()) % vocabulary)
-
-
-def _accumulate_sizes(sizes: TokenSizes, chance: Randomness) -> Tensor:
-    """Return the running sum of sizes over all tokens, with blocks in the order of ``chance``."""
-    rows_N1 = torch.arange(len(sizes.size_NQU), device=chance.order_Q.device)[:, None]
-    arranged_NQU = (
-        sizes.size_NQU[:, chance.order_Q]
-        if chance.order_Q.dim() == 1
-        else sizes.size_NQU[rows_N1, chance.order_Q]
-    )
-    return arranged_NQU.flatten(1).cumsum(1, dtype=torch.float64)
 
 
 def _find_by_tokens(running_NV: Tensor, points: _Points) -> Tensor:

@@ -97,12 +97,7 @@ def predict_slow_disk(
     each = size / max(positions, 1)
     if taken > each * FAST_TOKENS or size < taken * LEAST_DISK_SECONDS:
         return None
-    given = each * _measure_reader(reader, sequences)
-    return _describe_slow_disk(taken, given) if taken < given else None
-
-
-def _measure_reader(reader: RecordReader, sequences: Sequences) -> float:
-    """Return the positions a second of the teacher's second micro-batch, or of its only one."""
+    # The rate of the second micro-batch, or of the only one: the first one warms the teacher up.
     rate = 0.0
     began = time.monotonic()
     for delivery in islice(reader.deliver(sequences, 0), 2):
@@ -110,7 +105,8 @@ def _measure_reader(reader: RecordReader, sequences: Sequences) -> float:
         rate = delivery.positions / max(time.monotonic() - began, 1e-9)
         began = time.monotonic()
     reader.take_tail_sums()  # these are read again
-    return rate
+    given = each * rate
+    return _describe_slow_disk(taken, given) if taken < given else None
 
 
 def _describe_slow_disk(taken: float, given: float) -> str:

@@ -92,7 +92,9 @@ def fit_recorder(
     teacher = replace(teacher, recorder=recorder, monitor=monitor)
     if rules.needs_lm_head:
         # Only this profile has something to write before the first micro-batch is read.
-        teacher.require_memory(plan.corpus.train)
+        # A teacher without memory for one sequence shows here.
+        for delivery in teacher.deliver(plan.corpus.train.select(slice(0, 1)), 0):
+            delivery.encode()
         writer.write_lm_head(teacher.recorder.make_lm_head_arrays())
     if not rules.keeps_partition:
         return teacher
@@ -191,11 +193,6 @@ class Teacher:
                 f"this. Set teacher.batch_size to {self.batch_size} to avoid the failed attempt."
             ),
         )
-
-    def require_memory(self, sequences: PackedText) -> None:
-        """Read the first sequence, and raise ``OutOfMemory`` where the memory is not enough."""
-        for delivery in self.deliver(sequences.select(slice(0, 1)), 0):
-            delivery.encode()
 
     @torch.no_grad()
     def choose_knots(self, sequences: PackedText) -> KnotChoice:

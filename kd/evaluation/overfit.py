@@ -97,9 +97,9 @@ class RepeatedSubset:
         return self.source.sequence_bytes
 
     @property
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """A name for the content."""
-        return f"{self.source.identity} {self.numbers.tolist()}"
+        return f"{self.source.fingerprint} {self.numbers.tolist()}"
 
     @property
     def codec(self) -> Codec | None:

@@ -269,16 +269,13 @@ class _ReadingReport:
             self._monitor.check("while reading the text")
             if time.monotonic() - reported_at > REPORT_SECONDS:
                 tokens += new
-                self._report(tokens, new)
+                meter = self._meter
+                self._monitor.emit("stage", phase=f"reading data.{self._field}: {tokens:,} tokens")
+                if meter.total:
+                    read = min(self._bytes // KILOBYTE, meter.total)
+                    self._monitor.emit("progress", **meter.advance(read - meter.done, new))
                 new = 0
                 reported_at = time.monotonic()
-
-    def _report(self, tokens: int, new: int) -> None:
-        meter = self._meter
-        self._monitor.emit("stage", phase=f"reading data.{self._field}: {tokens:,} tokens")
-        if meter.total:
-            read = min(self._bytes // KILOBYTE, meter.total)
-            self._monitor.emit("progress", **meter.advance(read - meter.done, new))
 
 
 def _count_split(count: int, fraction: float) -> int:

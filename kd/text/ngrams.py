@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from cache.inspection import open_stored_shards
 from cache.records import Sequences
-from kd.text.batches import CachedRecords, Source, read_in_parts
+from cache.store import Cache
+from kd.text.batches import Source, read_in_parts
 from kd.text.stored.packed import PackedText
 
 #: The most targets that are counted: the first ones of the training text.
@@ -98,7 +99,7 @@ class NGrams:
 
 def count_ngrams(source: Source, vocabulary: int) -> NGrams | None:
     """Count the beginning of the training text of ``source``; None if it has no target."""
-    if isinstance(source, CachedRecords):
+    if isinstance(source, Cache):
         return NGrams.of(_read_stored_tokens(source), vocabulary)
     parts = read_in_parts(source, range(source.train_count), _SEQUENCES_AT_ONCE)
     return NGrams.of((sequences for sequences, _ in parts), vocabulary)
@@ -110,12 +111,12 @@ def split_sequences(sequences: PackedText) -> Iterator[Sequences]:
         yield sequences.select(slice(start, start + _SEQUENCES_AT_ONCE))
 
 
-def _read_stored_tokens(source: CachedRecords) -> Iterator[Sequences]:
+def _read_stored_tokens(source: Cache) -> Iterator[Sequences]:
     """Yield the training sequences of each shard, without their records, which are many times as
     large.
     """
     left = source.train_count
-    for shard in open_stored_shards(source.store):
+    for shard in open_stored_shards(source):
         whole = Sequences(
             shard.read_array("tokens").astype(np.uint32),
             shard.read_array("document_start"),

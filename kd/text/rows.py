@@ -207,25 +207,20 @@ def _read_sharegpt(row: TextRow) -> Chat:
 def _read_alpaca(row: TextRow) -> Chat:
     question = row.read_text("instruction")
     context = row.read_optional_text("input")
-    earlier = _read_history(row)
+    pairs = row.read_list("history") if row.cells.get("history") else []
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise row.refuse_type("'history'", pairs, "a list of pairs [question, answer]")
+    earlier = [
+        {"role": role, "content": row.require_text(text, "a text in 'history'")}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
     messages = [
         *earlier,
         {"role": "user", "content": f"{question}\n\n{context}" if context else question},
         {"role": "assistant", "content": row.read_text("output")},
     ]
     return _make_chat(row, messages, learned_from=len(earlier))
-
-
-def _read_history(row: TextRow) -> list[dict[str, Any]]:
-    """Return the earlier questions and answers of an Alpaca row, a list of pairs, as messages."""
-    pairs = row.read_list("history") if row.cells.get("history") else []
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise row.refuse_type("'history'", pairs, "a list of pairs [question, answer]")
-    return [
-        {"role": role, "content": row.require_text(text, "a text in 'history'")}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
 
 
 def _read_prompt_completion(row: TextRow) -> Chat | Completion:

@@ -88,7 +88,14 @@ def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]
             f"dataset {spec.path!r}: a stream cannot be sliced, but its split is {spec.split!r}."
         )
         raise DataError(detail, "Name the whole split, or set data.streaming to false.")
-    _require_folder(spec)
+    folder = Path(spec.path)
+    is_local = not HUB_ID.match(spec.path) or (len(folder.parts) > 1 and folder.parent.is_dir())
+    # A plain name may be that of a builder or of a dataset of the hub.
+    if is_local and "://" not in spec.path and not folder.exists():
+        raise DataError(
+            f"dataset {spec.path!r}: there is no folder {str(folder.absolute())!r}.",
+            "Check the path, and the folder from which it starts.",
+        )
     try:
         return _open_rows(spec, streaming)
     except DataError:
@@ -102,18 +109,6 @@ def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]
             if Path(spec.path).exists()
             else "Check the id, name and split; for a gated dataset run: hf auth login.",
         ) from error
-
-
-def _require_folder(spec: DatasetSpec) -> None:
-    """Raise ``DataError`` if the path can only be that of a folder here, and there is none."""
-    folder = Path(spec.path)
-    is_local = not HUB_ID.match(spec.path) or (len(folder.parts) > 1 and folder.parent.is_dir())
-    # A plain name may be that of a builder or of a dataset of the hub.
-    if is_local and "://" not in spec.path and not folder.exists():
-        raise DataError(
-            f"dataset {spec.path!r}: there is no folder {str(folder.absolute())!r}.",
-            "Check the path, and the folder from which it starts.",
-        )
 
 
 #: Opens the rows of a dataset; the second argument is whether to stream them.

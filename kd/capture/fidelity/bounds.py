@@ -27,12 +27,17 @@ class FidelityBounds:
 
     def find_problems(self, row: FidelityRow) -> list[str]:
         """Return one line for each value of ``row`` that is out of bounds."""
+        # Where p is small the next token's error is larger for dense and hidden, and the normaliser
+        # of tempered adds the rounding of its head tokens.
+        gold_step = KNOWN_STEP + self.codec.rules.gold_steps * self._step
+        kept = math.expm1((self._step + self.noise) / row.temperature)
+        gold = math.expm1((gold_step + self.noise) / row.temperature)
         limits = {
-            "kept_error": self._kept_error(row),
+            "kept_error": kept + self._partition_error,
             "kl": self._kl(row),
             "bias_z": LARGEST_Z,
             "stored_z": LARGEST_Z,
-            "gold_error": self._gold_error(row),
+            "gold_error": gold + self._partition_error,
             "entropy_error": self._entropy_error(row),
         }
         measured = {name: getattr(row, name) for name in limits}
@@ -46,19 +51,6 @@ class FidelityBounds:
             got = f"top1_agreement at temperature {row.temperature:g} is {row.top1_agreement:.3g}"
             lines.append(f"{got}, but must be at least {LEAST_AGREEMENT:g}")
         return lines
-
-    def _kept_error(self, row: FidelityRow) -> float:
-        """Bound the error by the rounding step; for tempered add the log-partition's error."""
-        return math.expm1((self._step + self.noise) / row.temperature) + self._partition_error
-
-    def _gold_error(self, row: FidelityRow) -> float:
-        """Bound the relative error of the next token's probability.
-
-        It is larger for dense and hidden where p is small. For tempered, the normaliser A adds the
-        rounding of its head tokens.
-        """
-        step = KNOWN_STEP + self.codec.rules.gold_steps * self._step
-        return math.expm1((step + self.noise) / row.temperature) + self._partition_error
 
     def _kl(self, row: FidelityRow) -> float:
         """Bound KL by E_p[delta^2] / 2 for errors delta in log p."""

@@ -204,16 +204,12 @@ def unpack(path: Path, raw: BinaryIO) -> Any:
     if packing == ".gz":
         return gzip.GzipFile(fileobj=raw)
     if packing == ".zst":
-        return _open_zstd(path, raw)
+        try:
+            import pyarrow
+        except ImportError:
+            raise DataError(
+                f"{path} is compressed with zstd, which needs pyarrow.",
+                "Install it: pip install 'potstill[worker]'.",
+            ) from None
+        return pyarrow.CompressedInputStream(raw, "zstd")
     return raw
-
-
-def _open_zstd(path: Path, raw: BinaryIO) -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise DataError(
-            f"{path} is compressed with zstd, which needs pyarrow.",
-            "Install it: pip install 'potstill[worker]'.",
-        ) from None
-    return pyarrow.CompressedInputStream(raw, "zstd")

@@ -72,7 +72,11 @@ def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> N
             if (folder / INPUTS).is_file() and _has_changed(folder):
                 remove_path(folder)
             make_folder(folder)
-            inputs = _begin(folder, order)
+            inputs = order.describe()
+            if not (folder / INPUTS).is_file():
+                young = hash_young_files(inputs)
+                write_json(folder / INPUTS, {"format": FORMAT, "inputs": inputs, "young": young})
+            check_inputs(folder, inputs)
             if (folder / MANIFEST).is_file():
                 return
             done = StoreProgress.read(folder)
@@ -83,16 +87,6 @@ def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> N
             notices = tuple(order.notes.list_notices())
             write_json(folder / MANIFEST, replace(manifest, notices=notices).to_json())
             remove_path(folder / PROGRESS)
-
-
-def _begin(folder: Path, order: StoreOrder) -> dict[str, Any]:
-    """Write the inputs of a new store, or compare those of one that was begun; return them."""
-    inputs = order.describe()
-    if not (folder / INPUTS).is_file():
-        young = hash_young_files(inputs)
-        write_json(folder / INPUTS, {"format": FORMAT, "inputs": inputs, "young": young})
-    check_inputs(folder, inputs)
-    return inputs
 
 
 def is_current(folder: Path, expected: dict[str, Any]) -> bool:

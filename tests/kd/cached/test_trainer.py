@@ -25,7 +25,6 @@ from kd.config.jobfile import parse_config
 from kd.errors import TokenizerMismatch
 from kd.models.layers import compute_hidden_states
 from kd.progress import Monitor
-from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
 from tests.support.kd.own_loops import LENGTH, VOCABULARY
@@ -80,7 +79,7 @@ def train_ourselves(
             },
         }
     )
-    source = CachedRecords(open_store(folder))
+    source = open_store(folder)
     student = make_student()
     train(job, source, student, VOCABULARY, out, Monitor())
     lines = read_metrics(out / "metrics.jsonl")
