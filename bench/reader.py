@@ -165,7 +165,7 @@ def make_sampled_cache(
     original = make_random_documents(sizes, count)
     identity = make_cache_identity(sizes, original, profile)
     teacher = make_teacher(make_frozen_llama(sizes, SMALL), identity, original)
-    records = Records.concatenate(each for _, each in teacher.read(original, 0))
+    records = Records.concatenate(each.encode() for each in teacher.deliver(original, 0))
     shards = max(tokens // (rows * sizes.length), 2)
     identity = replace(
         identity,

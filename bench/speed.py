@@ -185,7 +185,7 @@ def make_capture_task(sizes: BenchmarkSizes, folder: Path) -> Task:
         model(input_ids=tokens_BL, use_cache=False)
 
     def read(teacher: Teacher) -> Records:
-        return Records.concatenate(records for _, records in teacher.read(sequences, 0))
+        return Records.concatenate(each.encode() for each in teacher.deliver(sequences, 0))
 
     def seal() -> None:
         with open_writer(
@@ -229,7 +229,7 @@ def measure_sealing(sizes: BenchmarkSizes, folder: Path, bare: Runnable) -> str:
         make_cache_identity(sizes, sequences, "threshold"),
         sequences,
     )
-    records = Records.concatenate(each for _, each in teacher.read(sequences, 0))
+    records = Records.concatenate(each.encode() for each in teacher.deliver(sequences, 0))
 
     def seal(seed: int) -> None:
         with open_writer(
@@ -547,7 +547,7 @@ def seal_cache(
             numbers = identity.shard_range(index)
             part = sequences.select(np.asarray(numbers))
             records = Records.concatenate(
-                records for _, records in teacher.read(part, numbers.start)
+                each.encode() for each in teacher.deliver(part, numbers.start)
             )
             writer.write_shard(index, part, records, teacher.take_tail_sums())
         writer.finish(Provenance())

@@ -9,7 +9,6 @@ shard's token table and coded as gaps (``cache.idcode``); their log-probabilitie
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +109,8 @@ def _code_ids(
     return coded | arrays, packed.starts
 
 
+# Cached, because reading a sequence needs it every time.
+@functools.cache
 def list_arrays(codec: Codec, draw: int) -> dict[str, tuple[str, int]]:
     """List the stored arrays of each part of the records, with the tails of one draw.
 
@@ -128,20 +129,11 @@ def list_arrays(codec: Codec, draw: int) -> dict[str, tuple[str, int]]:
     return found | {f"tail_{name}": (f"{tail}_{name}", _TAILS) for name in values}
 
 
-def read_one_sequence(read: Callable[[str, int], NDArray[Any]], codec: Codec, draw: int) -> Arrays:
-    """Read the arrays of one sequence as they are stored, with the tails of one draw.
-
-    ``read(name, column)`` returns the rows of an array that the given column of ``offsets`` assigns
-    to the sequence.
-    """
-    return {part: read(name, cut) for part, (name, cut) in list_arrays(codec, draw).items()}
-
-
 def decode_arrays(parts: list[Arrays], orders: list[NDArray[Any]], codec: Codec) -> Arrays:
     """Decode the columns of sequences (at least one), in order, from their stored arrays.
 
-    ``parts`` are the results of ``read_one_sequence``; ``orders`` holds for each of them the token
-    at each rank. All are decoded at once, because the time depends on the number of calls.
+    ``parts`` hold the arrays of ``list_arrays`` of each, ``orders`` the token at each rank of its
+    shard. All are decoded at once, because the time depends on the number of calls.
     """
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if not codec.rules.sampled:
@@ -162,8 +154,6 @@ def make_token_order(classes: NDArray[np.uint8], codec: Codec) -> NDArray[Any]:
     return order_tokens(classes).astype(choose_id_dtype(codec.vocabulary_size))
 
 
-# Cached, because reading a sequence needs it every time.
-@functools.cache
 def _list_plain_columns(codec: Codec) -> tuple[str, ...]:
     """List the columns that are stored unchanged, one row for each position."""
     coded = {"head_ids", "head_logprobs", "tail_ids", "tail_logprobs"}

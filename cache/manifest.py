@@ -168,16 +168,9 @@ class CodecIdentity:
 
     def record_codec(self, vocabulary_size: int) -> Codec:
         """Build the codec of records over ``vocabulary_size`` tokens."""
+        names = {each.name for each in fields(Codec)} - {"vocabulary_size"}
         return Codec(
-            profile=self.profile,
-            vocabulary_size=vocabulary_size,
-            seed=self.seed,
-            threshold=self.threshold,
-            temperatures=self.temperatures,
-            always_keep=self.always_keep,
-            draws=self.draws,
-            k=self.k,
-            bits=self.bits,
+            vocabulary_size=vocabulary_size, **{name: getattr(self, name) for name in names}
         )
 
 

@@ -43,11 +43,6 @@ class PacedReader:
         """Yield what the device delivers of each micro-batch."""
         return self._device.deliver(sequences, first, self._rate)
 
-    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (sequences read, their records) per micro-batch."""
-        for delivery in self.deliver(sequences, first):
-            yield delivery.sequences, delivery.encode()
-
     def take_tail_sums(self) -> TailSums | None:
         """The simulated samples have no tails that a mean could be made of."""
         return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,8 @@ class Sampled(Profile):
 
     reading = Sample
     sampled = True
+    #: The type of ``head_logprobs``.
+    head_dtype: ClassVar[np.dtype[Any]] = BYTE
     options = frozenset({"threshold", "always_keep", "draws"})
     measured = ("entropy", "known", "head_count", "head_logprobs", "tail_count")
 
@@ -94,10 +96,6 @@ class Sampled(Profile):
     def head_step(self, numbers: CodecNumbers) -> float:
         """Return the nats of a step of ``head_logprobs``."""
         return -math.log(numbers.threshold) / _HEAD_LEVELS
-
-    def head_dtype(self) -> np.dtype[Any]:
-        """Return the type of ``head_logprobs``."""
-        return BYTE
 
     def lowest_head(self, numbers: CodecNumbers) -> float:
         """Return the smallest log-probability that the head can store."""
@@ -114,7 +112,7 @@ class Sampled(Profile):
         return {
             "head_count": (counts, 1),
             "head_ids": (ids, 1),
-            "head_logprobs": (self.head_dtype(), 1),
+            "head_logprobs": (self.head_dtype, 1),
             "tail_count": (counts, 1),
             "tail_ids": (ids, 2),
         }
@@ -136,7 +134,7 @@ class Sampled(Profile):
             "head_count": reading.head_count.astype(counts),
             "head_ids": numbers.narrow_ids("head_ids", reading.head_ids),
             "head_logprobs": round_stochastically(logprobs, self.head_step(numbers), draws).astype(
-                self.head_dtype()
+                self.head_dtype
             ),
             "tail_count": reading.tail_count.astype(counts),
             "tail_ids": numbers.narrow_ids("tail_ids", reading.tail_ids),
@@ -197,6 +195,7 @@ class Tempered(Sampled):
     name = "tempered"
     any_temperature = True
     keeps_partition = True
+    head_dtype = WORD  # it holds small probabilities: a token may be heavy at only one T
     gold_steps = 1  # the normaliser adds the rounding of the head
     options = Sampled.options | {"temperatures"}
 
@@ -213,13 +212,9 @@ class Tempered(Sampled):
         """Return a step that does not depend on the threshold."""
         return TEMPERED_HEAD_STEP
 
-    def head_dtype(self) -> np.dtype[Any]:
-        """Return a type that holds small probabilities: a token may be heavy at only one T."""
-        return WORD
-
     def lowest_head(self, numbers: CodecNumbers) -> float:
         """Return the end of the type's range."""
-        return -np.iinfo(self.head_dtype()).max * TEMPERED_HEAD_STEP
+        return -np.iinfo(self.head_dtype).max * TEMPERED_HEAD_STEP
 
     def schema(self, numbers: CodecNumbers) -> Schema:
         """Add the columns of the tail's log-probabilities and partition."""

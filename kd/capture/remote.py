@@ -269,11 +269,6 @@ class RemoteTeacher:
                     "or start vLLM with a longer --max-model-len.",
                 )
 
-    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (1, its records) for each sequence, as ``deliver`` does."""
-        for delivery in self.deliver(sequences, first):
-            yield delivery.sequences, delivery.encode()
-
     def take_tail_sums(self) -> None:
         """Return None: a server sends no tails."""
 

@@ -53,9 +53,6 @@ class RecordReader(Protocol):
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
         """Yield what is delivered of each micro-batch; ``first`` is the first sequence's number."""
 
-    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (sequences read, their records) per micro-batch."""
-
     def take_tail_sums(self) -> TailSums | None:
         """Return the sums of the tails since the last call; None where they are not known."""
 
@@ -117,17 +114,6 @@ def _describe_slow_disk(taken: float, given: float) -> str:
         "disk and copy the cache when it is complete, or store fewer bytes for a token: set "
         "cache.threshold higher, or choose another cache.profile."
     )
-
-
-@dataclass(frozen=True)
-class _WholeShard:
-    """A shard that was read: its parts, the sums of its tails, and the seconds of reading."""
-
-    index: int
-    sequences: Sequences
-    parts: list[Future[Records]]
-    tails: TailSums | None
-    read_seconds: float
 
 
 class ShardPipeline:
@@ -199,8 +185,9 @@ class ShardPipeline:
         """
         read_seconds = time.monotonic() - self._began
         self._wait_for_seal()
-        whole = _WholeShard(index, sequences, self._parts, tails, read_seconds)
-        self._sealing = self._sealer.submit(self._write, whole)
+        self._sealing = self._sealer.submit(
+            self._write, index, sequences, self._parts, tails, read_seconds
+        )
         self._parts = []
         self._read = 0
         self._began = time.monotonic()
@@ -227,17 +214,24 @@ class ShardPipeline:
             self._waiting()
             self._sealing.result()
 
-    def _write(self, whole: _WholeShard) -> SealedShard:
+    def _write(
+        self,
+        index: int,
+        sequences: Sequences,
+        parts: list[Future[Records]],
+        tails: TailSums | None,
+        read_seconds: float,
+    ) -> SealedShard:
         """Write and seal one shard, in the sealing thread."""
-        records = Records.concatenate(part.result() for part in whole.parts)
-        whole.parts.clear()  # the joined records are in memory now
+        records = Records.concatenate(part.result() for part in parts)
+        parts.clear()  # the joined records are in memory now
         began = time.monotonic()
         disk_before = self._writer.disk_seconds
-        size = self._writer.write_shard(whole.index, whole.sequences, records, whole.tails)
+        size = self._writer.write_shard(index, sequences, records, tails)
         seconds = time.monotonic() - began
         disk_seconds = self._writer.disk_seconds - disk_before
-        self._sealed(whole.index, whole.sequences, records)
-        return SealedShard(whole.index, size, seconds, disk_seconds, whole.read_seconds)
+        self._sealed(index, sequences, records)
+        return SealedShard(index, size, seconds, disk_seconds, read_seconds)
 
 
 class CaptureReport:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cache.records import Records, Sequences, TailSums
+from cache.records import Sequences, TailSums
 from cache.writing.writer import CacheWriter
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan
@@ -135,11 +135,6 @@ class Teacher:
         cuts_padding = not plan.identity.data.packing
         batch_size = plan.teacher.section.batch_size
         return cls(model, recorder, batch_size, cuts_padding=cuts_padding)
-
-    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (sequences read, their records) per micro-batch, as ``deliver`` does."""
-        for delivery in self.deliver(sequences, first):
-            yield delivery.sequences, delivery.encode()
 
     def take_tail_sums(self) -> TailSums | None:
         """Return the sums of the tails since the last call; None for most profiles."""

@@ -37,9 +37,17 @@ def find_out_of_bounds(store: Cache, found: FidelityMeasurement) -> list[str]:
     return lines
 
 
-def require_fidelity(store: Cache, found: FidelityMeasurement) -> None:
-    """Raise ``FidelityError`` naming every value that is out of bounds."""
-    if lines := find_out_of_bounds(store, found):
+def judge_fidelity(
+    store: Cache, found: FidelityMeasurement, config: CacheConfig
+) -> FidelityOverride | None:
+    """Raise ``FidelityError`` naming every value that is out of bounds; ``config`` may overrule it.
+
+    Returns the verdict that was overruled; None for a faithful cache.
+    """
+    lines = find_out_of_bounds(store, found)
+    if not lines:
+        return None
+    if config.fidelity == "refuse":
         raise FidelityError(
             f"{store.folder}: the records differ from the teacher: {'; '.join(lines)}.",
             _REMEDY
@@ -47,19 +55,4 @@ def require_fidelity(store: Cache, found: FidelityMeasurement) -> None:
             + f" To capture it again, delete {store.folder} first. To accept the records as they "
             f"are, set {OVERRULING_FIELD}: the cache keeps the verdict.",
         )
-
-
-def judge_fidelity(
-    store: Cache, found: FidelityMeasurement, config: CacheConfig
-) -> FidelityOverride | None:
-    """Raise ``FidelityError`` as ``require_fidelity`` does, unless ``config`` overrules that.
-
-    Returns the verdict that was overruled; None for a faithful cache.
-    """
-    if config.fidelity == "refuse":
-        require_fidelity(store, found)
-        return None
-    lines = find_out_of_bounds(store, found)
-    if not lines:
-        return None
     return FidelityOverride(round_number(found.noise), tuple(lines), OVERRULING_FIELD)

@@ -27,8 +27,9 @@ from kd.capture.capturing import summarise_cache as describe_cache
 from kd.capture.fidelity.bounds import LARGEST_Z
 from kd.capture.fidelity.live import LiveTeacher, TeacherLocation
 from kd.capture.fidelity.measure import FidelityMeasurement, choose_temperatures, measure_fidelity
-from kd.capture.fidelity.verdict import find_out_of_bounds, require_fidelity
+from kd.capture.fidelity.verdict import find_out_of_bounds, judge_fidelity
 from kd.capture.sampling import Randomness
+from kd.config.cache import CacheConfig
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import FidelityError
@@ -180,7 +181,7 @@ def test_another_teacher_fails(
 ) -> None:
     teacher = live(altered(tiny_teacher, tmp_path / "other", change))
     with pytest.raises(FidelityError, match="gold_error at temperature") as caught:
-        require_fidelity(stores[name], measure_fidelity(stores[name], teacher))
+        judge_fidelity(stores[name], measure_fidelity(stores[name], teacher), CacheConfig())
     assert str(stores[name].folder) in caught.value.detail
     assert "delete" in caught.value.remedy
 
