@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -19,7 +18,6 @@ from cache.codec import Codec
 from cache.manifest import Manifest, flatten
 from cache.perplexity import BlockLosses, Interval
 from cache.profiles.profile import ReadColumn
-from cache.reading.arrays import ArrayFolder
 from cache.records import AXES, Records
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.shards.names import name_shard
@@ -32,8 +30,6 @@ COMPARED_SEQUENCES = 256
 ENTROPY_BIN_STEPS = 8
 #: Bins of the histogram of kept mass over [0, 1].
 MASS_BINS = 20
-
-_SPLITS = ("train", "validation")
 
 # ---------------------------------------------------------------------- diff
 
@@ -251,19 +247,21 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
     """Compute the statistics of a cache; read only the columns they need, one shard at a time."""
     sums: dict[str, NDArray[Any]] = {}
     sizes: dict[str, int] = {}
-    gold = dict.fromkeys(_SPLITS, BlockLosses.none())
-    for index, shard in enumerate(open_stored_shards(opened)):
-        for name, counts in tally_records(opened.codec, shard.read_array).items():
+    gold = dict.fromkeys(("train", "validation"), BlockLosses.none())
+    columns = ("tokens", "target_mask", "known", *opened.codec.rules.measured)
+    for index, entry in enumerate(opened.entries):
+        numbers = opened.identity.shard_range(index)
+        found = opened.read_columns(numbers, dict.fromkeys(columns))
+        for name, counts in tally_records(opened.codec, found.__getitem__).items():
             sums[name] = sums[name] + counts if name in sums else counts
-        for name, file in shard.seal.files.items():
+        for name, file in opened.open_seal(name_shard(index), entry.digest).files.items():
             array, below, _ = name.partition("/")
             sizes |= {array: sizes.get(array, 0) + file.bytes} if below else {}
-        first = opened.identity.shard_range(index).start
-        train = int(np.clip(opened.identity.data.train_sequences - first, 0, shard.seal.sequences))
-        offset_S = shard.read_array("offsets")[:, 0].astype(np.int64)
-        known_NK = shard.read_array("known")
-        for split, part in zip(_SPLITS, (offset_S[: train + 1], offset_S[train:]), strict=True):
-            gold[split] += sum_gold_losses(known_NK[part[0] : part[-1]], np.diff(part))
+        targets_S = found["target_mask"].sum(axis=1)
+        train = max(opened.train_count - numbers.start, 0)
+        trained = int(targets_S[:train].sum())
+        gold["train"] += sum_gold_losses(found["known"][:trained], targets_S[:train])
+        gold["validation"] += sum_gold_losses(found["known"][trained:], targets_S[train:])
     manifest = opened.manifest
     folders = {
         "lm_head": manifest.head.bytes,
@@ -286,14 +284,6 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
         bytes={**named, "index": whole - sum(named.values())},
         gold={split: _summarise_gold(losses) for split, losses in gold.items()},
     )
-
-
-def open_stored_shards(opened: Cache) -> Iterator[ArrayFolder]:
-    """Open each shard as stored arrays, so that a caller decodes only what it reads."""
-    for index, entry in enumerate(opened.entries):
-        name = name_shard(index)
-        seal = opened.open_seal(name, entry.digest)
-        yield ArrayFolder(opened.folder / name, seal, reads=opened.disk_reads)
 
 
 def tally_records(codec: Codec, read: ReadColumn) -> dict[str, NDArray[Any]]:

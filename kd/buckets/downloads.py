@@ -27,10 +27,10 @@ from cache.disk import (
     locked,
     make_folder,
     remove_path,
+    share_lock,
     storage_errors,
     sum_file_sizes,
     try_lock,
-    wait_for_lock,
 )
 from cache.errors import StoreError
 from cache.remote.bucket import Bucket, StoredObject
@@ -72,14 +72,9 @@ class Downloads:
         path = self.root / f"{listing.name}.used"
         with storage_errors(self.root):
             make_folder(self.root)
-            while True:
-                handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-                # A removal holds the lock for the time of a rename only.
-                wait_for_lock(handle, shared=True)
-                if is_file_at(handle, path):
-                    os.utime(handle)
-                    return handle
-                os.close(handle)
+            handle = share_lock(path)  # a removal holds it for the time of a rename only
+            os.utime(handle)
+            return handle
 
     def download(self, listing: Listing, names: list[str], report: Report) -> Path:
         """Download the files ``names`` that are not here; return the folder. Hold it before.

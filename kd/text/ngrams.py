@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.inspection import open_stored_shards
 from cache.records import Sequences
+from cache.shard import PER_SEQUENCE
 from cache.store import Cache
 from kd.text.batches import Source, read_in_parts
 from kd.text.stored.packed import PackedText
@@ -115,16 +115,10 @@ def _read_stored_tokens(source: Cache) -> Iterator[Sequences]:
     """Yield the training sequences of each shard, without their records, which are many times as
     large.
     """
-    left = source.train_count
-    for shard in open_stored_shards(source):
-        whole = Sequences(
-            shard.read_array("tokens").astype(np.uint32),
-            shard.read_array("document_start"),
-            shard.read_array("target_mask"),
-        )
-        if left:
-            yield whole.select(slice(0, left))
-        left = max(left - len(whole), 0)
+    for first in range(0, source.train_count, source.shard_sequences):
+        rows = range(first, min(first + source.shard_sequences, source.train_count))
+        tokens, starts, targets = source.read_columns(rows, PER_SEQUENCE).values()
+        yield Sequences(tokens.astype(np.uint32), starts, targets)
 
 
 def _take_targets(parts: Iterable[Sequences]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

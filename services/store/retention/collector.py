@@ -45,7 +45,7 @@ from services.store.run_folder import INTERRUPTED, JOB_ID, is_held, list_spare_c
 from services.store.training_files import ABANDONED_SECONDS, TrainingFiles
 
 if TYPE_CHECKING:
-    from cache.operations import Garbage
+    from cache.remote.upkeep import Garbage
 
 #: The counter of the bytes that the rules have freed, by kind.
 FREED = "kd_retention_freed_bytes_total"

@@ -32,7 +32,7 @@ def stored(address) -> Bucket:
 
 
 def find_stored(root, age: float):
-    return [each for each in find_garbage(root, age) if each.stored is not None]
+    return [each for each in find_garbage(root, age) if each.objects]
 
 
 def test_an_unfinished_capture_goes_when_it_is_old(root, elsewhere, objects) -> None:
