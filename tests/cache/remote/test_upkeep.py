@@ -54,7 +54,7 @@ def test_files_that_no_seal_names_go_and_all_others_stay(root, elsewhere, stored
     stored.put(f"{folder.name}/shards/000077.{'1' * 32}/zarr.json", b"an attempt without a seal")
     assert find_stored(elsewhere, DAY) == []
     [found] = find_stored(elsewhere, 0.0)
-    assert set(found.stored.names) == {
+    assert set(found.objects) == {
         lost,
         f"{folder.name}/shards/000077.{'1' * 32}/zarr.json",
     }
