@@ -21,7 +21,7 @@ from cache.profiles.profile import ReadColumn
 from cache.records import AXES, Records
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.shards.names import name_shard
-from cache.shards.runs import ShardRuns
+from cache.shards.shard_runs import ShardRuns
 from cache.store import Cache, measure_cache_bytes
 
 #: ``compare_caches`` compares the records of at most this many sequences.

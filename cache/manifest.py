@@ -346,7 +346,7 @@ class Manifest:
     """The description of a complete cache. It is written last, so with it every shard exists.
 
     The entries of the shards are either in ``shards`` or in ``pieces``;
-    ``cache.shards.pieces.open_entries`` reads both.
+    ``cache.shards.manifest_pieces.open_entries`` reads both.
     """
 
     identity: CacheIdentity

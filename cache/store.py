@@ -56,6 +56,7 @@ from cache.records import (
 )
 from cache.remote.mirror import Mirror, open_mirror
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal
+from cache.shards.manifest_pieces import EntryPieces, open_entries
 from cache.shards.names import (
     FINGERPRINT,
     LM_HEAD,
@@ -64,7 +65,6 @@ from cache.shards.names import (
     TOKEN_MAP,
     name_shard,
 )
-from cache.shards.pieces import EntryPieces, open_entries
 
 #: The arrays of the tokens of all ids.
 TOKEN_ARRAYS = ("ids", "lengths", "text")

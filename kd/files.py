@@ -90,7 +90,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
 
 def locate_temporary(final: Path) -> Path:
-    """The place where ``whole_folder`` lets ``final`` be filled."""
+    """Return the path at which ``whole_folder`` lets ``final`` be filled."""
     return final.with_name(TEMPORARY_PREFIX + final.name)
 
 
@@ -112,7 +112,7 @@ def read_json(path: Path) -> Any:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether ``path`` is not the file that it is named after, but a pointer of Git LFS to it."""
+    """Return whether ``path`` is no file with content, but a pointer of Git LFS to one."""
     if not path.is_file() or path.stat().st_size >= _LFS_BYTES:
         return False
     with path.open("rb") as file:
@@ -120,7 +120,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def read_run_format(run_dir: Path) -> int:
-    """The format of a run folder."""
+    """Return the format of a run folder."""
     mark = read_json(run_dir / MARK)
     return RUN_FORMAT if mark is None else int(mark["format"])
 
@@ -148,7 +148,7 @@ def find_run(name: str, runs: Path) -> Path | None:
 
 
 def _get_start_time(run: Path) -> float:
-    """The time at which a run began, which is when its config.json was written.
+    """Return the time at which a run began, which is when its config.json was written.
 
     The folder's own time is later, for example after an evaluation.
     """
@@ -210,7 +210,7 @@ def measure_free_bytes(folder: Path) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes with its unit, for messages."""
+    """Return a number of bytes with its unit, for messages."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.4g} {unit}"

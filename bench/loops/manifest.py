@@ -37,8 +37,8 @@ from bench.speed import read_cpu_name
 from bench.support.caches import PROVENANCE, make_codec, make_identity, make_records, make_sequences
 from cache.manifest import CacheIdentity
 from cache.shards.entries import ShardEntry
+from cache.shards.manifest_pieces import write_pieces
 from cache.shards.names import MANIFEST
-from cache.shards.pieces import write_pieces
 from cache.store import open_cache
 from cache.writing.writer import open_writer
 from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory

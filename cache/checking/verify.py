@@ -13,8 +13,8 @@ from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
 from cache.reading.sealed import check_group, list_pieces, list_sealed_folders, read_seal
 from cache.remote.mirror import Mirror, open_mirror, split_path
 from cache.shard import Seal
+from cache.shards.manifest_pieces import EntryPieces, open_entries
 from cache.shards.names import GROUP_FILE, MANIFEST, locate_seal, name_shard
-from cache.shards.pieces import EntryPieces, open_entries
 from cache.store import Cache, read_manifest
 
 #: The number in the name of a file of the cache.
@@ -70,7 +70,7 @@ def find_missing(opened: Cache, waiting: Callable[[], None] | None = None) -> li
     """Return a line for each file that is missing, or damaged, as ``verify_cache`` does.
 
     Of a cache in a bucket no byte is read: its files are compared with their sha256 when they are
-    read, and now their sizes alone.
+    read, and now only their sizes.
     """
     if (mirror := opened.mirror) is None:
         return verify_cache(opened.folder, waiting)

@@ -15,7 +15,7 @@ from cache.codec import Codec
 from cache.errors import CacheCorrupt
 from cache.layout import TOKEN_CLASSES, Arrays, list_arrays, make_token_order
 from cache.reading.chunks import StoredArray
-from cache.reading.disk import DiskReads
+from cache.reading.file_reads import DiskReads
 from cache.reading.memory import KeptValues
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal
 

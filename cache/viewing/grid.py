@@ -21,8 +21,8 @@ from cache.errors import CacheCorrupt, CacheError, CacheIncomplete
 from cache.manifest import Manifest
 from cache.reading.sealed import read_seal
 from cache.remote.mirror import open_mirror
+from cache.shards.manifest_pieces import open_entries
 from cache.shards.names import name_shard
-from cache.shards.pieces import open_entries
 from cache.store import locate_lock, read_manifest
 
 #: Cells of the grid at most: with more shards a cell stands for several.

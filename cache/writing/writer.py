@@ -53,6 +53,7 @@ from cache.remote.uses import held_in_bucket
 from cache.shard import RECAPTURE_REMEDY, Seal, make_shard_arrays, write_arrays
 from cache.shards import entries as layout
 from cache.shards.entries import PieceIndex, ShardEntry
+from cache.shards.manifest_pieces import write_pieces
 from cache.shards.names import (
     FIRST_TAILS,
     GROUP_FILE,
@@ -65,8 +66,7 @@ from cache.shards.names import (
     name_shard,
     name_tail_sums,
 )
-from cache.shards.pieces import write_pieces
-from cache.shards.runs import ShardRuns
+from cache.shards.shard_runs import ShardRuns
 from cache.store import Cache, locate_lock, locate_writers
 
 #: The largest part of a cache that the sums of its first tails may be: 16 bytes for each token of
@@ -138,13 +138,13 @@ def _join_writers(path: Path, folder: Path) -> int:
     """Return the open lock file at ``path``, with a shared lock."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        alone = try_lock(lock)
-        if not alone:
+        only_writer = try_lock(lock)
+        if not only_writer:
             wait_for_lock(lock, shared=True)
         if not is_file_at(lock, path):  # the last writer deleted it meanwhile
             os.close(lock)
             continue
-        if alone:
+        if only_writer:
             _remove_leftovers(folder)
             wait_for_lock(lock, shared=True)
         return lock
@@ -172,7 +172,7 @@ class CacheWriter:
     ) -> None:
         self.folder = folder
         self.identity = identity
-        #: What is put into a bucket; None where the folder is all there is.
+        #: What is put into a bucket; None if the folder is all there is.
         self.mirror = mirror
         self._shared = shared
         self._unique = f"{os.getpid()}-{secrets.token_hex(4)}"

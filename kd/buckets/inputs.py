@@ -56,7 +56,7 @@ _view = _SeenVersions()
 
 
 def is_stored_name(name: str) -> bool:
-    """Whether a name in a job is the URL of something in a bucket."""
+    """Return whether a name in a job is the URL of something in a bucket."""
     return name.startswith(f"{SCHEME}://")
 
 
@@ -85,7 +85,7 @@ def avoiding_buckets() -> Iterator[None]:
 
 
 def may_read_buckets() -> bool:
-    """Whether checks look into buckets here."""
+    """Return whether checks may look into buckets."""
     return _looks.get()
 
 

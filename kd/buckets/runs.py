@@ -95,7 +95,7 @@ class StoredRun:
         self.bucket.put(f"{place}/{STATE}", state)
 
     def has_checkpoint(self, folder: Path) -> bool:
-        """Whether the bucket has the checkpoint in ``folder``, whole."""
+        """Return whether the bucket has the checkpoint in ``folder``, whole."""
         place = self._locate_checkpoint(folder.name, (folder / STATE).read_bytes())
         return any(each.name == f"{place}/{STATE}" for each in self.bucket.walk(place))
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from kd.cached.decoding import Decoding, decode_batch
 from kd.cached.items import split_batch
-from kd.cached.store import SharedStore
+from kd.cached.shared_store import SharedStore
 from kd.text.batches import Source
 from kd.text.steps.order import (
     EpochOrder,

@@ -17,7 +17,7 @@ from cache.reading.arrays import MEMORY_BYTES
 from kd.cached.datasets import CachedSequences, CachedStream, EpochSampler, Order
 from kd.cached.decoding import Decoding, Form
 from kd.cached.items import collate
-from kd.cached.store import SharedStore, find_cache_folder
+from kd.cached.shared_store import SharedStore, find_cache_folder
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class OpenCache:
 
     @property
     def packed(self) -> bool:
-        """Whether a sequence may hold several documents, which attention must keep apart."""
+        """True if a sequence may hold several documents, which attention must keep apart."""
         return self.store.open().identity.data.packing
 
     def stream(

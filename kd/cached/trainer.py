@@ -154,7 +154,7 @@ class CachedLoss:
 class CachedDistillationTrainer(CachedLoss, Trainer):
     """``transformers.Trainer`` whose student learns from a cache.
 
-    ``opened`` is a cache of form ``records``; ``loss_fn`` is by default distillation alone at
+    ``opened`` is a cache of form ``records``; ``loss_fn`` is by default only distillation at
     T = 1. ``order`` is that of the sequences: windows or shuffled. All else is as in ``Trainer``,
     but ``train_dataset`` and ``data_collator`` are those of the cache. Several ranks train by DDP;
     FSDP and DeepSpeed are refused. Raises as ``learn_from`` does.

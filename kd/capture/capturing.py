@@ -23,15 +23,15 @@ from cache.errors import CacheError
 from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
 from cache.reading.usage import hold_for
 from cache.records import Sequences
-from cache.shards.runs import ShardRuns
+from cache.shards.shard_runs import ShardRuns
 from cache.store import Cache, locate_lock, open_cache
 from cache.writing.writer import CacheWriter, open_helper
 from cache.writing.writer import open_writer as open_for_capture
 from kd.capture.estimate.storage import estimate_bytes, require_space
+from kd.capture.extending import adopt_known_shards
 from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.fidelity.measure import measure_fidelity
 from kd.capture.fidelity.verdict import judge_fidelity
-from kd.capture.growth.extending import adopt_known_shards
 from kd.capture.plan import CapturePlan, make_provenance
 from kd.capture.shards import (
     CaptureReport,

@@ -157,7 +157,7 @@ def make_capture_plan(
         ),
         make_codec_identity(config.cache, known.dtype),
     )
-    # Only tokenizer and model show which ids exist: the job alone cannot be checked for this.
+    # Only tokenizer and model show which ids exist: a job cannot be checked for this without them.
     size = identity.tokenizer.vocabulary_size
     codec = identity.codec
     too_large = [token for token in codec.always_keep if token >= size]

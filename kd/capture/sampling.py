@@ -61,7 +61,7 @@ class Randomness:
     def of(
         cls, codec: Codec, sequence: int, positions_N: np.ndarray, device: torch.device
     ) -> Randomness:
-        """Derive the random numbers from (seed, sequence, position) alone."""
+        """Derive the random numbers from only (seed, sequence, position)."""
         return cls.of_each(codec, [sequence], [positions_N], device)[0]
 
     @classmethod
@@ -161,7 +161,7 @@ class Sampler:
         self.tails: TokenSizes | BlockSizes | None = None
 
     def sample(self, logits_NV: Tensor, gold_N: Tensor, chance: Randomness) -> Sample:
-        """Draw the sample of N positions. Each depends on its own logits alone, not on the batch.
+        """Draw the sample of N positions. Each depends only on its own logits, not on the batch.
 
         A logit of -inf is a token of probability 0. Raises ``ModelError`` for NaN and +inf.
         """

@@ -8,7 +8,7 @@ the shard that it reads; while a shard is sealed, it loses that one and what was
 two shards at most. The ids of a shard are coded by how frequent each token is in all of it
 (``cache.layout``), so that nothing can be sealed before its last sequence is read.
 
-The same records make the same bytes: what threads do depends on their input alone.
+The same records make the same bytes: what threads do depends only on their input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Protocol, Self
 from cache.disk import measure_disk
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences, TailSums
-from cache.shards.runs import ShardRuns
+from cache.shards.shard_runs import ShardRuns
 from cache.writing.writer import CacheWriter
 from kd.capture.recording import TeacherReading
 from kd.capture.usefulness import HeldOutWatch
@@ -54,7 +54,7 @@ class RecordReader(Protocol):
         """Yield what is delivered of each micro-batch; ``first`` is the first sequence's number."""
 
     def take_tail_sums(self) -> TailSums | None:
-        """Return the sums of the tails since the last call; None where they are not known."""
+        """Return the sums of the tails since the last call; None if they are not known."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class CaptureReport:
     def expect(self, missing: ShardRuns, sealed: int, last: int | None = None) -> None:
         """Count shards that will be read, and ``sealed`` sequences that need not be.
 
-        ``last`` is the shard with which everything ends; None where that is not known.
+        ``last`` is the shard with which everything ends; None if that is not known.
         """
         self._left_held_out += sum(map(self.watch.holds_out, missing))
         self._meter.skip(sealed)
@@ -277,7 +277,7 @@ class CaptureReport:
         if shard is None:
             return
         self.monitor.emit("shard", bytes=shard.bytes, seconds=shard.seconds)
-        # The first shard alone: while a later one is read, the reading waits for the disk too.
+        # Only the first shard: while a later one is read, the reading waits for the disk too.
         self.report_slow_disk(shard.describe_slow_disk())
         self._judged_disk = True
         if not self.watch.holds_out(shard.index):
@@ -297,7 +297,7 @@ class CaptureReport:
         )
 
     def is_end(self, index: int, left: int) -> bool:
-        """Whether nothing is left to read."""
+        """Return whether nothing is left to read."""
         return not left and index == self._last
 
 

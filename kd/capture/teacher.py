@@ -84,7 +84,7 @@ def fit_recorder(
     """Return ``teacher`` with a recorder for the cache of ``plan``, and prepare that cache.
 
     Several caches can be captured with one loaded teacher. Profile hidden stores the LM head;
-    profile tempered needs a number of ``knots``, which is chosen here where it is None.
+    profile tempered needs a number of ``knots``, which is chosen if it is None.
     """
     rules = writer.codec.rules
     meter = TailMeter(len(plan.corpus.train)) if rules.sums_tails else None

@@ -27,7 +27,7 @@ from kd.files import read_json, write_json, write_text
 from kd.models.precision import pick_device
 from kd.progress import NOTICES, keep_notices, replace_nonfinite
 from kd.text.batches import Source
-from kd.text.bytes import compute_bits_per_byte
+from kd.text.text_bytes import compute_bits_per_byte
 from kd.tracking.metrics import read_metrics
 from kd.training.early_stopping import find_best_step
 from kd.training.evaluate import choose_evaluation_temperature

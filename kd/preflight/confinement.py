@@ -29,8 +29,8 @@ from kd.errors import ConfigError, DataError, Problem
 from kd.preflight.dataset_files import Reason, check_dataset_folder, open_confined
 from kd.preflight.limits import Confinement
 from kd.preflight.named_paths import NamedResource, find_plain_prefix, list_named_resources
-from kd.text.files import find_files, is_saved_dataset
 from kd.text.sources import datasets_opened_by
+from kd.text.text_files import find_files, is_saved_dataset
 
 #: Names for which ``datasets`` uses a builder of its own, which searches for files itself; one of
 #: them

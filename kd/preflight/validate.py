@@ -26,7 +26,7 @@ from kd.models.folder import (
 from kd.preflight.confinement import describe_missing_cache
 from kd.preflight.named_paths import NamedResource, list_named_resources
 from kd.progress import Notice, ignore_notice
-from kd.text.files import (
+from kd.text.text_files import (
     FoundFiles,
     choose_format,
     find_files,

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.reading.disk import DiskReads
+from cache.reading.file_reads import DiskReads
 from cache.records import Records, Sequences
 from kd.text.corpus import Corpus
 from kd.text.packed_rows import PackedRows
 from kd.text.packing import compute_position_ids, needs_isolation
-from kd.text.stored.shards import count_shard_sequences
+from kd.text.stored.shard_files import count_shard_sequences
 
 
 class Source(Protocol):

@@ -1,11 +1,11 @@
 """Text -> tokens -> packed sequences, in small steps.
 
-    sources.py    files, globs, datasets   -> one text (or chat) per document
-    tokens.py     texts, chats             -> Documents: token ids, and which are targets
-    pieces.py     a long text              -> its ids, piece by piece, the same as of the whole
-    packing.py    Documents                -> Sequences: (S, L) tokens, boundaries, target mask
-    mixtures.py   Sequences of each source -> Sequences of all, in the shares of their weights
-    stored/       Sequences                -> a token store on the disk, read by shard
+    sources.py        files, globs, datasets   -> one text (or chat) per document
+    tokens.py         texts, chats             -> Documents: token ids, and which are targets
+    text_encoder.py   a long text              -> its ids, piece by piece, the same as of the whole
+    packing.py        Documents                -> Sequences: (S, L) tokens, boundaries, target mask
+    mixtures.py       Sequences of each source -> Sequences of all, in the shares of their weights
+    stored/           Sequences                -> a token store on the disk, read by shard
 
 The result depends only on the text and the configuration. The tokens of a corpus name its cache,
 also if sources are mixed or streamed.
@@ -28,7 +28,6 @@ from cache.records import Sequences
 from kd.config.data import DataConfig, TextSources
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor, ProgressMeter
-from kd.text.files import find_files
 from kd.text.mixtures import (
     Packer,
     TextReader,
@@ -44,9 +43,10 @@ from kd.text.stored.digest import hash_text
 from kd.text.stored.inputs import describe_inputs, name_inputs
 from kd.text.stored.packed import PackedText
 from kd.text.stored.places import BEGINNING, Cursor, TextPlace
-from kd.text.stored.shards import Layout
+from kd.text.stored.shard_files import Layout
 from kd.text.stored.view import StoredSequences, TokenStore
 from kd.text.stored.writing import StoreOrder, is_current, write_store
+from kd.text.text_files import find_files
 from kd.text.tokens import DocumentEncoder, choose_pad_id
 
 if TYPE_CHECKING:

@@ -75,7 +75,7 @@ class NGrams:
         """Compute the bigram's loss on each target of ``sequences`` in nats, (N,)."""
         before_N, gold_N = _find_pairs(sequences)
         kinds_N = self.kinds_V[before_N]
-        # A token that never had a successor says nothing: the unigram alone counts.
+        # A token that never had a successor says nothing: only the unigram counts.
         weight_N = np.where(kinds_N, kinds_N, 1)
         pair_N = before_N * len(self.probability_V) + gold_N
         place_N = np.minimum(np.searchsorted(self.pairs_P, pair_N), len(self.pairs_P) - 1)

@@ -12,11 +12,11 @@ from kd.addresses import HUB_ID
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
 from kd.progress import Notice
-from kd.text.files import choose_format, find_files, is_saved_dataset
 from kd.text.reading.contents import TextFile, ignore_count, name_rows, open_rows
 from kd.text.reading.notes import TextNotes
 from kd.text.rows import RowWithoutText, drop_absent_fields, read_cell
 from kd.text.stored.places import BEGINNING, TextPlace
+from kd.text.text_files import choose_format, find_files, is_saved_dataset
 
 #: What is noted of rows that hold no text, and the least of them that may be too many.
 MISSING = "rows without text, left out"

@@ -1,4 +1,4 @@
-"""What a faithful cache may differ by from its teacher; other weights exceed it by far."""
+"""The bounds within which a faithful cache differs from its teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a measurement is that of a faithful cache, and what to do if it is not."""
+"""Decide whether a measurement is that of a faithful cache, and say what to do if it is not."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kd.config.data import DataConfig
 from kd.errors import DataError
-from kd.text.files import find_packing
 from kd.text.rows import COLUMNS, drop_absent_fields
+from kd.text.text_files import find_packing
 
 if TYPE_CHECKING:
     from pyarrow import Schema

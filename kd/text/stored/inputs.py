@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from cache.disk import hash_file
 from kd.config.data import DataConfig, DatasetSpec, TextSources
 from kd.errors import DataError
-from kd.text.files import find_files, is_saved_dataset, list_all_files
 from kd.text.sources import open_dataset
+from kd.text.text_files import find_files, is_saved_dataset, list_all_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,7 +18,7 @@ from cache.reading.memory import KeptValues
 from cache.reading.usage import hold_for
 from cache.records import Sequences
 from kd.text.stored.packed import iterate
-from kd.text.stored.shards import (
+from kd.text.stored.shard_files import (
     ShardArrays,
     TextManifest,
     TokenSeal,

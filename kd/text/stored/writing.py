@@ -23,7 +23,7 @@ from kd.text.packing import join_blocks
 from kd.text.reading.notes import TextNotes
 from kd.text.stored.inputs import hash_young_files, require_inputs
 from kd.text.stored.places import Cursor
-from kd.text.stored.shards import (
+from kd.text.stored.shard_files import (
     FORMAT,
     INPUTS,
     MANIFEST,

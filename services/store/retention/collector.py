@@ -36,7 +36,7 @@ from cache.errors import CacheError, StorageError
 from cache.reading.usage import read_last_use
 from cache.shards.names import FINGERPRINT, MANIFEST
 from kd.files import LOCK
-from kd.text.stored.shards import list_stores, remove_store
+from kd.text.stored.shard_files import list_stores, remove_store
 from services.settings import DAY_SECONDS, Settings
 from services.store.callers import LOCAL_CALLER
 from services.store.jobs.store import JobStore

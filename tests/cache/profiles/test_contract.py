@@ -24,7 +24,7 @@ from cache.profiles.table import PROFILES
 from cache.records import AXES
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, RecordPositions
 from cache.store import open_cache
-from cache.viewing.records import read_page
+from cache.viewing.record_pages import read_page
 from kd.config.cache import CacheConfig
 
 V = 60

@@ -16,7 +16,7 @@ from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP
 from cache.shards.names import locate_seal, name_shard
 from cache.store import Cache, open_cache, open_unchecked
 from cache.viewing.grid import MOST_CELLS, STATES, find_damaged_shards, read_grid
-from cache.viewing.records import SHOWN_ENTRIES, read_page
+from cache.viewing.record_pages import SHOWN_ENTRIES, read_page
 from cache.viewing.sample import ENTRY_BINS, choose_runs, sample_cache
 from cache.viewing.texts import TokenTexts
 from cache.writing.writer import open_writer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.support.caches import make_cache, make_identity
-from cache.reading.disk import DiskReads
+from cache.reading.file_reads import DiskReads
 from cache.store import Cache, open_cache
 from kd.checks.slow_disk import STEPS, DiskWatch
 from kd.checks.watch import WARM_UP, StepSeconds

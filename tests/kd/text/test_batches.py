@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bench.support.caches import make_cache, make_codec, make_identity, make_records, make_sequences
 from cache.codec import Codec
-from cache.reading.disk import DiskReads
+from cache.reading.file_reads import DiskReads
 from cache.records import Records, Sequences
 from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
 from cache.store import Cache, open_cache

@@ -15,7 +15,7 @@ from bench.support.harness import Parts, make_config
 from bench.support.paths import AUSTEN
 from cache.shards.names import locate_seal, name_shard
 from cache.store import open_cache
-from cache.viewing.records import read_page
+from cache.viewing.record_pages import read_page
 from cache.viewing.texts import TokenTexts
 from cache.writing.writer import open_writer
 from kd.config.jobfile import parse_config

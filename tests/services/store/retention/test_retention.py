@@ -28,7 +28,7 @@ from kd.config.data import DataConfig
 from kd.face.inputs import describe_text
 from kd.files import LOCK, write_json
 from kd.text.corpus import Corpus, open_corpus
-from kd.text.stored.shards import list_stores, locate_lock
+from kd.text.stored.shard_files import list_stores, locate_lock
 from services.loops.teams import TeamRules
 from services.settings import DAY_SECONDS, Settings
 from services.store.jobs.leases import EventBatch

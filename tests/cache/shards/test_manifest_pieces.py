@@ -24,9 +24,9 @@ from cache.manifest import (
 )
 from cache.operations import find_garbage
 from cache.shards.entries import ShardEntry, ShardTotals, decode_row, encode_piece, sum_piece
+from cache.shards.manifest_pieces import EntryPieces, write_pieces
 from cache.shards.names import MANIFEST
-from cache.shards.pieces import EntryPieces, write_pieces
-from cache.shards.runs import ShardRuns
+from cache.shards.shard_runs import ShardRuns
 from cache.store import measure_cache_bytes, open_cache, read_manifest, replace_fidelity
 from cache.writing.writer import open_writer
 from tests.support.caches import captured, child, content, equal, flip
@@ -110,7 +110,7 @@ def test_only_the_pieces_that_are_needed_are_read(
 
 
 def test_the_pieces_in_memory_are_few(pieced: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache.shards.pieces._KEPT_PIECES", 1)
+    monkeypatch.setattr("cache.shards.manifest_pieces._KEPT_PIECES", 1)
     opened = open_cache(pieced)
     assert isinstance(opened.entries, EntryPieces)
     assert len(list(opened.entries)) == 6

@@ -41,7 +41,7 @@ from kd.text.stored.places import Cursor
 
 #: The version of the format. A store of another version is refused. Raise it, too, if a change to
 #: the packing gives the same text other sequences, or if ``SHARD_TOKENS`` or the constants of
-#: ``kd.text.pieces`` change: a store that is half written then has other places.
+#: ``kd.text.text_encoder`` change: a store that is half written then has other places.
 FORMAT = 1
 #: Tokens of a shard, about: what an interruption loses, and what is in memory at once.
 SHARD_TOKENS = 1 << 22
