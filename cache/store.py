@@ -34,7 +34,6 @@ from cache.manifest import (
 )
 from cache.reading.arrays import (
     MEMORY_BYTES,
-    ChunkMemory,
     Shard,
     make_chunk_memory,
 )
@@ -95,17 +94,16 @@ def locate_writers(folder: Path) -> Path:
 class Cache:
     """A complete cache, open for reading. ``open_cache`` makes it; threads may share it.
 
-    Decoded chunks stay in ``memory``, which several caches may share; the least recently used is
-    dropped first. Threads decode different chunks at the same time, and each chunk that is in
-    memory once.
+    Decoded chunks of ``memory_bytes`` at most stay in memory; the least recently used is dropped
+    first. Threads decode different chunks at the same time, and each chunk that is in memory once.
     """
 
     def __init__(
         self,
         folder: Path,
         manifest: Manifest,
-        memory: ChunkMemory,
         mirror: Mirror | None = None,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self.folder = folder
         self.mirror = mirror
@@ -115,11 +113,11 @@ class Cache:
         self.codec = manifest.identity.record_codec()
         #: What ``read`` took from the disk so far.
         self.disk_reads = open_reads(mirror)
-        self._memory = memory
-        self._shards: KeptValues[Shard] = KeptValues(_OPEN_SHARDS, lambda _: 1)
+        self._memory = make_chunk_memory(memory_bytes)
+        self._shards: KeptValues[Shard] = KeptValues(_OPEN_SHARDS)
         # Flags of the files whose sha256 was checked, of dropped shards too, so that few are hashed
         # twice.
-        self._sound: KeptValues[bytearray] = KeptValues(_SOUND_SHARDS, lambda _: 1)
+        self._sound: KeptValues[bytearray] = KeptValues(_SOUND_SHARDS)
         #: Whether the files of all shards can stay on the disk: then those of one come together.
         self.brings_whole = mirror is not None and mirror.room.limit >= manifest.totals.bytes
 
@@ -335,21 +333,19 @@ def open_cache(
     ``CacheMismatch`` for another version, or an identity other than ``expected``; ``CacheCorrupt``
     if a file is missing or has another size.
     """
-    manifest = read_manifest(folder)
-    if expected is not None and expected != manifest.identity:
-        differences = "; ".join(list_differences(expected, manifest.identity))
+    opened = open_unchecked(folder, memory_bytes)
+    if expected is not None and expected != opened.identity:
+        differences = "; ".join(list_differences(expected, opened.identity))
         raise CacheMismatch(
             f"{folder} was captured for other inputs: {differences}.",
             "Capture a cache for this job, or give the job the inputs of this cache.",
         )
+    if opened.mirror is not None:
+        return opened  # its seals are there, and a file is checked when it is fetched
     with reading(folder):
-        memory = make_chunk_memory(memory_bytes)
-        if (mirror := open_mirror(folder)) is not None:
-            return _open_mirrored(mirror, manifest, memory)
         for problem in check_group(folder):
             raise CacheCorrupt(f"{folder}: {problem}.", RECAPTURE_REMEDY)
-        opened = Cache(folder, manifest, memory)
-        for name, digest in list_sealed_folders(manifest):
+        for name, digest in list_sealed_folders(opened.manifest):
             read_seal(folder, name, digest).require_files(folder / name)
         if isinstance(opened.entries, EntryPieces):
             opened.entries.require_files()
@@ -363,28 +359,20 @@ def open_cache(
 def open_unchecked(folder: Path, memory_bytes: int = MEMORY_BYTES) -> Cache:
     """Open a complete cache at once, whatever its size: a file is checked when it is read.
 
-    So the sound part of a damaged cache can be read. Raises as ``open_cache`` does for the
-    manifest, and for a cache in a bucket.
+    So the sound part of a damaged cache can be read. Of a cache in a bucket the seals that the
+    manifest names must be there. Raises as ``open_cache`` does for the manifest and for these.
     """
     manifest = read_manifest(folder)
+    mirror = open_mirror(folder)
     with reading(folder):
-        memory = make_chunk_memory(memory_bytes)
-        if (mirror := open_mirror(folder)) is not None:
-            return _open_mirrored(mirror, manifest, memory)
-        return Cache(folder, manifest, memory)
-
-
-def _open_mirrored(mirror: Mirror, manifest: Manifest, memory: ChunkMemory) -> Cache:
-    """Open a cache in a bucket: the seals that the manifest names must be there."""
-    folder = mirror.folder
-    if manifest.pieces is not None:
-        mirror.fetch_pieces(list_pieces(manifest.pieces))
-    for name, digest in list_sealed_folders(manifest):
-        mirror.open_folder(name, digest)
-        read_seal(folder, name, digest)
-    count = manifest.totals.shards
-    mirror.require_seals({name_shard(index) for index in range(count)})
-    return Cache(folder, manifest, memory, mirror)
+        if mirror is not None:
+            if manifest.pieces is not None:
+                mirror.fetch_pieces(list_pieces(manifest.pieces))
+            for name, digest in list_sealed_folders(manifest):
+                mirror.open_folder(name, digest)
+                read_seal(folder, name, digest)
+            mirror.require_seals({name_shard(index) for index in range(manifest.totals.shards)})
+        return Cache(folder, manifest, mirror, memory_bytes)
 
 
 def read_manifest(folder: Path) -> Manifest:

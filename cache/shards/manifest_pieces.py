@@ -68,7 +68,7 @@ class EntryPieces:
         self._folder = folder
         self._index = index
         self._identity = identity
-        self._kept: KeptValues[bytes] = KeptValues(_KEPT_PIECES, lambda _: 1)
+        self._kept: KeptValues[bytes] = KeptValues(_KEPT_PIECES)
 
     def __len__(self) -> int:
         return self._index.totals.shards

@@ -44,7 +44,7 @@ from cache.manifest import (
     Manifest,
     Provenance,
 )
-from cache.reading.arrays import ArrayFolder, make_chunk_memory
+from cache.reading.arrays import ArrayFolder
 from cache.reading.sealed import GROUP_METADATA, list_pieces, open_reads, read_arrays
 from cache.records import SUM_ARRAYS, Records, Sequences, TailSums, encode_tail_mean
 from cache.remote.mirror import Mirror, open_mirror
@@ -436,7 +436,7 @@ class CacheWriter:
 
     def open_sealed(self) -> Cache:
         """Open the complete cache before ``finish``; raise ``CacheIncomplete`` as that does."""
-        return Cache(self.folder, self._make_manifest(), make_chunk_memory(), self.mirror)
+        return Cache(self.folder, self._make_manifest(), self.mirror)
 
     def _make_manifest(self) -> Manifest:
         """Make the manifest of what is sealed; the entries of many shards are written as pieces.

@@ -41,7 +41,7 @@ class TokenStore:
         self.folder = folder
         hold_for(self, folder)
         self.manifest = TextManifest.read(folder)
-        self._open: KeptValues[ShardArrays] = KeptValues(_OPEN_SHARDS, lambda _: 1)
+        self._open: KeptValues[ShardArrays] = KeptValues(_OPEN_SHARDS)
         self._compared = bytearray(-(-len(self) // self.manifest.layout.shard_sequences))
 
     def __len__(self) -> int:

@@ -59,7 +59,7 @@ class CacheReader:
 
     def __init__(self) -> None:
         self._opened: OrderedDict[str, _OpenCache] = OrderedDict()
-        self._samples: KeptValues[dict[str, Any]] = KeptValues(KEPT_SAMPLES, lambda _: 1)
+        self._samples: KeptValues[dict[str, Any]] = KeptValues(KEPT_SAMPLES)
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to one order."""

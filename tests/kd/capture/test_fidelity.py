@@ -20,7 +20,6 @@ from bench.support.caches import make_cache
 from cache.checking.listing import summarise_cache
 from cache.checking.verify import verify_cache
 from cache.manifest import FidelityRow
-from cache.reading.arrays import make_chunk_memory
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache, read_manifest, replace_fidelity
 from kd.capture.capturing import summarise_cache as describe_cache
@@ -384,7 +383,7 @@ def test_records_of_a_server_or_of_an_import_have_no_live_teacher(
 ) -> None:
     store = stores["topk"]
     identity = replace(store.identity, teacher=replace(store.identity.teacher, dtype="imported"))
-    imported = Cache(store.folder, replace(store.manifest, identity=identity), make_chunk_memory())
+    imported = Cache(store.folder, replace(store.manifest, identity=identity))
     with pytest.raises(FidelityError, match="no live teacher") as caught:
         TeacherLocation.find(imported, None, tmp_path)
     assert "kd cache verify" in caught.value.remedy
