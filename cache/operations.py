@@ -31,20 +31,11 @@ from cache.errors import (
     CacheNotFound,
     StorageError,
 )
-from cache.manifest import (
-    FORMAT_VERSION,
-    OLDEST_FORMAT_VERSION,
-    choose_codec_version,
-)
+from cache.manifest import FORMAT_VERSION, OLDEST_FORMAT_VERSION, choose_codec_version
 from cache.reading.usage import exclude_readers, locate_use
 from cache.records import Records, Sequences
 from cache.remote.address import is_mirror
-from cache.remote.upkeep import (
-    Garbage,
-    find_stored_garbage,
-    remove_stored,
-    remove_stored_garbage,
-)
+from cache.remote.upkeep import Garbage, find_stored_garbage, remove_stored, remove_stored_garbage
 from cache.shards.names import FINGERPRINT, MANIFEST
 from cache.store import Cache, locate_lock, locate_writers, open_cache
 

@@ -18,25 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.disk import (
-    locked,
-    storage_errors,
-    write_file,
-)
+from cache.disk import locked, storage_errors, write_file
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.layout import Arrays, decode_arrays
-from cache.manifest import (
-    CacheIdentity,
-    FidelityRow,
-    FolderEntry,
-    Manifest,
-    list_differences,
-)
-from cache.reading.arrays import (
-    MEMORY_BYTES,
-    Shard,
-    make_chunk_memory,
-)
+from cache.manifest import CacheIdentity, FidelityRow, FolderEntry, Manifest, list_differences
+from cache.reading.arrays import MEMORY_BYTES, Shard, make_chunk_memory
 from cache.reading.memory import KeptValues
 from cache.reading.sealed import (
     GROUP_METADATA,
@@ -47,23 +33,11 @@ from cache.reading.sealed import (
     read_arrays,
     read_seal,
 )
-from cache.records import (
-    MEAN_ARRAYS,
-    Records,
-    Sequences,
-    decode_tail_mean,
-)
+from cache.records import MEAN_ARRAYS, Records, Sequences, decode_tail_mean
 from cache.remote.mirror import Mirror, open_mirror
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal
 from cache.shards.manifest_pieces import EntryPieces, open_entries
-from cache.shards.names import (
-    FINGERPRINT,
-    LM_HEAD,
-    MANIFEST,
-    TAIL_MEAN,
-    TOKEN_MAP,
-    name_shard,
-)
+from cache.shards.names import FINGERPRINT, LM_HEAD, MANIFEST, TAIL_MEAN, TOKEN_MAP, name_shard
 
 #: The arrays of the tokens of all ids.
 TOKEN_ARRAYS = ("ids", "lengths", "text")

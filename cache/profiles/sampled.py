@@ -24,15 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.profiles.profile import (
-    BYTE,
-    WORD,
-    CodecNumbers,
-    Profile,
-    ReadColumn,
-    Reading,
-    Schema,
-)
+from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, ReadColumn, Reading, Schema
 from cache.random import PURPOSE_ROUNDING, PURPOSE_TAIL_ROUNDING, draw_uniforms
 from cache.records import Records, compute_offsets
 from cache.rounding import (

@@ -16,14 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.profiles.profile import (
-    WORD,
-    CodecNumbers,
-    Profile,
-    ReadColumn,
-    Reading,
-    Schema,
-)
+from cache.profiles.profile import WORD, CodecNumbers, Profile, ReadColumn, Reading, Schema
 from cache.records import Records
 from cache.rounding import (
     TOP_STEP,

@@ -18,13 +18,7 @@ from cache.reading.memory import KeptValues
 from cache.reading.usage import hold_for
 from cache.records import Sequences
 from kd.text.stored.packed import iterate
-from kd.text.stored.shard_files import (
-    ShardArrays,
-    TextManifest,
-    TokenSeal,
-    damaged,
-    locate_shard,
-)
+from kd.text.stored.shard_files import ShardArrays, TextManifest, TokenSeal, damaged, locate_shard
 
 #: Shards that are mapped into memory at once.
 _OPEN_SHARDS = 8
