@@ -121,7 +121,10 @@ def _compare_records(left: Cache, right: Cache) -> RecordsComparison:
         _, ours = left.read([number])
         _, theirs = right.read([number])
         same.append(find_same_records(ours, theirs))
-        gold.append(_compare_gold(ours, theirs) if len(ours) == len(theirs) else np.empty(0))
+        if len(ours) == len(theirs):
+            left_N, right_N = (each["known"][:, 0].astype(np.int64) for each in (ours, theirs))
+            known_N = (left_N != UNKNOWN) & (right_N != UNKNOWN)
+            gold.append(KNOWN_STEP * np.abs(left_N - right_N)[known_N])
     same_N = np.concatenate([np.empty(0), *same])
     gold_N = np.concatenate([np.empty(0), *gold])
     return RecordsComparison(
@@ -169,13 +172,6 @@ def _sort_entries(
     order_E = chosen_E[np.lexsort((records[f"{axis}_ids"][chosen_E], row_E[chosen_E]))]
     names = [name for name in records.columns if AXES[name] == axis]
     return row_E[order_E], {name: records[name][order_E] for name in names}
-
-
-def _compare_gold(left: Records, right: Records) -> NDArray[Any]:
-    ours, theirs = (records["known"][:, 0].astype(np.int64) for records in (left, right))
-    both = (ours != UNKNOWN) & (theirs != UNKNOWN)
-    difference: NDArray[Any] = KNOWN_STEP * np.abs(ours - theirs)[both]
-    return difference
 
 
 # ---------------------------------------------------------------------- stats

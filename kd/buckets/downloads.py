@@ -90,7 +90,7 @@ class Downloads:
             ),
         ):
             make_folder(folder)
-            missing = [name for name in names if not _is_here(folder / name, listing, name)]
+            missing = [name for name in names if not _is_complete(folder / name, listing, name)]
             if missing:
                 download(listing, folder, missing, report)
         self.shrink(keep=listing.name)
@@ -128,7 +128,7 @@ class Downloads:
         return True
 
 
-def _is_here(path: Path, listing: Listing, name: str) -> bool:
+def _is_complete(path: Path, listing: Listing, name: str) -> bool:
     with suppress(FileNotFoundError):
         return path.stat().st_size == listing.objects[name].bytes
     return False

@@ -349,7 +349,13 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
     rest_N = running_NQ[:, -1]
     # Where every token of the vocabulary is known or in the head, the tail is empty.
     count_N = torch.where(rest_N > 0, torch.floor(rest_N / threshold).clamp(min=1), 0).long()
-    slot_m = torch.arange(_count_slots(count_N, threshold), device=count_N.device)
+    # Slots that hold the tail of every position. A GPU would have to be waited for to know the
+    # largest count: it gets the largest of any teacher, whose sizes sum to 1 up to roundings.
+    if count_N.is_cuda:
+        slots = math.floor(1.001 / threshold) + 1
+    else:
+        slots = int(count_N.max()) if len(count_N) else 0
+    slot_m = torch.arange(slots, device=count_N.device)
     rows_M, slots_M = (slot_m < count_N[:, None]).nonzero(as_tuple=True)
     apart_N = rest_N / count_N.clamp(min=1)
     # With more points than blocks, a search by blocks reads most blocks again and again, and a sum
@@ -372,17 +378,6 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
         places_M = find(_Points(points_Nm, rows_M, slots_M))
         draws.append(_order_ids(places_M, rows_M, chance))
     return _Tail(count_N, rows_M, torch.stack(draws, 1))
-
-
-def _count_slots(count_N: Tensor, threshold: float) -> int:
-    """Return a number of slots that holds the tail of every position.
-
-    On a CPU it is the largest count. A GPU would have to be waited for, so there it is the largest
-    count that any teacher can have: the sizes sum to 1, up to roundings.
-    """
-    if count_N.is_cuda:
-        return math.floor(1.001 / threshold) + 1
-    return int(count_N.max()) if len(count_N) else 0
 
 
 def _order_ids(place_M: Tensor, rows_M: Tensor, chance: Randomness) -> Tensor:

@@ -120,7 +120,14 @@ def _split(
     if config.validation:
         held_out = load("validation", config.max_eval_samples)
     else:
-        count -= _count_split(len(whole), config.held_out_fraction)
+        # From the end, so that neighbours in a text are on the same side of the split.
+        split = count_held_out(count, config.held_out_fraction)
+        if split >= count:
+            raise DataError(
+                f"data.train gives {count} sequence(s), too few to hold {split} out.",
+                "Add text, lower data.sequence_length, or set data.validation_fraction to 0.",
+            )
+        count -= split
         held_out = part(whole, count, len(whole))
     if config.max_train_samples is not None:
         count = min(count, config.max_train_samples)
@@ -269,20 +276,6 @@ class _ReadingReport:
                     self._monitor.emit("progress", **meter.advance(read - meter.done, new))
                 new = 0
                 reported_at = time.monotonic()
-
-
-def _count_split(count: int, fraction: float) -> int:
-    """Count the sequences to hold out of ``count``, of which one at least must be left to train on.
-
-    They are taken from the end, so that neighbours in a text are on the same side of the split.
-    """
-    held_out = count_held_out(count, fraction)
-    if held_out >= count:
-        raise DataError(
-            f"data.train gives {count} sequence(s), too few to hold {held_out} out.",
-            "Add text, lower data.sequence_length, or set data.validation_fraction to 0.",
-        )
-    return held_out
 
 
 def count_held_out(count: int, fraction: float) -> int:

@@ -219,12 +219,10 @@ def _check_added_tokens(added: list[AddedToken], backend: Tokenizer) -> None:
 
 
 def _bar(characters: Iterable[str]) -> frozenset[str]:
-    return frozenset().union(*map(_list_cases, characters))
-
-
-def _list_cases(character: str) -> set[str]:
-    """Return ``character`` in both cases, as a normalizer may change it before it is compared."""
-    return {character, *character.lower(), *character.upper()} - {""}
+    """Return ``characters`` in both cases, as a normalizer may change them before they compare."""
+    return frozenset(
+        case for each in characters for case in (each, *each.lower(), *each.upper()) if case
+    )
 
 
 def _check_normalizers(steps: list[dict[str, Any]]) -> bool:
@@ -291,17 +289,14 @@ def _check_words(steps: list[dict[str, Any]]) -> tuple[bool, bool]:
         if kind == "Split" and _cuts_words(step):
             return _is_plain(later), False
         if not _leaves_space(step):
-            raise NoCutError(f"its pre-tokenizer {kind} may connect words: {_describe(step)}")
+            written = str(next(iter(step.get("pattern", {}).values()), step))[:60]
+            raise NoCutError(f"its pre-tokenizer {kind} may connect words: {written}")
     raise NoCutError("its pre-tokenizer does not cut words at spaces")
 
 
 def _is_plain(steps: list[dict[str, Any]]) -> bool:
     """Return whether no step depends on where in a text its word stands."""
     return all(step["type"] in ("ByteLevel", "Digits", "Punctuation", "Split") for step in steps)
-
-
-def _describe(step: dict[str, Any]) -> str:
-    return str(next(iter(step.get("pattern", {}).values()), step))[:60]
 
 
 def _leaves_space(step: dict[str, Any]) -> bool:

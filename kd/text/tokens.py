@@ -55,9 +55,13 @@ class DocumentEncoder:
 
     @cached_property
     def texts(self) -> TextEncoder:
-        """The encoder of plain texts, which ends a document at the separator."""
-        separator = choose_separator(self.config, self.tokenizer)
-        return TextEncoder(self.tokenizer, self.monitor, separator, self.notes)
+        """The encoder of plain texts, which ends a document at the separator, if there is one."""
+        separator = self.config.document_separator
+        end = self.tokenizer.eos_token
+        if separator is None and isinstance(end, str):
+            ids = self.tokenizer(end, add_special_tokens=False, **TOKENIZER_OPTIONS)["input_ids"]
+            separator = end if self.tokenizer.eos_token_id in ids else None
+        return TextEncoder(self.tokenizer, self.monitor, separator or "", self.notes)
 
     def encode(self, documents: Iterable[FoundDocument]) -> Iterator[Document]:
         """Tokenize each document; short ones that follow each other are tokenized at once."""
@@ -117,17 +121,6 @@ class DocumentEncoder:
             chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
             batches = self.texts.encode(chunks, where, place)
         yield from _cut_into_parts(batches, self.config, place)
-
-
-def choose_separator(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Choose what ends a document within a plain text; nothing if nothing does."""
-    if config.document_separator is not None:
-        return config.document_separator
-    end = tokenizer.eos_token
-    if not isinstance(end, str):
-        return ""
-    ids = tokenizer(end, add_special_tokens=False, **TOKENIZER_OPTIONS)["input_ids"]
-    return end if tokenizer.eos_token_id in ids else ""
 
 
 def _group_short_documents(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cache.manifest import FidelityOverride
 from cache.store import Cache
-from kd.capture.fidelity.bounds import FidelityBounds
+from kd.capture.fidelity.bounds import find_problems
 from kd.capture.fidelity.measure import FidelityMeasurement, round_number
 from kd.capture.noise import LARGEST_NOISE, choose_allowed_noise
 from kd.config.cache import CacheConfig
@@ -25,10 +25,8 @@ _REMEDY_BY_PROFILE = {
 
 def find_out_of_bounds(store: Cache, found: FidelityMeasurement) -> list[str]:
     """Return one line for each value that is out of the bounds of a faithful cache."""
-    bounds = FidelityBounds(
-        store.codec, choose_allowed_noise(store.identity.teacher.dtype, found.noise)
-    )
-    lines = [line for row in found.rows for line in bounds.find_problems(row)]
+    allowed = choose_allowed_noise(store.identity.teacher.dtype, found.noise)
+    lines = [line for row in found.rows for line in find_problems(store.codec, allowed, row)]
     if not found.noise <= LARGEST_NOISE:
         lines.append(
             f"the teacher's own noise between two batches is {found.noise:.3g} nats, but must be "

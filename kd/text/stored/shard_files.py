@@ -109,13 +109,11 @@ class ShardArrays:
 
     def read(self, rows: Any) -> Sequences:
         """Return the sequences at ``rows`` (an index array or a slice), in that order."""
-        return Sequences(
-            self.tokens[rows].astype(np.uint32),
-            *map(self._unpack, (self.starts[rows], self.mask[rows])),
+        starts, mask = (
+            np.unpackbits(bits[rows], axis=1, count=self.tokens.shape[1]).view(bool)
+            for bits in (self.starts, self.mask)
         )
-
-    def _unpack(self, bits: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        return np.unpackbits(bits, axis=1, count=self.tokens.shape[1]).view(bool)
+        return Sequences(self.tokens[rows].astype(np.uint32), starts, mask)
 
 
 @dataclass(frozen=True)

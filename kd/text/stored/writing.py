@@ -14,7 +14,6 @@ from typing import Any
 
 from cache.disk import hash_file, locked, make_folder, remove_path, storage_errors, write_file
 from cache.errors import StorageError
-from cache.records import Sequences
 from kd.errors import DataError
 from kd.files import format_bytes, measure_free_bytes, write_json
 from kd.progress import SILENT, Monitor
@@ -115,7 +114,13 @@ def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) 
     reader = order.read(None if found is None else found.cursor)
     done = found or StoreProgress(0, 0, 0, "", reader.cursor)
     order.notes.recall(done.notes)
-    while (sequences := _read_shard(reader, _count_next(order, done.sequences))) is not None:
+    size = order.layout.shard_sequences
+    while True:
+        most = size if order.wanted is None else min(size, order.wanted - done.sequences)
+        parts = list(reader.read_all(most))
+        if not parts:
+            break
+        sequences = join_blocks(parts)
         path = locate_shard(folder, done.shards)
         data = order.layout.encode(sequences)
         seal = TokenSeal.of(data, sequences)
@@ -126,18 +131,6 @@ def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) 
         done = done.add(seal, reader.cursor, order.notes.to_json())
         write_json(folder / PROGRESS, done.to_json())
     return TextManifest(order.layout, done.sequences, done.targets, done.sha256, reader.ended)
-
-
-def _count_next(order: StoreOrder, done: int) -> int:
-    """Count the sequences of the next shard at most; 0 if no more are wanted."""
-    size = order.layout.shard_sequences
-    return size if order.wanted is None else min(size, order.wanted - done)
-
-
-def _read_shard(reader: TextReader, most: int) -> Sequences | None:
-    """Read ``most`` sequences, or what is left; None if that is nothing."""
-    parts = list(reader.read_all(most))
-    return join_blocks(parts) if parts else None
 
 
 def _require_same(folder: Path, order: StoreOrder, inputs: dict[str, Any]) -> None:
