@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+#: A step of a normalizer or pre-tokenizer, as the library writes it as JSON.
+Step = dict[str, Any]
 #: Characters on each side of a cut that are normalized to try it.
 CONTEXT = 32
 #: What SentencePiece writes for a space.
@@ -183,7 +185,7 @@ def find_cut_points(tokenizer: PreTrainedTokenizerBase) -> CutPoints:
     return CutPoints(backend, lines, False, words_only, ends, begins, None)
 
 
-def _list_steps(step: Any, parts: str) -> list[dict[str, Any]]:
+def _list_steps(step: Any, parts: str) -> list[Step]:
     """Return the steps of a normalizer or pre-tokenizer in order, each as its JSON."""
     if step is None:
         return []
@@ -194,7 +196,7 @@ def _list_steps(step: Any, parts: str) -> list[dict[str, Any]]:
     return _flatten(state, parts)
 
 
-def _flatten(state: dict[str, Any], parts: str) -> list[dict[str, Any]]:
+def _flatten(state: Step, parts: str) -> list[Step]:
     if state["type"] != "Sequence":
         return [state]
     return [step for part in state[parts] for step in _flatten(part, parts)]
@@ -225,7 +227,7 @@ def _bar(characters: Iterable[str]) -> frozenset[str]:
     )
 
 
-def _check_normalizers(steps: list[dict[str, Any]]) -> bool:
+def _check_normalizers(steps: list[Step]) -> bool:
     """Return whether the normalizer puts a mark before each text; refuse one that is not known."""
     for step in steps:
         kind = step["type"]
@@ -256,7 +258,7 @@ def _is_local_pattern(pattern: dict[str, str]) -> bool:
 # ---------------------------------------------------------------------- pre-tokenizer
 
 
-def _has_no_words(steps: list[dict[str, Any]], normalizers: Iterable[dict[str, Any]]) -> bool:
+def _has_no_words(steps: list[Step], normalizers: Iterable[Step]) -> bool:
     """Return whether the pre-tokenizer gives the model a whole text as one word."""
     marked = any(
         step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == MARK
@@ -271,7 +273,7 @@ def _has_no_words(steps: list[dict[str, Any]], normalizers: Iterable[dict[str, A
     return marked and step["type"] == "Split" and step["pattern"] == {"String": " "}
 
 
-def _check_words(steps: list[dict[str, Any]]) -> tuple[bool, bool]:
+def _check_words(steps: list[Step]) -> tuple[bool, bool]:
     """Return whether lines can be cut, and whether white space is dropped.
 
     Raises ``NoCutError`` unless a step cuts words at white space, after steps that change nothing
@@ -294,12 +296,12 @@ def _check_words(steps: list[dict[str, Any]]) -> tuple[bool, bool]:
     raise NoCutError("its pre-tokenizer does not cut words at spaces")
 
 
-def _is_plain(steps: list[dict[str, Any]]) -> bool:
+def _is_plain(steps: list[Step]) -> bool:
     """Return whether no step depends on where in a text its word stands."""
     return all(step["type"] in ("ByteLevel", "Digits", "Punctuation", "Split") for step in steps)
 
 
-def _leaves_space(step: dict[str, Any]) -> bool:
+def _leaves_space(step: Step) -> bool:
     """Return whether a step cuts at no white space and depends on none."""
     if step["type"] == "Digits":
         return True
@@ -314,7 +316,7 @@ def _leaves_space(step: dict[str, Any]) -> bool:
     )
 
 
-def _cuts_words(step: dict[str, Any]) -> bool:
+def _cuts_words(step: Step) -> bool:
     """Return whether all alternatives of a regex are known, and one takes any white space."""
     alternatives = split_alternatives(step["pattern"].get("Regex", ""))
     isolates = (step["behavior"], step["invert"]) in (("Isolated", False), ("Removed", True))

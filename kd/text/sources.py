@@ -14,7 +14,7 @@ from kd.errors import DataError
 from kd.progress import Notice
 from kd.text.reading.contents import TextFile, ignore_count, name_rows, open_rows
 from kd.text.reading.notes import TextNotes
-from kd.text.rows import RowWithoutText, drop_absent_fields, read_cell
+from kd.text.rows import Row, RowWithoutText, drop_absent_fields, read_cell
 from kd.text.stored.places import BEGINNING, TextPlace
 from kd.text.text_files import choose_format, find_files, is_saved_dataset
 
@@ -81,7 +81,7 @@ def find_documents(
             note(file.stat().st_size)
 
 
-def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
+def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[Row]:
     """Open the rows of a dataset. Raises ``DataError`` for one that cannot be loaded."""
     if streaming and "[" in spec.split:
         detail = (
@@ -112,7 +112,7 @@ def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]
 
 
 #: Opens the rows of a dataset; the second argument is whether to stream them.
-Opener = Callable[[DatasetSpec, bool], Iterable[dict[str, Any]]]
+Opener = Callable[[DatasetSpec, bool], Iterable[Row]]
 
 
 def open_saved_dataset(spec: DatasetSpec) -> Any:
@@ -151,13 +151,13 @@ def _load_split(folder: Path) -> Any:
     return rows.select(order["indices"])
 
 
-def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
+def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[Row]:
     from datasets import load_dataset
 
     if is_saved_dataset(Path(spec.path)):
-        saved: Iterable[dict[str, Any]] = open_saved_dataset(spec)
+        saved: Iterable[Row] = open_saved_dataset(spec)
         return saved
-    rows: Iterable[dict[str, Any]] = load_dataset(
+    rows: Iterable[Row] = load_dataset(
         spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=streaming
     )
     return rows
@@ -179,7 +179,7 @@ def datasets_opened_by(opener: Opener) -> Iterator[None]:
 
 
 def _read_cells(
-    rows: Iterable[dict[str, Any]],
+    rows: Iterable[Row],
     where: str,
     config: DataConfig,
     start: TextPlace,

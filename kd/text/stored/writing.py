@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from cache.disk import hash_file, locked, make_folder, remove_path, storage_errors, write_file
 from cache.errors import StorageError
@@ -20,7 +19,7 @@ from kd.progress import SILENT, Monitor
 from kd.text.mixtures import TextReader
 from kd.text.packing import join_blocks
 from kd.text.reading.notes import TextNotes
-from kd.text.stored.inputs import hash_young_files, require_inputs
+from kd.text.stored.inputs import Inputs, hash_young_files, require_inputs
 from kd.text.stored.places import Cursor
 from kd.text.stored.shard_files import (
     FORMAT,
@@ -51,7 +50,7 @@ class StoreOrder:
     """
 
     layout: Layout
-    describe: Callable[[], dict[str, Any]]
+    describe: Callable[[], Inputs]
     read: Callable[[Cursor | None], TextReader]
     wanted: int | None
     source_bytes: int
@@ -88,7 +87,7 @@ def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> N
             remove_path(folder / PROGRESS)
 
 
-def is_current(folder: Path, expected: dict[str, Any]) -> bool:
+def is_current(folder: Path, expected: Inputs) -> bool:
     """Return whether the store in ``folder`` is complete; raise if it is not of ``expected``."""
     if not (folder / MANIFEST).is_file():
         return False
@@ -102,7 +101,7 @@ def _has_changed(folder: Path) -> bool:
     return any(not Path(file).is_file() or hash_file(Path(file)) != young[file] for file in young)
 
 
-def check_inputs(folder: Path, expected: dict[str, Any]) -> None:
+def check_inputs(folder: Path, expected: Inputs) -> None:
     """Raise ``DataError`` if the store was made of other inputs, or by another version."""
     found = read_object(folder, folder / INPUTS)
     require_format(folder, found)
@@ -133,7 +132,7 @@ def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) 
     return TextManifest(order.layout, done.sequences, done.targets, done.sha256, reader.ended)
 
 
-def _require_same(folder: Path, order: StoreOrder, inputs: dict[str, Any]) -> None:
+def _require_same(folder: Path, order: StoreOrder, inputs: Inputs) -> None:
     """Raise ``DataError`` if the text has changed since its reading began; what is read goes."""
     if order.describe() == inputs and not _has_changed(folder):
         return

@@ -340,12 +340,12 @@ def test_a_trial_times_whole_rounds_of_answers(server, tiny_teacher, tmp_path, m
         return answer
 
     read = []
-    inner = RemoteTeacher.read
+    inner = RemoteTeacher.deliver
 
     def counted(self: RemoteTeacher, sequences: Sequences, first: int) -> Iterator[Any]:
-        for count, records in inner(self, sequences, first):
-            read.append(count)
-            yield count, records
+        for delivery in inner(self, sequences, first):
+            read.append(delivery.sequences)
+            yield delivery
 
     def seconds(concurrency: int) -> float:
         server.twists.clear()
@@ -367,7 +367,7 @@ def test_a_trial_times_whole_rounds_of_answers(server, tiny_teacher, tmp_path, m
         with open_trial(parse_config(job), tmp_path) as found:
             return found.estimate.seconds
 
-    monkeypatch.setattr(RemoteTeacher, "read", counted)
+    monkeypatch.setattr(RemoteTeacher, "deliver", counted)
     assert seconds(concurrency=6) >= 0.4 and len(read) == 6
     monkeypatch.setattr(trial, "SECONDS", 0.0)
     seconds(concurrency=3)
