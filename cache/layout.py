@@ -9,7 +9,6 @@ shard's token table and coded as gaps (``cache.idcode``); their log-probabilitie
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,18 +51,14 @@ def encode_arrays(records: Records, positions: NDArray[np.int64], codec: Codec) 
     heads, tails = (
         compute_offsets(records[f"{part}_count"])[positions] for part in ("head", "tail")
     )
-    coded = [
-        _code_ids(
-            "head",
-            records["head_ids"],
-            records["head_logprobs"],
-            _IdCoding(rank, records["head_count"], heads),
-        )
-    ]
+    counts = records["head_count"]
+    logprobs = records["head_logprobs"]
+    coded = [_code_ids("head", records["head_ids"], logprobs, rank, counts, heads)]
     for draw in range(codec.draws):
         values = records["tail_logprobs"][:, draw] if codec.rules.keeps_partition else None
-        cut = _IdCoding(rank, records["tail_count"], tails)
-        coded.append(_code_ids(f"tail_{draw}", records["tail_ids"][:, draw], values, cut))
+        ids = records["tail_ids"][:, draw]
+        counts = records["tail_count"]
+        coded.append(_code_ids(f"tail_{draw}", ids, values, rank, counts, tails))
     cuts = _narrow_offsets(
         np.stack([positions, heads, tails, *(starts for _, starts in coded)], axis=1)
     )
@@ -84,27 +79,27 @@ def _narrow_offsets(offsets: NDArray[np.int64]) -> NDArray[np.uint32]:
     return offsets.astype(np.uint32)
 
 
-@dataclass(frozen=True, eq=False)
-class _IdCoding:
-    """Rank of each token (V,), entries of each record (N,), first entry of a sequence (S + 1,)."""
-
-    rank: NDArray[np.int64]
-    counts: NDArray[Any]
-    entries: NDArray[np.int64]
-
-
 def _code_ids(
-    name: str, ids: NDArray[Any], logprobs: NDArray[Any] | None, cut: _IdCoding
+    name: str,
+    ids: NDArray[Any],
+    logprobs: NDArray[Any] | None,
+    rank: NDArray[np.int64],
+    counts: NDArray[Any],
+    entries: NDArray[np.int64],
 ) -> tuple[Arrays, NDArray[np.int64]]:
-    """Code one column of ids with its log-probabilities; also return each sequence's first byte."""
+    """Code one column of ids with its log-probabilities; also return each sequence's first byte.
+
+    ``rank`` (V,) is that of each token, ``counts`` (N,) the entries of each record, and ``entries``
+    (S + 1,) the first one of each sequence.
+    """
     arrays = {}
     if logprobs is None:
-        ranks = sort_ranks(cut.rank, ids, cut.counts)
+        ranks = sort_ranks(rank, ids, counts)
     else:
-        order = sort_by_rank(cut.rank, ids, cut.counts)
-        ranks = cut.rank[ids[order]]
+        order = sort_by_rank(rank, ids, counts)
+        ranks = rank[ids[order]]
         arrays[f"{name}_logprobs"] = logprobs[order]
-    packed = pack_ranks(ranks, cut.counts, cut.entries)
+    packed = pack_ranks(ranks, counts, entries)
     coded = {f"{name}_symbols": packed.symbols, f"{name}_bits": packed.bits}
     return coded | arrays, packed.starts
 

@@ -219,7 +219,7 @@ class Mirror:
             path = self.folder / name
             if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == pieces[name]:
                 return
-            data = self.bucket.get(self._name(_name_piece(name, pieces[name])))
+            data = self.bucket.get(self._name(name_data(name, pieces[name])))
             make_folder(path.parent)
             write_copy(path, data)
 
@@ -285,7 +285,7 @@ class Mirror:
         """Put the pieces of a manifest; ``pieces`` maps their names to their sha256."""
         self._each(
             lambda name: self.bucket.put(
-                self._name(_name_piece(name, pieces[name])), (self.folder / name).read_bytes()
+                self._name(name_data(name, pieces[name])), (self.folder / name).read_bytes()
             ),
             pieces,
         )
@@ -380,7 +380,9 @@ class Mirror:
         with self._lock:  # the thread that reads ahead does the same
             if not path.is_file() or path.read_bytes() != data:
                 folder = self.folder / name
-                if folder.is_dir() and (path.is_file() or not _fits(folder, data)):
+                # A folder that was just written has no seal yet: it stays if it is the sealed one.
+                found = None if path.is_file() else _parse_seal(data)
+                if folder.is_dir() and (found is None or found.find_problems(folder)):
                     remove_path(folder)
                 write_copy(path, data)
             self._known.add(name)
@@ -422,7 +424,10 @@ class MirrorReads(DiskReads):
 
 
 def name_data(name: str, digest: str) -> str:
-    """Return the folder of the bucket with the files of a seal that has ``digest``."""
+    """Return the name in the bucket of what has ``digest``: the files of a seal, or a piece.
+
+    Another writer's may have another digest.
+    """
     return f"{name}.{digest[:DIGEST_DIGITS]}"
 
 
@@ -433,19 +438,8 @@ def split_path(path: str) -> tuple[str, str]:
     return "/".join(parts[:count]), "/".join(parts[count:])
 
 
-def _name_piece(name: str, sha256: str) -> str:
-    """Return the object of a piece: two manifests may have pieces of one number."""
-    return f"{name}.{sha256[:DIGEST_DIGITS]}"
-
-
 def _parse_seal(data: bytes) -> Seal | None:
     try:
         return Seal.from_bytes(data, "seal")
     except CacheCorrupt:
         return None
-
-
-def _fits(folder: Path, seal: bytes) -> bool:
-    """Return whether a folder that was just written is the one of ``seal``."""
-    found = _parse_seal(seal)
-    return found is not None and not found.find_problems(folder)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,8 @@ class TextEncoder:
         self._before = self._after = _NOTHING
         self._is_special = np.zeros(1, bool)
         try:
-            self._before, self._after = map(_to_array, _find_special_ids(tokenizer))
+            ends = _find_special_ids(tokenizer)
+            self._before, self._after = (np.asarray(ids, np.uint32) for ids in ends)
             self._is_special = _mark_special_ids(tokenizer)
             self._cuts = find_cut_points(tokenizer)
         except NoCutError as error:
@@ -181,17 +182,15 @@ class TextEncoder:
     def encode_pieces(self, pieces: list[str]) -> list[NDArray[np.uint32]]:
         """Encode ``pieces`` in the threads of the library; nothing but their ids is made."""
         if self._cuts is None:
-            return [self._encode_whole(text) for text in pieces]
+            found = [self.tokenizer(text, **TOKENIZER_OPTIONS)["input_ids"] for text in pieces]
+            begin, end = len(self._before), len(self._after)
+            return [np.asarray(ids[begin : len(ids) - end], np.uint32) for ids in found]
         library = self.tokenizer.backend_tokenizer
         # Others may have called the tokenizer with padding since the last batch.
         library.no_truncation()
         library.no_padding()
         encoded = library.encode_batch_fast(pieces, add_special_tokens=False)
-        return [_to_array(each.ids) for each in encoded]
-
-    def _encode_whole(self, text: str) -> NDArray[np.uint32]:
-        ids = _to_array(self.tokenizer(text, **TOKENIZER_OPTIONS)["input_ids"])
-        return ids[len(self._before) : len(ids) - len(self._after)]
+        return [np.asarray(each.ids, np.uint32) for each in encoded]
 
 
 def separate_texts(chunks: Iterable[str], separator: str) -> Iterator[Iterator[str]]:
@@ -290,7 +289,3 @@ def _mark_special_ids(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_]:
     marked = np.zeros(max(ids, default=0) + 2, bool)
     marked[list(ids)] = True
     return marked
-
-
-def _to_array(ids: Any) -> NDArray[np.uint32]:
-    return np.asarray(ids, np.uint32)
