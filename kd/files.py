@@ -129,7 +129,7 @@ def find_run(name: str, runs: Path) -> Path | None:
     """Find the run below ``runs`` with that name, or the only one whose name begins with it.
 
     ``last`` means the run that began last. The job_ of a job's id may be left out. None where no
-    run has that name; raises ``ModelError`` where several have it.
+    run has that name; raises ``ModelError`` if several have it.
     """
     folders = sorted(folder for folder in runs.glob("[!.]*") if folder.is_dir())
     if name == "last":

@@ -191,7 +191,7 @@ class ShardRanges(Protocol):
         """Return the shards to capture next; an empty range where there are none now.
 
         None: nothing is left for this worker to do. ``waiting`` is called while there is no answer,
-        and may raise to give up. Raises ``Interrupted`` where the capture must stop.
+        and may raise to give up. Raises ``Interrupted`` if the capture must stop.
         """
 
     def finish(self, shards: range, sequences: int) -> None:

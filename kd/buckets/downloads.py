@@ -79,7 +79,7 @@ class Downloads:
     def download(self, listing: Listing, names: list[str], report: Report) -> Path:
         """Download the files ``names`` that are not here; return the folder. Hold it before.
 
-        Raises ``StoreError`` where the bucket does not give one as it was listed.
+        Raises ``StoreError`` if the bucket does not give one as it was listed.
         """
         folder = self.root / listing.name
         with (

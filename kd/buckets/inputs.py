@@ -92,7 +92,7 @@ def may_read_buckets() -> bool:
 def list_stored(url: str) -> Listing:
     """List the object at ``url``, or else those below it; none where there is nothing.
 
-    Raises ``StoreError`` where the bucket does not answer or refuses access, and ``DataError`` for
+    Raises ``StoreError`` if the bucket does not answer or refuses access, and ``DataError`` for
     a name of an object that no file can have.
     """
     if url not in _view.listings:
@@ -167,8 +167,8 @@ def select_files(listing: Listing, patterns: Sequence[str]) -> list[str]:
 def download_files(url: str, names: Sequence[str]) -> Path:
     """Make sure that files of ``list_stored(url)`` are on this disk; return their folder.
 
-    They stay there as long as this process looks at this version. Raises ``StoreError`` where the
-    bucket does not give them, and ``StorageError`` where the disk does not take them.
+    They stay there as long as this process looks at this version. Raises ``StoreError`` if the
+    bucket does not give them, and ``StorageError`` if the disk does not take them.
     """
     listing = list_stored(url)
     size = os.environ.get(BYTES_VARIABLE, "")

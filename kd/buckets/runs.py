@@ -145,7 +145,7 @@ class StoredRun:
     def fetch_checkpoint(self, found: StoredCheckpoint, folder: Path, report: Report) -> None:
         """Download the files of a checkpoint into ``folder``, and compare them with their sha256.
 
-        Raises ``CacheCorrupt`` where one is missing or has other bytes.
+        Raises ``CacheCorrupt`` if one is missing or has other bytes.
         """
         names = [name for name in found.files if name != HISTORY]
         download(Listing(f"{self}/{found.name}", self.bucket, found.files), folder, names, report)

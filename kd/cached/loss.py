@@ -33,7 +33,7 @@ class DistillationLoss(nn.Module):
     both at ``temperature`` T and averaged over the targets. Value and gradients are exact. The
     other options are the fields of ``kd.config.loss`` with the same names; the weights of
     ``entropy_weighting`` have mean 1 in each batch, where our loop's have it in each step.
-    ``chunk_size`` is how many positions have logits at a time. Raises ``ValueError`` where the
+    ``chunk_size`` is how many positions have logits at a time. Raises ``ValueError`` if the
     profile of the cache cannot serve them.
     """
 
@@ -79,7 +79,7 @@ class DistillationLoss(nn.Module):
         of the LM head; for a head with a bias, a scale or a soft-cap give what
         ``kd.models.lm_head.find_student_head`` returns. ``batch`` has the form ``records`` and lies
         on their device. ``num_targets`` divides the sum in place of the batch's own number, where
-        several batches make one step. Raises ``ValueError`` where the shapes do not fit.
+        several batches make one step. Raises ``ValueError`` if the shapes do not fit.
         """
         made = make_training_batch(batch)
         if hidden_states.shape[:2] != made.tokens_BL.shape:
@@ -93,7 +93,7 @@ class DistillationLoss(nn.Module):
     def sum_terms(self, hidden_ND: Tensor, lm_head: Tensor | LMHead, batch: Batch) -> LossTerms:
         """Return the terms of the loss, summed over the N targets of ``batch``.
 
-        Raises ``ValueError`` where the LM head has fewer rows than the vocabulary of the cache.
+        Raises ``ValueError`` if the LM head has fewer rows than the vocabulary of the cache.
         """
         if isinstance(lm_head, Tensor):
             lm_head = LMHead(lm_head, None, 1.0, None, len(lm_head))

@@ -101,7 +101,7 @@ def open_cache(
     ``topk``. Each process keeps decoded chunks of ``memory_bytes`` at most; the default is half a
     GiB. ``home`` is by default KD_HOME, else potstill-data. Raises ``CacheNotFound``,
     ``CacheIncomplete``, ``CacheMismatch`` or ``CacheCorrupt`` for a cache that cannot be used, and
-    ``ValueError`` where its profile cannot serve the form or the temperature.
+    ``ValueError`` if its profile cannot serve the form or the temperature.
     """
     folder = find_cache_folder(path_or_fingerprint, home)
     store = SharedStore(folder, MEMORY_BYTES if memory_bytes is None else memory_bytes)

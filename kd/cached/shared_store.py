@@ -57,7 +57,7 @@ def find_cache_folder(name: str | Path, home: str | Path | None) -> Path:
     """Return the folder of a cache, from its path or from its fingerprint.
 
     A fingerprint is looked up in ``home``/caches. The default of ``home`` is the environment
-    variable KD_HOME, else potstill-data. Raises ``CacheNotFound`` where there is no such folder.
+    variable KD_HOME, else potstill-data. Raises ``CacheNotFound`` if there is no such folder.
     """
     path = Path(name).expanduser()
     if path.is_dir():

@@ -47,7 +47,7 @@ class CachedLoss:
         """Prepare the model of the trainer for ``opened``; call it once the trainer is made.
 
         Raises ``ModelError`` for a model whose documents cannot be kept apart or whose logits are
-        not those of its LM head, ``TokenizerMismatch`` where it has fewer tokens than the cache,
+        not those of its LM head, ``TokenizerMismatch`` if it has fewer tokens than the cache,
         and ``ValueError`` for several GPUs in one process, for FSDP and DeepSpeed, and for a cache
         of another form than ``records``.
         """

@@ -120,7 +120,7 @@ def check_fidelity(
     """Compare a few records with the teacher, before the manifest seals the cache.
 
     Returns the rows, and the verdict if the job overruled it. There are no rows for a remote
-    teacher, whose distributions are not available. Raises ``FidelityError`` where records differ
+    teacher, whose distributions are not available. Raises ``FidelityError`` if records differ
     and the job does not accept that: then the shards stay, but the cache is not sealed.
     """
     if not plan.teacher.section.is_local:
@@ -201,7 +201,7 @@ def capture_ranges(
 def help_capture(plan: CapturePlan, root: Path, terms: RangeTerms, monitor: Monitor) -> None:
     """Capture shards of the cache of ``plan`` beside the process that leads, until none is left.
 
-    Raises ``OtherCapture`` where this host makes another cache of the job than that process does.
+    Raises ``OtherCapture`` if this host makes another cache of the job than that process does.
     """
     assert monitor.ranges is not None
     if plan.identity.fingerprint != terms.fingerprint:

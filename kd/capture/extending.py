@@ -42,9 +42,9 @@ def adopt_known_shards(
 ) -> None:
     """Take all shards that the cache ``cache.extends`` below ``root`` has in common with the plan.
 
-    Does nothing for a job that extends no cache. Raises ``ConfigError`` where the cache is not
+    Does nothing for a job that extends no cache. Raises ``ConfigError`` if the cache is not
     there, is of another teacher or other settings, or its text is not the beginning of the plan's,
-    and ``CacheCorrupt`` where one of its shards is damaged.
+    and ``CacheCorrupt`` if one of its shards is damaged.
     """
     name = plan.options.extends
     if name is None:

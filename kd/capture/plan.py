@@ -141,7 +141,7 @@ def make_capture_plan(
 ) -> CapturePlan:
     """Return the plan for a corpus that is already read.
 
-    Raises ``ConfigError`` where the job asks for tokens that the teacher does not have.
+    Raises ``ConfigError`` if the job asks for tokens that the teacher does not have.
     """
     vocabulary = choose_source_vocabulary(tokenizer, teacher.section.files, teacher.folder)
     known = _identify_teacher(teacher, monitor)
@@ -193,7 +193,7 @@ def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> TeacherIdentit
 
 
 def require_counters(identity: CacheIdentity) -> None:
-    """Raise ``ConfigError`` where there are more sequences than random numbers tell apart."""
+    """Raise ``ConfigError`` if there are more sequences than random numbers tell apart."""
     if identity.data.sequences > SEQUENCES:
         detail = (
             f"the text gives {identity.data.sequences:,} sequences, but a cache holds at most "

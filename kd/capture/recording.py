@@ -39,7 +39,7 @@ LOGIT_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
 class TeacherReading:
     """The output of a teacher for some sequences, before it is encoded.
 
-    ``encode`` makes the records, in any thread; it raises ``ModelError`` where the teacher's
+    ``encode`` makes the records, in any thread; it raises ``ModelError`` if the teacher's
     logits are not finite. ``nbytes`` is the memory that it holds until then.
     """
 

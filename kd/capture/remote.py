@@ -237,8 +237,8 @@ class RemoteTeacher:
     ) -> None:
         """Compare the server's tokenizer through /tokenize of vLLM.
 
-        Without /tokenize, emit a warning. Raises ``TokenizerMismatch`` where a probe is encoded
-        differently, and ``ModelError`` where the context of the server is too short.
+        Without /tokenize, emit a warning. Raises ``TokenizerMismatch`` if a probe is encoded
+        differently, and ``ModelError`` if the context of the server is too short.
         """
         for probe in probes:
             body = {"model": self.config.model, "prompt": probe.text, "add_special_tokens": True}

@@ -297,7 +297,7 @@ def _choose_rows_per_pass(s_NV: Tensor) -> int:
 def make_sample(parts: Sequence[dict[str, np.ndarray]]) -> Sample:
     """Make the sample of all positions of ``parts``, of which there must be at least one, in order.
 
-    Each part holds the arrays of ``Sampler.draw``. Raises ``ModelError`` where one is not finite.
+    Each part holds the arrays of ``Sampler.draw``. Raises ``ModelError`` if one is not finite.
     """
     if not all(part.get("finite", True) for part in parts):
         raise _make_not_finite()

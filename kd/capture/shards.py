@@ -309,7 +309,7 @@ def record_shards(
 ) -> None:
     """Read the sequences of each shard of ``work``, and seal it.
 
-    Raises the error of the reader, of the encoding or of the disk, and ``Interrupted`` where the
+    Raises the error of the reader, of the encoding or of the disk, and ``Interrupted`` if the
     monitor asks to stop; shards that were read whole are sealed before.
     """
     with ShardRecording(reader, writer, report) as recording:

@@ -144,7 +144,7 @@ class Teacher:
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
         """Yield what is delivered of each micro-batch.
 
-        ``first`` is the number of the first sequence. Raises ``OutOfMemory`` where not even one
+        ``first`` is the number of the first sequence. Raises ``OutOfMemory`` if not even one
         sequence fits.
         """
         start = 0
@@ -193,7 +193,7 @@ class Teacher:
     def choose_knots(self, sequences: PackedText) -> KnotChoice:
         """Choose the number of knots, by measuring the first training sequence that has targets.
 
-        Raises ``OutOfMemory`` where the memory is not enough for it.
+        Raises ``OutOfMemory`` if the memory is not enough for it.
         """
         try:
             hidden_ND, gold_N, _ = next(self.read_rows(find_first_trained(sequences)))

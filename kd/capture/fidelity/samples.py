@@ -84,7 +84,7 @@ class PositionSample:
 def read_samples(store: Cache, live: LiveTeacher, positions: int) -> Iterator[PositionSample]:
     """Read about ``positions`` positions, from sequences at equal distances over the cache.
 
-    Raises ``ModelError`` where the teacher's logits are not finite.
+    Raises ``ModelError`` if the teacher's logits are not finite.
     """
     numbers = _space_evenly(len(store), math.ceil(positions / PER_SEQUENCE))
     for start in range(0, len(numbers), SEQUENCES_PER_READ):
