@@ -50,6 +50,7 @@ import torch
 from numcodecs import blosc
 
 from bench.speed import make_single_documents, read_cpu_name
+from bench.support.caches import make_codec, make_identity
 from cache.codec import Codec
 from cache.disk import list_file_sizes
 from cache.layout import encode_arrays
@@ -59,7 +60,6 @@ from cache.random import apply_philox
 from cache.records import Records, Sequences, compute_offsets
 from cache.rounding import RecordPositions
 from cache.shard import Seal, make_shard_arrays, write_arrays
-from cache.testing import make_codec, make_identity
 from cache.writing.writer import CacheWriter, open_writer
 from kd.capture.recording import TeacherReading
 from kd.capture.sampling import Randomness, Sampler

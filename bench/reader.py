@@ -52,6 +52,7 @@ from bench.speed import (
     make_teacher,
     read_cpu_name,
 )
+from bench.support.caches import make_codec, make_identity, make_lm_head, make_records
 from cache.codec import Codec
 from cache.disk import list_file_sizes
 from cache.manifest import CacheIdentity, Provenance
@@ -60,12 +61,10 @@ from cache.profiles.whole import HiddenReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
 from cache.store import Cache, open_cache
-from cache.testing import make_codec, make_identity, make_lm_head, make_records
 from cache.writing.writer import open_writer
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
 from kd.models.loading import hide_progress_bars
-from kd.text.batches import CachedRecords
 from kd.text.shuffling import EpochWindows
 from kd.text.steps import order as ordering
 from kd.text.steps.reading import TimedIterator, read_training_batches
@@ -166,7 +165,7 @@ def make_sampled_cache(
     original = make_random_documents(sizes, count)
     identity = make_cache_identity(sizes, original, profile)
     teacher = make_teacher(make_frozen_llama(sizes, SMALL), identity, original)
-    records = Records.concatenate(each for _, each in teacher.read(original, 0))
+    records = Records.concatenate(each.encode() for each in teacher.deliver(original, 0))
     shards = max(tokens // (rows * sizes.length), 2)
     identity = replace(
         identity,
@@ -242,9 +241,7 @@ def read_steps(store: Cache, order: str, tokens: int | None = None) -> Reading:
     began = time.perf_counter()
     began_cpu = time.process_time()
     read = sum(
-        len(batch)
-        for step in read_training_batches(CachedRecords(store), options, range(steps))
-        for batch in step
+        len(batch) for step in read_training_batches(store, options, range(steps)) for batch in step
     )
     return Reading(read, time.perf_counter() - began, time.process_time() - began_cpu)
 
@@ -344,11 +341,9 @@ def read_cold(folder: Path, limit: int, rounds: int) -> Reading:
 def measure_wait(folder: Path, limit: int) -> float:
     """Measure the share of its time that a simulated student waits for its batches."""
     drop_from_system_memory(folder)
-    source = CachedRecords(open_cache(folder, memory_bytes=limit))
-    options = choose_options(source.store, "windows").model_copy(
-        update={"dataloader_num_workers": 1}
-    )
-    steps = min(len(source.store.train) // options.batch_size, 64)
+    source = open_cache(folder, memory_bytes=limit)
+    options = choose_options(source, "windows").model_copy(update={"dataloader_num_workers": 1})
+    steps = min(len(source.train) // options.batch_size, 64)
     timed = TimedIterator(read_training_batches(source, options, range(steps)))
     began = time.perf_counter()
     first = None

@@ -70,7 +70,7 @@ from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import hide_progress_bars, load_model
 from kd.models.tokenizers import get_vocabulary_size, load_tokenizer
 from kd.text.packing import Document, pack_documents
-from kd.text.pieces import TextEncoder
+from kd.text.text_encoder import TextEncoder
 
 #: Positions whose (N, V) targets are compared together.
 CHUNK = 128

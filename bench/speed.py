@@ -68,6 +68,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.support.caches import make_codec, make_identity
 from bench.support.timing import (
     Machine,
     TimingRow,
@@ -81,7 +82,6 @@ from bench.support.timing import (
 from cache.manifest import CacheIdentity, Provenance
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache
-from cache.testing import make_codec, make_identity
 from cache.writing.writer import open_writer
 from kd.capture.recording import LOGIT_ELEMENTS, Recorder, TailMeter
 from kd.capture.teacher import Teacher
@@ -95,7 +95,7 @@ from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import hide_progress_bars
 from kd.models.precision import Precision, compute_target_hidden_states, pick_device
 from kd.optim.optimizers import make_optimizer
-from kd.text.batches import Batch, CachedRecords, make_batch
+from kd.text.batches import Batch, make_batch
 from kd.text.steps.order import list_step_indices
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "kd.capture.teacher", "kd.training.loop"]
@@ -185,7 +185,7 @@ def make_capture_task(sizes: BenchmarkSizes, folder: Path) -> Task:
         model(input_ids=tokens_BL, use_cache=False)
 
     def read(teacher: Teacher) -> Records:
-        return Records.concatenate(records for _, records in teacher.read(sequences, 0))
+        return Records.concatenate(each.encode() for each in teacher.deliver(sequences, 0))
 
     def seal() -> None:
         with open_writer(
@@ -229,7 +229,7 @@ def measure_sealing(sizes: BenchmarkSizes, folder: Path, bare: Runnable) -> str:
         make_cache_identity(sizes, sequences, "threshold"),
         sequences,
     )
-    records = Records.concatenate(each for _, each in teacher.read(sequences, 0))
+    records = Records.concatenate(each.encode() for each in teacher.deliver(sequences, 0))
 
     def seal(seed: int) -> None:
         with open_writer(
@@ -405,7 +405,7 @@ def make_loader_task(sizes: BenchmarkSizes, folder: Path) -> Task:
     store = seal_cache(
         sizes, folder, make_random_documents(sizes, BATCHES * sizes.batch), "threshold"
     )
-    source = CachedRecords(store)
+    source = store
     steps = count()
 
     def load() -> Batch:
@@ -421,7 +421,7 @@ def make_loader_task(sizes: BenchmarkSizes, folder: Path) -> Task:
     return Task(variants, sizes.tokens, partial(measure_per_core, store, sizes.batch))
 
 
-def read_batch(source: CachedRecords, size: int, step: int) -> Batch:
+def read_batch(source: Cache, size: int, step: int) -> Batch:
     return make_batch(*source.read(list_step_indices(source.train_count, size, 0, step)))
 
 
@@ -437,7 +437,7 @@ def measure_per_core(store: Cache, size: int) -> str:
     """Measure how much one core reads in a second, and what opening a shard costs once."""
     tokens = store.manifest.positions
     entries = store.manifest.entries
-    source = CachedRecords(open_cache(store.folder))
+    source = open_cache(store.folder)
     seconds = []
     for epoch in range(4):
         began = time.process_time()
@@ -547,7 +547,7 @@ def seal_cache(
             numbers = identity.shard_range(index)
             part = sequences.select(np.asarray(numbers))
             records = Records.concatenate(
-                records for _, records in teacher.read(part, numbers.start)
+                each.encode() for each in teacher.deliver(part, numbers.start)
             )
             writer.write_shard(index, part, records, teacher.take_tail_sums())
         writer.finish(Provenance())

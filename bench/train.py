@@ -82,7 +82,7 @@ from kd.models.tokenizers import load_tokenizer
 from kd.optim.optimizers import make_optimizer
 from kd.optim.schedules import make_scheduler
 from kd.progress import SILENT, Event, Monitor
-from kd.text.batches import Batch, CachedRecords, PlainText, Source
+from kd.text.batches import Batch, PlainText, Source
 from kd.text.corpus import Corpus, load_corpus
 from kd.text.steps.reading import read_training_batches
 from kd.training.loop import train
@@ -180,7 +180,7 @@ class Setting:
 
     def source(self, profile: str = "threshold") -> Source:
         """The text with the records of ``profile``."""
-        return CachedRecords(self.caches[profile])
+        return self.caches[profile]
 
     @cached_property
     def student_flops(self) -> float:

@@ -39,9 +39,8 @@ seal a digest in the manifest, and the manifest a digest of itself.
 
     random.py     counter-based random numbers        shard.py       one folder of arrays, its seal
     records.py    sequences and records in memory     manifest.py    identity and fingerprint
-    profiles.py   which loss each profile serves      disk.py        durable writes, and locks
-    codec.py      records as small integers           store.py       capture, open, verify, list
+    profiles/     what each profile keeps             disk.py        durable writes, and locks
+    codec.py      records as small integers           store.py       open and read a cache
     idcode.py     token ids in few bits               inspection.py  compare, count
     layout.py     records <-> arrays of a shard       operations.py  find, remove
-    testing.py    small valid data for tests
 """

@@ -22,12 +22,7 @@ from numpy.typing import NDArray
 from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, Reading, Schema
 from cache.profiles.table import FORWARD_KL, PROFILES, explain_unsupported
 from cache.records import Records
-from cache.rounding import (
-    TAIL_STEP,
-    RecordPositions,
-    round_entropy,
-    round_known,
-)
+from cache.rounding import TAIL_STEP, RecordPositions, round_entropy, round_known
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def measure_disk(folder: Path) -> float:
     try:
         with storage_errors(folder):
             for _ in range(_PROBES):
-                taken.append(_time(lambda: write_file(path, data)))
+                taken.append(measure_seconds(lambda: write_file(path, data)))
                 given.append(_time_read(path))
     finally:
         path.unlink(missing_ok=True)
@@ -173,11 +173,11 @@ def _time_read(path: Path) -> float:
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return _time(file.read)
+        return measure_seconds(file.read)
 
 
-def _time(work: Callable[[], object]) -> float:
-    """Return the seconds that ``work`` takes."""
+def measure_seconds(work: Callable[[], object]) -> float:
+    """Return the seconds that ``work`` takes, at least a nanosecond."""
     began = time.perf_counter()
     work()
     return max(time.perf_counter() - began, 1e-9)
@@ -449,6 +449,19 @@ def is_lock_free(lock: Path) -> bool:
 def wait_for_lock(file: int | IO[Any], shared: bool = False) -> None:
     """Lock an open file as ``try_lock`` does, but wait until the lock is free."""
     _lock(file, shared)
+
+
+def share_lock(path: Path) -> int:
+    """Return the open lock file at ``path`` with a shared lock; wait until that is free.
+
+    A file that was deleted meanwhile is made again.
+    """
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        wait_for_lock(handle, shared=True)
+        if is_file_at(handle, path):
+            return handle
+        os.close(handle)
 
 
 def _lock(file: int | IO[Any], shared: bool, flags: int = 0) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -19,11 +18,10 @@ from cache.codec import Codec
 from cache.manifest import Manifest, flatten
 from cache.perplexity import BlockLosses, Interval
 from cache.profiles.profile import ReadColumn
-from cache.reading.arrays import ArrayFolder
 from cache.records import AXES, Records
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.shards.names import name_shard
-from cache.shards.runs import ShardRuns
+from cache.shards.shard_runs import ShardRuns
 from cache.store import Cache, measure_cache_bytes
 
 #: ``compare_caches`` compares the records of at most this many sequences.
@@ -32,8 +30,6 @@ COMPARED_SEQUENCES = 256
 ENTROPY_BIN_STEPS = 8
 #: Bins of the histogram of kept mass over [0, 1].
 MASS_BINS = 20
-
-_SPLITS = ("train", "validation")
 
 # ---------------------------------------------------------------------- diff
 
@@ -125,7 +121,10 @@ def _compare_records(left: Cache, right: Cache) -> RecordsComparison:
         _, ours = left.read([number])
         _, theirs = right.read([number])
         same.append(find_same_records(ours, theirs))
-        gold.append(_compare_gold(ours, theirs) if len(ours) == len(theirs) else np.empty(0))
+        if len(ours) == len(theirs):
+            left_N, right_N = (each["known"][:, 0].astype(np.int64) for each in (ours, theirs))
+            known_N = (left_N != UNKNOWN) & (right_N != UNKNOWN)
+            gold.append(KNOWN_STEP * np.abs(left_N - right_N)[known_N])
     same_N = np.concatenate([np.empty(0), *same])
     gold_N = np.concatenate([np.empty(0), *gold])
     return RecordsComparison(
@@ -173,13 +172,6 @@ def _sort_entries(
     order_E = chosen_E[np.lexsort((records[f"{axis}_ids"][chosen_E], row_E[chosen_E]))]
     names = [name for name in records.columns if AXES[name] == axis]
     return row_E[order_E], {name: records[name][order_E] for name in names}
-
-
-def _compare_gold(left: Records, right: Records) -> NDArray[Any]:
-    ours, theirs = (records["known"][:, 0].astype(np.int64) for records in (left, right))
-    both = (ours != UNKNOWN) & (theirs != UNKNOWN)
-    difference: NDArray[Any] = KNOWN_STEP * np.abs(ours - theirs)[both]
-    return difference
 
 
 # ---------------------------------------------------------------------- stats
@@ -251,15 +243,31 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
     """Compute the statistics of a cache; read only the columns they need, one shard at a time."""
     sums: dict[str, NDArray[Any]] = {}
     sizes: dict[str, int] = {}
-    gold = dict.fromkeys(_SPLITS, BlockLosses.none())
-    for index, shard in enumerate(open_stored_shards(opened)):
-        for name, counts in tally_records(opened.codec, shard.read_array).items():
+    gold = dict.fromkeys(("train", "validation"), BlockLosses.none())
+    columns = ("tokens", "target_mask", "known", *opened.codec.rules.measured)
+    for index, entry in enumerate(opened.entries):
+        numbers = opened.identity.shard_range(index)
+        found = opened.read_columns(numbers, dict.fromkeys(columns))
+        for name, counts in tally_records(opened.codec, found.__getitem__).items():
             sums[name] = sums[name] + counts if name in sums else counts
-        for name, file in shard.seal.files.items():
+        for name, file in opened.open_seal(name_shard(index), entry.digest).files.items():
             array, below, _ = name.partition("/")
             sizes |= {array: sizes.get(array, 0) + file.bytes} if below else {}
-        for split, losses in _sum_gold_losses(opened, index, shard).items():
-            gold[split] += losses
+        targets_S = found["target_mask"].sum(axis=1)
+        train = max(opened.train_count - numbers.start, 0)
+        trained = int(targets_S[:train].sum())
+        gold["train"] += sum_gold_losses(found["known"][:trained], targets_S[:train])
+        gold["validation"] += sum_gold_losses(found["known"][trained:], targets_S[train:])
+    manifest = opened.manifest
+    folders = {
+        "lm_head": manifest.head.bytes,
+        "token_map": manifest.token_map.bytes,
+        "tail_mean": manifest.tail_mean.bytes,
+        "first_tails": manifest.first_tails.bytes,
+    }
+    whole = measure_cache_bytes(opened.folder, manifest)
+    named = dict(sorted(sizes.items(), key=lambda item: -item[1]))
+    named |= {name: size for name, size in folders.items() if size}
     return CacheStats(
         fingerprint=opened.identity.fingerprint,
         profile=opened.codec.profile,
@@ -269,17 +277,9 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
         entropy=make_entropy_histogram(sums["entropy"]),
         kept_mass=make_mass_histogram(sums["mass"], float(sums["mass_sum"])),
         entries=summarise_entries(sums["entries"]),
-        bytes=_add_rest(opened, sizes),
+        bytes={**named, "index": whole - sum(named.values())},
         gold={split: _summarise_gold(losses) for split, losses in gold.items()},
     )
-
-
-def open_stored_shards(opened: Cache) -> Iterator[ArrayFolder]:
-    """Open each shard as stored arrays, so that a caller decodes only what it reads."""
-    for index, entry in enumerate(opened.entries):
-        name = name_shard(index)
-        seal = opened.open_seal(name, entry.digest)
-        yield ArrayFolder(opened.folder / name, seal, reads=opened.disk_reads)
 
 
 def tally_records(codec: Codec, read: ReadColumn) -> dict[str, NDArray[Any]]:
@@ -296,18 +296,6 @@ def tally_records(codec: Codec, read: ReadColumn) -> dict[str, NDArray[Any]]:
         "mass": np.bincount(bins_N, minlength=MASS_BINS),
         "mass_sum": mass_N.sum(),
         "entries": np.bincount(entries_N, minlength=codec.rules.bound_entries(codec) + 1),
-    }
-
-
-def _sum_gold_losses(opened: Cache, index: int, shard: ArrayFolder) -> dict[str, BlockLosses]:
-    """Sum the teacher's losses on the text of one shard, by split."""
-    first = opened.identity.shard_range(index).start
-    train = int(np.clip(opened.identity.data.train_sequences - first, 0, shard.seal.sequences))
-    offset_S = shard.read_array("offsets")[:, 0].astype(np.int64)
-    known_NK = shard.read_array("known")
-    return {
-        split: sum_gold_losses(known_NK[part[0] : part[-1]], np.diff(part))
-        for split, part in zip(_SPLITS, (offset_S[: train + 1], offset_S[train:]), strict=True)
     }
 
 
@@ -367,20 +355,6 @@ def _summarise_gold(losses: BlockLosses) -> GoldStats:
     if found is None or losses.mean is None:
         return GoldStats(0, None, None, None)
     return GoldStats(found.tokens, -losses.mean, found.value, found.interval)
-
-
-def _add_rest(opened: Cache, sizes: dict[str, int]) -> dict[str, int]:
-    manifest = opened.manifest
-    folders = {
-        "lm_head": manifest.head.bytes,
-        "token_map": manifest.token_map.bytes,
-        "tail_mean": manifest.tail_mean.bytes,
-        "first_tails": manifest.first_tails.bytes,
-    }
-    whole = measure_cache_bytes(opened.folder, opened.manifest)
-    named = dict(sorted(sizes.items(), key=lambda item: -item[1]))
-    named |= {name: size for name, size in folders.items() if size}
-    return {**named, "index": whole - sum(named.values())}
 
 
 def _average(values: NDArray[Any]) -> float | None:

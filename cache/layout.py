@@ -9,8 +9,6 @@ shard's token table and coded as gaps (``cache.idcode``); their log-probabilitie
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,18 +51,14 @@ def encode_arrays(records: Records, positions: NDArray[np.int64], codec: Codec) 
     heads, tails = (
         compute_offsets(records[f"{part}_count"])[positions] for part in ("head", "tail")
     )
-    coded = [
-        _code_ids(
-            "head",
-            records["head_ids"],
-            records["head_logprobs"],
-            _IdCoding(rank, records["head_count"], heads),
-        )
-    ]
+    counts = records["head_count"]
+    logprobs = records["head_logprobs"]
+    coded = [_code_ids("head", records["head_ids"], logprobs, rank, counts, heads)]
     for draw in range(codec.draws):
         values = records["tail_logprobs"][:, draw] if codec.rules.keeps_partition else None
-        cut = _IdCoding(rank, records["tail_count"], tails)
-        coded.append(_code_ids(f"tail_{draw}", records["tail_ids"][:, draw], values, cut))
+        ids = records["tail_ids"][:, draw]
+        counts = records["tail_count"]
+        coded.append(_code_ids(f"tail_{draw}", ids, values, rank, counts, tails))
     cuts = _narrow_offsets(
         np.stack([positions, heads, tails, *(starts for _, starts in coded)], axis=1)
     )
@@ -85,31 +79,33 @@ def _narrow_offsets(offsets: NDArray[np.int64]) -> NDArray[np.uint32]:
     return offsets.astype(np.uint32)
 
 
-@dataclass(frozen=True, eq=False)
-class _IdCoding:
-    """Rank of each token (V,), entries of each record (N,), first entry of a sequence (S + 1,)."""
-
-    rank: NDArray[np.int64]
-    counts: NDArray[Any]
-    entries: NDArray[np.int64]
-
-
 def _code_ids(
-    name: str, ids: NDArray[Any], logprobs: NDArray[Any] | None, cut: _IdCoding
+    name: str,
+    ids: NDArray[Any],
+    logprobs: NDArray[Any] | None,
+    rank: NDArray[np.int64],
+    counts: NDArray[Any],
+    entries: NDArray[np.int64],
 ) -> tuple[Arrays, NDArray[np.int64]]:
-    """Code one column of ids with its log-probabilities; also return each sequence's first byte."""
+    """Code one column of ids with its log-probabilities; also return each sequence's first byte.
+
+    ``rank`` (V,) is that of each token, ``counts`` (N,) the entries of each record, and ``entries``
+    (S + 1,) the first one of each sequence.
+    """
     arrays = {}
     if logprobs is None:
-        ranks = sort_ranks(cut.rank, ids, cut.counts)
+        ranks = sort_ranks(rank, ids, counts)
     else:
-        order = sort_by_rank(cut.rank, ids, cut.counts)
-        ranks = cut.rank[ids[order]]
+        order = sort_by_rank(rank, ids, counts)
+        ranks = rank[ids[order]]
         arrays[f"{name}_logprobs"] = logprobs[order]
-    packed = pack_ranks(ranks, cut.counts, cut.entries)
+    packed = pack_ranks(ranks, counts, entries)
     coded = {f"{name}_symbols": packed.symbols, f"{name}_bits": packed.bits}
     return coded | arrays, packed.starts
 
 
+# Cached, because reading a sequence needs it every time.
+@functools.cache
 def list_arrays(codec: Codec, draw: int) -> dict[str, tuple[str, int]]:
     """List the stored arrays of each part of the records, with the tails of one draw.
 
@@ -128,20 +124,11 @@ def list_arrays(codec: Codec, draw: int) -> dict[str, tuple[str, int]]:
     return found | {f"tail_{name}": (f"{tail}_{name}", _TAILS) for name in values}
 
 
-def read_one_sequence(read: Callable[[str, int], NDArray[Any]], codec: Codec, draw: int) -> Arrays:
-    """Read the arrays of one sequence as they are stored, with the tails of one draw.
-
-    ``read(name, column)`` returns the rows of an array that the given column of ``offsets`` assigns
-    to the sequence.
-    """
-    return {part: read(name, cut) for part, (name, cut) in list_arrays(codec, draw).items()}
-
-
 def decode_arrays(parts: list[Arrays], orders: list[NDArray[Any]], codec: Codec) -> Arrays:
     """Decode the columns of sequences (at least one), in order, from their stored arrays.
 
-    ``parts`` are the results of ``read_one_sequence``; ``orders`` holds for each of them the token
-    at each rank. All are decoded at once, because the time depends on the number of calls.
+    ``parts`` hold the arrays of ``list_arrays`` of each, ``orders`` the token at each rank of its
+    shard. All are decoded at once, because the time depends on the number of calls.
     """
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if not codec.rules.sampled:
@@ -162,8 +149,6 @@ def make_token_order(classes: NDArray[np.uint8], codec: Codec) -> NDArray[Any]:
     return order_tokens(classes).astype(choose_id_dtype(codec.vocabulary_size))
 
 
-# Cached, because reading a sequence needs it every time.
-@functools.cache
 def _list_plain_columns(codec: Codec) -> tuple[str, ...]:
     """List the columns that are stored unchanged, one row for each position."""
     coded = {"head_ids", "head_logprobs", "tail_ids", "tail_logprobs"}

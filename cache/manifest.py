@@ -168,16 +168,9 @@ class CodecIdentity:
 
     def record_codec(self, vocabulary_size: int) -> Codec:
         """Build the codec of records over ``vocabulary_size`` tokens."""
+        names = {each.name for each in fields(Codec)} - {"vocabulary_size"}
         return Codec(
-            profile=self.profile,
-            vocabulary_size=vocabulary_size,
-            seed=self.seed,
-            threshold=self.threshold,
-            temperatures=self.temperatures,
-            always_keep=self.always_keep,
-            draws=self.draws,
-            k=self.k,
-            bits=self.bits,
+            vocabulary_size=vocabulary_size, **{name: getattr(self, name) for name in names}
         )
 
 
@@ -353,7 +346,7 @@ class Manifest:
     """The description of a complete cache. It is written last, so with it every shard exists.
 
     The entries of the shards are either in ``shards`` or in ``pieces``;
-    ``cache.shards.pieces.open_entries`` reads both.
+    ``cache.shards.manifest_pieces.open_entries`` reads both.
     """
 
     identity: CacheIdentity
@@ -439,7 +432,10 @@ class Manifest:
         content[other] = [] if other == "shards" else None
         content["identity"] = _add_left_out(content.get("identity"))
         manifest: Manifest = parse_as(cls, content, where)
-        readable = _list_codec_versions(manifest.identity)
+        codec = manifest.identity.codec
+        oldest = choose_codec_version(codec.profile, codec.bits)
+        newest = choose_codec_version(codec.profile, codec.bits, manifest.identity.teacher.dtype)
+        readable = range(oldest, newest + 1, WIDE_LOGITS)
         _refuse_other_version("codec", manifest.identity.codec.version, readable, where)
         _require(manifest._holds_every_sequence(), where, "shards must hold every sequence")
         return manifest
@@ -498,14 +494,6 @@ def _parse_json_object(data: bytes, where: str) -> dict[str, Any]:
         raise CacheCorrupt(f"{where} is not JSON: {error}.", _REMEDY) from error
     _require(isinstance(document, dict), where, "it must be a JSON object")
     return dict(document)
-
-
-def _list_codec_versions(identity: CacheIdentity) -> range:
-    """Return the codec versions that this program reads for the profile and the teacher's dtype."""
-    codec = identity.codec
-    oldest = choose_codec_version(codec.profile, codec.bits)
-    newest = choose_codec_version(codec.profile, codec.bits, identity.teacher.dtype)
-    return range(oldest, newest + 1, WIDE_LOGITS)
 
 
 def _refuse_other_version(what: str, version: object, ours: range, where: str) -> None:

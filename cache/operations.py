@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +18,10 @@ from cache.disk import (
     find_last_change,
     find_leftovers,
     locked,
+    measure_path,
     remove_path,
     set_aside,
     storage_errors,
-    sum_file_sizes,
 )
 from cache.errors import (
     CacheCorrupt,
@@ -32,25 +31,14 @@ from cache.errors import (
     CacheNotFound,
     StorageError,
 )
-from cache.manifest import (
-    FORMAT_VERSION,
-    OLDEST_FORMAT_VERSION,
-    choose_codec_version,
-)
+from cache.manifest import FORMAT_VERSION, OLDEST_FORMAT_VERSION, choose_codec_version
 from cache.reading.usage import exclude_readers, locate_use
 from cache.records import Records, Sequences
 from cache.remote.address import is_mirror
-from cache.remote.upkeep import (
-    StoredGarbage,
-    find_stored_garbage,
-    remove_stored,
-    remove_stored_garbage,
-)
+from cache.remote.upkeep import Garbage, find_stored_garbage, remove_stored, remove_stored_garbage
 from cache.shards.names import FINGERPRINT, MANIFEST
 from cache.store import Cache, locate_lock, locate_writers, open_cache
 
-#: The name, in the path of garbage, of what lies in a bucket.
-STORED = "bucket"
 #: The beginning of a fingerprint, or all of it.
 _BEGINNING = re.compile(r"[0-9a-f]{1,32}")
 
@@ -94,20 +82,6 @@ def read_all_draws(opened: Cache, numbers: Sequence[int]) -> tuple[Sequences, Re
 # ---------------------------------------------------------------------- gc and rm
 
 
-@dataclass(frozen=True)
-class Garbage:
-    """Something that can be removed: the folder of its cache, path, reason and bytes.
-
-    ``stored`` are objects of the bucket that the folder mirrors; their path is only a name.
-    """
-
-    folder: Path
-    path: Path
-    why: str
-    bytes: int
-    stored: StoredGarbage | None = None
-
-
 def find_garbage(root: Path, older_than: float) -> list[Garbage]:
     """Find what can be removed below ``root``, except in caches that are being captured.
 
@@ -132,36 +106,21 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
             ),
         }
     )
-    here = [
-        garbage
-        for folder in folders
-        if not _is_busy(folder)
-        for garbage in _list_garbage(folder, older_than)
-    ]
-    return here + [
-        Garbage(root / each.fingerprint, root / STORED / each.fingerprint, why, each.bytes, each)
-        for each in find_stored_garbage(root, older_than)
-        for why in [f"in the bucket: {each.why}"]
-    ]
-
-
-def _list_garbage(folder: Path, older_than: float) -> list[Garbage]:
-    """List the garbage of a cache that was not locked a moment ago.
-
-    A file that vanishes meanwhile means that somebody writes to the cache: then there is none.
-    """
-    try:
-        return list(_find_garbage_of(folder, older_than))
-    except FileNotFoundError:
-        return []
+    found: list[Garbage] = []
+    for folder in folders:
+        # A file that vanishes meanwhile means that somebody writes to the cache.
+        with suppress(FileNotFoundError):
+            if not _is_busy(folder):
+                found += list(_find_garbage_of(folder, older_than))
+    return found + find_stored_garbage(root, older_than)
 
 
 def remove_garbage(garbage: Iterable[Garbage], older_than: float) -> list[Garbage]:
     """Remove what ``find_garbage`` found, if it is still garbage; return what was removed."""
     removed = []
     for one in garbage:
-        if one.stored is not None:
-            if remove_stored_garbage(one.folder.parent, one.stored, older_than):
+        if one.objects:
+            if remove_stored_garbage(one, older_than):
                 removed.append(one)
             continue
         with suppress(CacheError), exclude_captures(one.folder), storage_errors(one.folder):
@@ -237,8 +196,7 @@ def _find_garbage_of(folder: Path, older_than: float) -> Iterator[Garbage]:
 
 
 def _make_garbage(folder: Path, path: Path, why: str) -> Garbage:
-    size = sum_file_sizes(path) if path.is_dir() else path.stat().st_size
-    return Garbage(folder, path, why, size)
+    return Garbage(folder, path, why, measure_path(path))
 
 
 def _explain_unusable(folder: Path, older_than: float) -> str | None:

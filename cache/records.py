@@ -42,10 +42,13 @@ class Sequences:
     target_mask: NDArray[np.bool_]
 
     def __post_init__(self) -> None:
-        _require_dtypes(self, tokens=np.uint32, document_start=np.bool_, target_mask=np.bool_)
-        shapes = {
-            name: getattr(self, name).shape for name in ("tokens", "document_start", "target_mask")
-        }
+        dtypes = {"tokens": np.uint32, "document_start": np.bool_, "target_mask": np.bool_}
+        for name, dtype in dtypes.items():
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                got = getattr(array, "dtype", type(array).__name__)
+                raise ValueError(f"{name} must be an array of {np.dtype(dtype)}, but got {got}.")
+        shapes = {name: getattr(self, name).shape for name in dtypes}
         if len(set(shapes.values())) != 1 or self.tokens.ndim != 2 or self.length < 1:
             raise ValueError(f"Sequences need three arrays of one shape (S, L), but got {shapes}.")
         if self.target_mask[:, -1].any():
@@ -177,14 +180,6 @@ class Records:
 def compute_offsets(counts: NDArray[Any]) -> NDArray[np.int64]:
     """Return the offsets of rows with ``counts`` entries: one more than rows, from 0 to the sum."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-
-
-def _require_dtypes(record: object, **dtypes: type[np.generic]) -> None:
-    for name, dtype in dtypes.items():
-        array = getattr(record, name)
-        if not isinstance(array, np.ndarray) or array.dtype != dtype:
-            got = getattr(array, "dtype", type(array).__name__)
-            raise ValueError(f"{name} must be an array of {np.dtype(dtype)}, but got {got}.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,26 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.disk import (
-    locked,
-    storage_errors,
-    write_file,
-)
+from cache.disk import locked, storage_errors, write_file
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.layout import Arrays, decode_arrays
-from cache.manifest import (
-    CacheIdentity,
-    FidelityRow,
-    FolderEntry,
-    Manifest,
-    list_differences,
-)
-from cache.reading.arrays import (
-    MEMORY_BYTES,
-    ChunkMemory,
-    Shard,
-    make_chunk_memory,
-)
+from cache.manifest import CacheIdentity, FidelityRow, FolderEntry, Manifest, list_differences
+from cache.reading.arrays import MEMORY_BYTES, Shard, make_chunk_memory
 from cache.reading.memory import KeptValues
 from cache.reading.sealed import (
     GROUP_METADATA,
@@ -48,23 +33,11 @@ from cache.reading.sealed import (
     read_arrays,
     read_seal,
 )
-from cache.records import (
-    MEAN_ARRAYS,
-    Records,
-    Sequences,
-    decode_tail_mean,
-)
+from cache.records import MEAN_ARRAYS, Records, Sequences, decode_tail_mean
 from cache.remote.mirror import Mirror, open_mirror
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal
-from cache.shards.names import (
-    FINGERPRINT,
-    LM_HEAD,
-    MANIFEST,
-    TAIL_MEAN,
-    TOKEN_MAP,
-    name_shard,
-)
-from cache.shards.pieces import EntryPieces, open_entries
+from cache.shards.manifest_pieces import EntryPieces, open_entries
+from cache.shards.names import FINGERPRINT, LM_HEAD, MANIFEST, TAIL_MEAN, TOKEN_MAP, name_shard
 
 #: The arrays of the tokens of all ids.
 TOKEN_ARRAYS = ("ids", "lengths", "text")
@@ -95,17 +68,16 @@ def locate_writers(folder: Path) -> Path:
 class Cache:
     """A complete cache, open for reading. ``open_cache`` makes it; threads may share it.
 
-    Decoded chunks stay in ``memory``, which several caches may share; the least recently used is
-    dropped first. Threads decode different chunks at the same time, and each chunk that is in
-    memory once.
+    Decoded chunks of ``memory_bytes`` at most stay in memory; the least recently used is dropped
+    first. Threads decode different chunks at the same time, and each chunk that is in memory once.
     """
 
     def __init__(
         self,
         folder: Path,
         manifest: Manifest,
-        memory: ChunkMemory,
         mirror: Mirror | None = None,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self.folder = folder
         self.mirror = mirror
@@ -115,11 +87,11 @@ class Cache:
         self.codec = manifest.identity.record_codec()
         #: What ``read`` took from the disk so far.
         self.disk_reads = open_reads(mirror)
-        self._memory = memory
-        self._shards: KeptValues[Shard] = KeptValues(_OPEN_SHARDS, lambda _: 1)
+        self._memory = make_chunk_memory(memory_bytes)
+        self._shards: KeptValues[Shard] = KeptValues(_OPEN_SHARDS)
         # Flags of the files whose sha256 was checked, of dropped shards too, so that few are hashed
         # twice.
-        self._sound: KeptValues[bytearray] = KeptValues(_SOUND_SHARDS, lambda _: 1)
+        self._sound: KeptValues[bytearray] = KeptValues(_SOUND_SHARDS)
         #: Whether the files of all shards can stay on the disk: then those of one come together.
         self.brings_whole = mirror is not None and mirror.room.limit >= manifest.totals.bytes
 
@@ -132,14 +104,34 @@ class Cache:
         return self.manifest.identity
 
     @property
+    def fingerprint(self) -> str:
+        """The name of the content: a hash of the identity."""
+        return self.identity.fingerprint
+
+    @property
+    def train_count(self) -> int:
+        """Number of training sequences; their numbers come first."""
+        return self.identity.data.train_sequences
+
+    @property
+    def validation_count(self) -> int:
+        """Number of held-out sequences."""
+        return self.identity.data.validation_sequences
+
+    @property
+    def shard_sequences(self) -> int:
+        """Sequences of a shard."""
+        return self.identity.codec.shard_sequences
+
+    @property
     def train(self) -> range:
         """The numbers of the training sequences."""
-        return range(self.identity.data.train_sequences)
+        return range(self.train_count)
 
     @property
     def validation(self) -> range:
         """The numbers of the validation sequences."""
-        return range(self.identity.data.train_sequences, len(self))
+        return range(self.train_count, len(self))
 
     @property
     def bytes_per_token(self) -> float:
@@ -148,8 +140,9 @@ class Cache:
             size = measure_cache_bytes(self.folder, self.manifest)
         return size / max(self.manifest.positions, 1)
 
-    def measure_decoded_sequence(self) -> int:
-        """Measure the bytes of a sequence in decoded chunks, on average over the first shard.
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of a sequence in decoded chunks, on average over the first shard.
 
         One sample of its tails counts, because an epoch reads one. The metadata of the arrays tells
         it, so no chunk of them is decoded. Raises as ``read`` does.
@@ -182,7 +175,7 @@ class Cache:
 
         Raises as ``read`` does.
         """
-        size = self.identity.codec.shard_sequences
+        size = self.shard_sequences
         index, row = divmod(numbers.start, size)
         if not 0 <= numbers.start < numbers.stop <= min((index + 1) * size, len(self)):
             raise IndexError(f"{numbers} are not sequences of one shard of {len(self)} sequences.")
@@ -207,7 +200,7 @@ class Cache:
         """
         if self.mirror is None:
             return
-        for index in np.unique(numbers // self.identity.codec.shard_sequences).tolist():
+        for index in np.unique(numbers // self.shard_sequences).tolist():
             self.mirror.prefetch(name_shard(index), self.entries[index].digest)
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
@@ -262,7 +255,7 @@ class Cache:
         # In the order of the file, so that sequences of one chunk follow one another: the chunk is
         # decoded once even where memory is too small for the chunks of all of them.
         for place in np.argsort(numbers, kind="stable").tolist():
-            index, row = divmod(numbers[place], self.identity.codec.shard_sequences)
+            index, row = divmod(numbers[place], self.shard_sequences)
             shard = self._open_shard(index)
             parts[place] = shard.read_sequence(row, draws[place])
             orders[place] = shard.read_order()
@@ -314,21 +307,19 @@ def open_cache(
     ``CacheMismatch`` for another version, or an identity other than ``expected``; ``CacheCorrupt``
     if a file is missing or has another size.
     """
-    manifest = read_manifest(folder)
-    if expected is not None and expected != manifest.identity:
-        differences = "; ".join(list_differences(expected, manifest.identity))
+    opened = open_unchecked(folder, memory_bytes)
+    if expected is not None and expected != opened.identity:
+        differences = "; ".join(list_differences(expected, opened.identity))
         raise CacheMismatch(
             f"{folder} was captured for other inputs: {differences}.",
             "Capture a cache for this job, or give the job the inputs of this cache.",
         )
+    if opened.mirror is not None:
+        return opened  # its seals are there, and a file is checked when it is fetched
     with reading(folder):
-        memory = make_chunk_memory(memory_bytes)
-        if (mirror := open_mirror(folder)) is not None:
-            return _open_mirrored(mirror, manifest, memory)
         for problem in check_group(folder):
             raise CacheCorrupt(f"{folder}: {problem}.", RECAPTURE_REMEDY)
-        opened = Cache(folder, manifest, memory)
-        for name, digest in list_sealed_folders(manifest):
+        for name, digest in list_sealed_folders(opened.manifest):
             read_seal(folder, name, digest).require_files(folder / name)
         if isinstance(opened.entries, EntryPieces):
             opened.entries.require_files()
@@ -342,28 +333,20 @@ def open_cache(
 def open_unchecked(folder: Path, memory_bytes: int = MEMORY_BYTES) -> Cache:
     """Open a complete cache at once, whatever its size: a file is checked when it is read.
 
-    So the sound part of a damaged cache can be read. Raises as ``open_cache`` does for the
-    manifest, and for a cache in a bucket.
+    So the sound part of a damaged cache can be read. Of a cache in a bucket the seals that the
+    manifest names must be there. Raises as ``open_cache`` does for the manifest and for these.
     """
     manifest = read_manifest(folder)
+    mirror = open_mirror(folder)
     with reading(folder):
-        memory = make_chunk_memory(memory_bytes)
-        if (mirror := open_mirror(folder)) is not None:
-            return _open_mirrored(mirror, manifest, memory)
-        return Cache(folder, manifest, memory)
-
-
-def _open_mirrored(mirror: Mirror, manifest: Manifest, memory: ChunkMemory) -> Cache:
-    """Open a cache in a bucket: the seals that the manifest names must be there."""
-    folder = mirror.folder
-    if manifest.pieces is not None:
-        mirror.fetch_pieces(list_pieces(manifest.pieces))
-    for name, digest in list_sealed_folders(manifest):
-        mirror.open_folder(name, digest)
-        read_seal(folder, name, digest)
-    count = manifest.totals.shards
-    mirror.require_seals({name_shard(index) for index in range(count)})
-    return Cache(folder, manifest, memory, mirror)
+        if mirror is not None:
+            if manifest.pieces is not None:
+                mirror.fetch_pieces(list_pieces(manifest.pieces))
+            for name, digest in list_sealed_folders(manifest):
+                mirror.open_folder(name, digest)
+                read_seal(folder, name, digest)
+            mirror.require_seals({name_shard(index) for index in range(manifest.totals.shards)})
+        return Cache(folder, manifest, mirror, memory_bytes)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from cache.store import Cache
 from kd.capture.plan import settle_packing
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
@@ -28,7 +29,7 @@ from kd.models.vocabulary import choose_folder_vocabulary
 from kd.preflight.problems import Machine, require_no_problems
 from kd.progress import SILENT, Monitor, replace_nonfinite
 from kd.stages.source import adopt_cache_layout, open_source
-from kd.text.batches import CachedRecords, PlainText, Source
+from kd.text.batches import PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading import reported_loading
 
@@ -140,9 +141,9 @@ def open_text(
     """
     if config.cache.fingerprint is not None or config.evaluation.baseline:
         _, source = open_source(config, home, run_dir, monitor)
-        if isinstance(source, CachedRecords):
+        if isinstance(source, Cache):
             # The model need not be the job's student, which was compared above.
-            known = KnownTokenizer.of_cache(source.store)
+            known = KnownTokenizer.of_cache(source)
             require_same_tokenizer(tokenizer, known, "The model's", note=monitor.note)
         config = adopt_cache_layout(source, config)
     else:

@@ -79,22 +79,18 @@ def whole_folder(final: Path) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
-            _open_to_readers(temporary)
+            # All files get the rights that the umask leaves: safetensors lets only the owner read.
+            rights = temporary.stat().st_mode & 0o666
+            for path in temporary.rglob("*"):
+                if path.is_file() and not path.is_symlink():
+                    path.chmod(path.stat().st_mode | rights)
             publish_folder(temporary, final)
         finally:
             remove_path(temporary)
 
 
-def _open_to_readers(folder: Path) -> None:
-    """Give all files the rights that the umask leaves: safetensors lets only the owner read."""
-    rights = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            path.chmod(path.stat().st_mode | rights)
-
-
 def locate_temporary(final: Path) -> Path:
-    """The place where ``whole_folder`` lets ``final`` be filled."""
+    """Return the path at which ``whole_folder`` lets ``final`` be filled."""
     return final.with_name(TEMPORARY_PREFIX + final.name)
 
 
@@ -116,7 +112,7 @@ def read_json(path: Path) -> Any:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether ``path`` is not the file that it is named after, but a pointer of Git LFS to it."""
+    """Return whether ``path`` is no file with content, but a pointer of Git LFS to one."""
     if not path.is_file() or path.stat().st_size >= _LFS_BYTES:
         return False
     with path.open("rb") as file:
@@ -124,7 +120,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def read_run_format(run_dir: Path) -> int:
-    """The format of a run folder."""
+    """Return the format of a run folder."""
     mark = read_json(run_dir / MARK)
     return RUN_FORMAT if mark is None else int(mark["format"])
 
@@ -133,7 +129,7 @@ def find_run(name: str, runs: Path) -> Path | None:
     """Find the run below ``runs`` with that name, or the only one whose name begins with it.
 
     ``last`` means the run that began last. The job_ of a job's id may be left out. None where no
-    run has that name; raises ``ModelError`` where several have it.
+    run has that name; raises ``ModelError`` if several have it.
     """
     folders = sorted(folder for folder in runs.glob("[!.]*") if folder.is_dir())
     if name == "last":
@@ -152,7 +148,7 @@ def find_run(name: str, runs: Path) -> Path | None:
 
 
 def _get_start_time(run: Path) -> float:
-    """The time at which a run began, which is when its config.json was written.
+    """Return the time at which a run began, which is when its config.json was written.
 
     The folder's own time is later, for example after an evaluation.
     """
@@ -214,7 +210,7 @@ def measure_free_bytes(folder: Path) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes with its unit, for messages."""
+    """Return a number of bytes with its unit, for messages."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.4g} {unit}"

@@ -72,7 +72,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Notice:
-    """What a run found in its inputs and left out, changed or did not understand.
+    """Something that a run found in its inputs and left out, changed or did not understand.
 
     ``what`` is a plural that says what happened to it, such as "rows without text, left out".
     ``example`` names the first one, with its place.
@@ -121,7 +121,7 @@ def replace_nonfinite(value: Any) -> Any:
 
 
 class EventPipe:
-    """The pipe to the process that started this one: the first stdout, for events alone.
+    """The pipe to the process that started this one: the first stdout, only for events.
 
     From now on stdout is stderr: what this process prints goes to its log.
     """
@@ -154,7 +154,7 @@ def _never_stop() -> bool:
     return False
 
 
-class WorkHeldElsewhere(Interrupted):
+class WorkHeldByAnother(Interrupted):
     """Another process does the same work. Try again when the lock at ``lock`` is free."""
 
     type = "elsewhere"
@@ -166,7 +166,7 @@ class WorkHeldElsewhere(Interrupted):
 
 @dataclass(frozen=True)
 class RangeTerms:
-    """What all workers of one capture must share, so that their shards fit together.
+    """The choices that all workers of one capture share, so that their shards fit together.
 
     ``knots`` is the number of knots of profile tempered; None for the other profiles.
     """
@@ -191,14 +191,14 @@ class ShardRanges(Protocol):
         """Return the shards to capture next; an empty range where there are none now.
 
         None: nothing is left for this worker to do. ``waiting`` is called while there is no answer,
-        and may raise to give up. Raises ``Interrupted`` where the capture must stop.
+        and may raise to give up. Raises ``Interrupted`` if the capture must stop.
         """
 
     def finish(self, shards: range, sequences: int) -> None:
         """Tell that all ``shards`` of a range are sealed, which hold ``sequences``."""
 
     def is_finished(self, shards: range) -> bool:
-        """Whether another worker was faster with a range that this one has."""
+        """Return whether another worker was faster with a range that this one has."""
 
 
 @dataclass
@@ -220,8 +220,8 @@ class Monitor:
     """Receives a run's events, and decides whether it stops at the next safe point.
 
     ``patient``: whether the run waits while another process does the same work; otherwise it raises
-    ``WorkHeldElsewhere``. ``ranges`` hands out the shards of a capture by several workers; None for
-    a capture by this process alone.
+    ``WorkHeldByAnother``. ``ranges`` hands out the shards of a capture by several workers; None for
+    a capture by only this process.
     """
 
     listen: Callable[[Event], None] = _ignore
@@ -276,7 +276,7 @@ class Monitor:
     def wait_for(self, what: str, lock: Path, stage: str) -> None:
         """Report now and then that the run waits for ``what``, which the holder of ``lock`` does.
 
-        Call it repeatedly while waiting. Raises ``WorkHeldElsewhere`` if the run is not patient,
+        Call it repeatedly while waiting. Raises ``WorkHeldByAnother`` if the run is not patient,
         and ``Interrupted`` if it should stop.
         """
         pulse = self._pulse
@@ -285,7 +285,7 @@ class Monitor:
             pulse.waits_at = now
             self.emit("stage", stage=stage, phase=f"waiting for {what}")
         if not self.patient:
-            raise WorkHeldElsewhere(what, lock)
+            raise WorkHeldByAnother(what, lock)
         if self.should_stop():
             raise Interrupted(
                 f"Stopped on request while waiting for {what}.", "Run the same job again."

@@ -50,7 +50,6 @@ from kd.config.jobfile import parse_config
 from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
 from kd.parallel.group import ALONE, Group
 from kd.progress import SILENT
-from kd.text.batches import CachedRecords
 from kd.training.prepare import prepare
 
 SIZES = BenchmarkSizes(student=(4, 384), vocabulary=16_384, length=256, batch=2)
@@ -103,7 +102,7 @@ def measure_rank(
     team = group if shared else ALONE
     student = make_student(sizes, hollow=not team.leads)
     place = Path(folder) / f"{strategy}-{group.size}-{time.time_ns() if shared else os.getpid()}"
-    source = CachedRecords(open_cache(Path(cache)))
+    source = open_cache(Path(cache))
     reset_peak_memory(CPU)
     with watching_loading() as peaks:
         run = prepare(config, source, student, sizes.vocabulary, place, SILENT, team)

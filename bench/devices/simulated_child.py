@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.capture import CaptureSizes, SimulatedDevice, make_shard_identity, make_texts
+from bench.support.caches import PROVENANCE, make_token_map
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences, TailSums
-from cache.testing import PROVENANCE, make_token_map
 from cache.writing.writer import CacheWriter, open_helper, open_writer
 from kd.capture.recording import TeacherReading
 from kd.capture.shards import CaptureReport, record_ranges
@@ -42,11 +42,6 @@ class PacedReader:
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
         """Yield what the device delivers of each micro-batch."""
         return self._device.deliver(sequences, first, self._rate)
-
-    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (sequences read, their records) per micro-batch."""
-        for delivery in self.deliver(sequences, first):
-            yield delivery.sequences, delivery.encode()
 
     def take_tail_sums(self) -> TailSums | None:
         """The simulated samples have no tails that a mean could be made of."""

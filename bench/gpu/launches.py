@@ -34,10 +34,10 @@ import torch
 import transformers
 
 from bench.speed import QUICK, make_llama, make_random_documents
+from bench.support.caches import make_codec, make_identity
 from bench.support.launches import DeviceWork, as_on_a_gpu, count_device_work
 from bench.support.training import KEPT, prepare_run, step_by_hand
 from cache.profiles.table import PROFILES
-from cache.testing import make_codec, make_identity
 from kd.capture.recording import Recorder, SequenceStates, TailMeter
 from kd.models.lm_head import LMHead
 from kd.training.run import Run

@@ -74,7 +74,7 @@ def run_capture(stage: Stage, _: str, sizes: Sizes) -> Iterator[Runnable]:
     sequences = make_packed_rows(stage, sizes)
     identity = make_cache_identity(bench, sequences, "threshold")
     teacher = make_teacher(model, identity, sequences)
-    yield lambda: list(teacher.read(sequences, 0))
+    yield lambda: [each.encode() for each in teacher.deliver(sequences, 0)]
 
 
 @contextmanager

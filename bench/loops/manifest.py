@@ -34,15 +34,14 @@ import numpy as np
 import torch
 
 from bench.speed import read_cpu_name
+from bench.support.caches import PROVENANCE, make_codec, make_identity, make_records, make_sequences
 from cache.manifest import CacheIdentity
 from cache.shards.entries import ShardEntry
+from cache.shards.manifest_pieces import write_pieces
 from cache.shards.names import MANIFEST
-from cache.shards.pieces import write_pieces
 from cache.store import open_cache
-from cache.testing import PROVENANCE, make_codec, make_identity, make_records, make_sequences
 from cache.writing.writer import open_writer
 from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
-from kd.text.batches import CachedRecords
 from kd.text.steps.order import (
     EpochOrder,
     choose_window,
@@ -107,7 +106,7 @@ def list_entries(identity: CacheIdentity, first: ShardEntry) -> Iterator[ShardEn
 
 def time_steps(folder: Path, order: str, steps: int) -> Iterator[float]:
     """Yield the milliseconds of finding each of ``steps`` steps, without and with entries."""
-    source = CachedRecords(open_cache(folder))
+    source = open_cache(folder)
     arrange: EpochOrder = shuffle_epoch
     if order == "windows":
         arrange = partial(order_by_windows, *choose_window(source))
@@ -119,7 +118,7 @@ def time_steps(folder: Path, order: str, steps: int) -> Iterator[float]:
         shards, _rows = np.divmod(found, SHARD_SEQUENCES)
         located = time.perf_counter()
         for shard in np.unique(shards).tolist():
-            _ = source.store.entries[shard].digest
+            _ = source.entries[shard].digest
         ended = time.perf_counter()
         if place >= 3:  # the first steps load code
             yield 1e3 * (located - began)

@@ -40,7 +40,6 @@ from cache.shard import Seal
 from cache.shards.names import MANIFEST
 from cache.store import open_cache
 from kd.models.loading import hide_progress_bars
-from kd.text.batches import CachedRecords
 from kd.text.steps.reading import TimedIterator, read_training_batches
 
 LENGTH = 512
@@ -56,18 +55,17 @@ def put_cache(folder: Path, root: Path) -> None:
     for seal in sorted((folder / "seals").iterdir()):
         name = f"shards/{seal.stem}" if seal.stem.isdigit() else seal.stem
         mirror.publish(name, Seal.from_bytes(seal.read_bytes(), str(seal)))
-    mirror.publish_manifest((folder / MANIFEST).read_bytes(), lambda _: True)
+    manifest = (folder / MANIFEST).read_bytes()
+    mirror.change_manifest(lambda found: found or manifest)
     shutil.rmtree(target)
 
 
 def read_epoch(folder: Path) -> tuple[float, float]:
     """Return the seconds of an epoch of the student, and those that it waited."""
     began = time.perf_counter()
-    source = CachedRecords(open_cache(folder))
-    options = choose_options(source.store, "windows").model_copy(
-        update={"dataloader_num_workers": 1}
-    )
-    steps = len(source.store.train) // options.batch_size
+    source = open_cache(folder)
+    options = choose_options(source, "windows").model_copy(update={"dataloader_num_workers": 1})
+    steps = len(source.train) // options.batch_size
     timed = TimedIterator(read_training_batches(source, options, range(steps)))
     for (batch,) in timed:
         time.sleep(len(batch) / STUDENT_RATE)

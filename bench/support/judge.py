@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.support.caches import make_cache
 from bench.support.faults import Answer, Fault, RequestedJob, Soak
 from bench.support.harness import Parts
 from bench.support.light_child import POISON, LightWork, compute_digests
@@ -31,7 +32,6 @@ from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
 from cache.remote.address import is_mirror
 from cache.shards.names import MANIFEST
 from cache.store import open_cache
-from cache.testing import make_cache
 from kd.client.wire.jobs import TERMINAL_STATUSES, Job
 
 #: The statuses that may follow each status: the table at the top of jobs.lua, written a second time

@@ -13,7 +13,7 @@ from cache.records import Sequences
 from kd.config.jobfile import parse_config
 from kd.models.attention.isolation import isolate_documents
 from kd.progress import SILENT
-from kd.text.batches import Batch, CachedRecords
+from kd.text.batches import Batch
 from kd.training.prepare import prepare
 from kd.training.run import Run
 from kd.training.steps import begin_step, forward_backward, measure_gradients, take_step
@@ -42,7 +42,7 @@ def prepare_run(
         "cache": {"fingerprint": store.identity.fingerprint},
         "train": {"max_steps": 100, "logging_steps": 50, **train},
     })  # fmt: skip
-    source = CachedRecords(store)
+    source = store
     return prepare(job, source, student, sizes.vocabulary, folder / "run", SILENT)
 
 

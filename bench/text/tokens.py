@@ -39,7 +39,7 @@ from bench.support.paths import AUSTEN, ROOT
 from kd.config.data import DataConfig
 from kd.models.tokenizers import load_tokenizer
 from kd.text.corpus import Corpus, open_corpus
-from kd.text.pieces import BATCH_CHARACTERS, PIECE_CHARACTERS
+from kd.text.text_encoder import BATCH_CHARACTERS, PIECE_CHARACTERS
 
 LENGTH = 512
 BATCH = 8

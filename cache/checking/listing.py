@@ -56,8 +56,8 @@ def list_caches(root: Path) -> list[CacheSummary]:
 
 def list_folders(root: Path) -> list[Path]:
     """List the folders of all caches below ``root``, or in the bucket that it mirrors."""
-    here = (path for path in root.glob("*") if FINGERPRINT.fullmatch(path.name) and path.is_dir())
-    return sorted({*here, *list_stored(root)})
+    found = (path for path in root.glob("*") if FINGERPRINT.fullmatch(path.name) and path.is_dir())
+    return sorted({*found, *list_stored(root)})
 
 
 def summarise_cache(folder: Path) -> CacheSummary:

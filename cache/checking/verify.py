@@ -6,17 +6,15 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 
 from cache.disk import storage_errors, walk_files
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
-from cache.manifest import Manifest
 from cache.reading.sealed import check_group, list_pieces, list_sealed_folders, read_seal
 from cache.remote.mirror import Mirror, open_mirror, split_path
 from cache.shard import Seal
+from cache.shards.manifest_pieces import EntryPieces, open_entries
 from cache.shards.names import GROUP_FILE, MANIFEST, locate_seal, name_shard
-from cache.shards.pieces import EntryPieces, open_entries
 from cache.store import Cache, read_manifest
 
 #: The number in the name of a file of the cache.
@@ -36,10 +34,11 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
         manifest = read_manifest(folder)
     except (CacheIncomplete, CacheMismatch, CacheCorrupt) as error:
         return [f"{MANIFEST}: {error.detail}"]
-    if (mirror := open_mirror(folder)) is not None:
-        return _verify_mirrored(mirror, manifest, waiting)
+    mirror = open_mirror(folder)
     with storage_errors(folder):
-        lines = check_group(folder)
+        lines = check_group(folder) if mirror is None else []
+        if mirror is not None and manifest.pieces is not None:
+            mirror.fetch_pieces(list_pieces(manifest.pieces))
         entries = open_entries(folder, manifest)
         if isinstance(entries, EntryPieces):
             lines += entries.find_problems()
@@ -47,39 +46,31 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
             if waiting is not None:
                 waiting()
             with suppress(CacheCorrupt):  # its piece of the manifest has a line already
-                lines += _check_folder(folder, name_shard(index), entries[index].digest)
+                lines += _check_folder(folder, name_shard(index), entries[index].digest, mirror)
         for name, digest in list_sealed_folders(manifest):
-            lines += _check_folder(folder, name, digest)
+            lines += _check_folder(folder, name, digest, mirror)
         return lines
 
 
-def _verify_mirrored(
-    mirror: Mirror, manifest: Manifest, waiting: Callable[[], None] | None
-) -> list[str]:
-    """Read every byte in the bucket, as ``verify_cache`` does in a folder."""
-    if manifest.pieces is not None:
-        mirror.fetch_pieces(list_pieces(manifest.pieces))
-    lines: list[str] = []
-    entries = open_entries(mirror.folder, manifest)
-    shards = ((name_shard(index), entry.digest) for index, entry in enumerate(entries))
-    for name, digest in chain(shards, list_sealed_folders(manifest)):
-        if waiting is not None:
-            waiting()
-        try:
+def _check_folder(folder: Path, name: str, digest: str, mirror: Mirror | None) -> list[str]:
+    """Read every byte of a sealed folder, here or in the bucket."""
+    try:
+        if mirror is not None:
             mirror.open_folder(name, digest)
-            seal = read_seal(mirror.folder, name, digest)
-        except (CacheCorrupt, CacheIncomplete) as error:
-            lines.append(error.detail)
-            continue
-        lines += [f"{name}/{line}" for line in mirror.find_problems(name, seal)]
-    return lines
+        seal = read_seal(folder, name, digest)
+    except (CacheCorrupt, CacheIncomplete) as error:
+        return [error.detail]
+    found = (
+        seal.find_problems(folder / name) if mirror is None else mirror.find_problems(name, seal)
+    )
+    return [f"{name}/{line}" for line in found]
 
 
 def find_missing(opened: Cache, waiting: Callable[[], None] | None = None) -> list[str]:
     """Return a line for each file that is missing, or damaged, as ``verify_cache`` does.
 
     Of a cache in a bucket no byte is read: its files are compared with their sha256 when they are
-    read, and now their sizes alone.
+    read, and now only their sizes.
     """
     if (mirror := opened.mirror) is None:
         return verify_cache(opened.folder, waiting)
@@ -91,14 +82,6 @@ def find_missing(opened: Cache, waiting: Callable[[], None] | None = None) -> li
         if not mirror.is_whole(name, opened.open_seal(name, entry.digest)):
             lines.append(f"{name}: a file is missing")
     return lines
-
-
-def _check_folder(folder: Path, name: str, digest: str) -> list[str]:
-    try:
-        seal = read_seal(folder, name, digest)
-    except (CacheCorrupt, CacheIncomplete) as error:
-        return [error.detail]
-    return [f"{name}/{line}" for line in seal.find_problems(folder / name)]
 
 
 def find_extras(folder: Path) -> list[str]:

@@ -120,16 +120,6 @@ class Profile(ABC):
         """Return the nats of a step of ``head_logprobs``; 0 for records without a head."""
         return 0.0
 
-    @abstractmethod
-    def make_example(
-        self,
-        rng: np.random.Generator,
-        numbers: CodecNumbers,
-        known: NDArray[Any],
-        logp_NV: NDArray[Any],
-    ) -> Reading:
-        """Make a reading of the distributions ``logp_NV``, for tests; ``known`` (N, 1 + A)."""
-
     # ------------------------------------------------------------------ what people see of them
 
     #: The columns that a page of records shows, if it needs no ids that are coded together.
@@ -159,8 +149,3 @@ class Profile(ABC):
         """Measure the mass outside the entries of record ``number``."""
         # Rounding can take it a little below 0.
         return max(1.0 - float(p_E.sum()), 0.0)
-
-
-def copy_known(known: NDArray[Any], logp_NV: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """Return the floats that a reading of every profile has."""
-    return {"known_logprobs": known, "entropy": -(np.exp(logp_NV) * logp_NV).sum(1)}

@@ -19,21 +19,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.profiles.profile import (
-    BYTE,
-    WORD,
-    CodecNumbers,
-    Profile,
-    ReadColumn,
-    Reading,
-    Schema,
-    copy_known,
-)
+from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, ReadColumn, Reading, Schema
 from cache.random import PURPOSE_ROUNDING, PURPOSE_TAIL_ROUNDING, draw_uniforms
 from cache.records import Records, compute_offsets
 from cache.rounding import (
@@ -83,6 +74,8 @@ class Sampled(Profile):
 
     reading = Sample
     sampled = True
+    #: The type of ``head_logprobs``.
+    head_dtype: ClassVar[np.dtype[Any]] = BYTE
     options = frozenset({"threshold", "always_keep", "draws"})
     measured = ("entropy", "known", "head_count", "head_logprobs", "tail_count")
 
@@ -95,10 +88,6 @@ class Sampled(Profile):
     def head_step(self, numbers: CodecNumbers) -> float:
         """Return the nats of a step of ``head_logprobs``."""
         return -math.log(numbers.threshold) / _HEAD_LEVELS
-
-    def head_dtype(self) -> np.dtype[Any]:
-        """Return the type of ``head_logprobs``."""
-        return BYTE
 
     def lowest_head(self, numbers: CodecNumbers) -> float:
         """Return the smallest log-probability that the head can store."""
@@ -115,7 +104,7 @@ class Sampled(Profile):
         return {
             "head_count": (counts, 1),
             "head_ids": (ids, 1),
-            "head_logprobs": (self.head_dtype(), 1),
+            "head_logprobs": (self.head_dtype, 1),
             "tail_count": (counts, 1),
             "tail_ids": (ids, 2),
         }
@@ -125,54 +114,23 @@ class Sampled(Profile):
     ) -> dict[str, NDArray[Any]]:
         """Encode head and tail. Raises ``ValueError`` for a head entry too small for its type."""
         counts = _choose_count_dtype(numbers)
-        return {
-            "head_count": reading.head_count.astype(counts),
-            "head_ids": numbers.narrow_ids("head_ids", reading.head_ids),
-            "head_logprobs": self._encode_head(numbers, reading, places),
-            "tail_count": reading.tail_count.astype(counts),
-            "tail_ids": numbers.narrow_ids("tail_ids", reading.tail_ids),
-        }
-
-    def _encode_head(
-        self, numbers: CodecNumbers, sample: Sample, places: RecordPositions
-    ) -> NDArray[Any]:
-        logprobs = sample.head_logprobs
+        logprobs = reading.head_logprobs
         lowest = self.lowest_head(numbers)
         if logprobs.size and (
             logprobs.min() < lowest - _HEAD_SLACK or logprobs.max() > _HEAD_SLACK
         ):
             got = f"{logprobs.min():.4f} to {logprobs.max():.4f}"
             raise ValueError(f"head_logprobs must lie in [{lowest:.4f}, 0], but got {got}.")
-        draws = draw_for_entries(numbers.seed, PURPOSE_ROUNDING, sample.head_count, places)
-        return round_stochastically(logprobs, self.head_step(numbers), draws).astype(
-            self.head_dtype()
-        )
-
-    def make_example(
-        self,
-        rng: np.random.Generator,
-        numbers: CodecNumbers,
-        known: NDArray[Any],
-        logp_NV: NDArray[Any],
-    ) -> Sample:
-        """Take every token above the threshold, and one to four others in each draw, at random."""
-        free_NV = np.ones(logp_NV.shape, bool)
-        free_NV[:, [0, *numbers.always_keep]] = False
-        head_NV = free_NV & (np.exp(logp_NV) > numbers.threshold)
-        tail_count = rng.integers(1, 5, len(logp_NV))
-        others = [np.flatnonzero(row) for row in free_NV & ~head_NV]
-        picks = [
-            np.stack([rng.choice(ids, count, replace=False) for _ in range(numbers.draws)], axis=1)
-            for ids, count in zip(others, tail_count.tolist(), strict=True)
-        ]
-        return Sample(
-            **copy_known(known, logp_NV),
-            head_count=head_NV.sum(1),
-            head_ids=np.nonzero(head_NV)[1],
-            head_logprobs=logp_NV[head_NV],
-            tail_count=tail_count,
-            tail_ids=np.concatenate([np.empty((0, numbers.draws), np.int64), *picks]),
-        )
+        draws = draw_for_entries(numbers.seed, PURPOSE_ROUNDING, reading.head_count, places)
+        return {
+            "head_count": reading.head_count.astype(counts),
+            "head_ids": numbers.narrow_ids("head_ids", reading.head_ids),
+            "head_logprobs": round_stochastically(logprobs, self.head_step(numbers), draws).astype(
+                self.head_dtype
+            ),
+            "tail_count": reading.tail_count.astype(counts),
+            "tail_ids": numbers.narrow_ids("tail_ids", reading.tail_ids),
+        }
 
     # ------------------------------------------------------------------ what people see of them
 
@@ -229,6 +187,7 @@ class Tempered(Sampled):
     name = "tempered"
     any_temperature = True
     keeps_partition = True
+    head_dtype = WORD  # it holds small probabilities: a token may be heavy at only one T
     gold_steps = 1  # the normaliser adds the rounding of the head
     options = Sampled.options | {"temperatures"}
 
@@ -245,13 +204,9 @@ class Tempered(Sampled):
         """Return a step that does not depend on the threshold."""
         return TEMPERED_HEAD_STEP
 
-    def head_dtype(self) -> np.dtype[Any]:
-        """Return a type that holds small probabilities: a token may be heavy at only one T."""
-        return WORD
-
     def lowest_head(self, numbers: CodecNumbers) -> float:
         """Return the end of the type's range."""
-        return -np.iinfo(self.head_dtype()).max * TEMPERED_HEAD_STEP
+        return -np.iinfo(self.head_dtype).max * TEMPERED_HEAD_STEP
 
     def schema(self, numbers: CodecNumbers) -> Schema:
         """Add the columns of the tail's log-probabilities and partition."""
@@ -278,22 +233,6 @@ class Tempered(Sampled):
         columns["tail_logprobs"] = np.minimum(np.stack(steps, axis=1), 255).astype(np.uint8)
         columns["partition"] = round_to_fixed_point(reading.partition, PARTITION_STEP, np.int16)
         return columns
-
-    def make_example(
-        self,
-        rng: np.random.Generator,
-        numbers: CodecNumbers,
-        known: NDArray[Any],
-        logp_NV: NDArray[Any],
-    ) -> Sample:
-        """Add the tail's log-probabilities, and a random partition at four knots."""
-        found = super().make_example(rng, numbers, known, logp_NV)
-        rows_M1 = np.repeat(np.arange(len(logp_NV)), found.tail_count)[:, None]
-        own = {
-            "tail_logprobs": logp_NV[rows_M1, found.tail_ids],
-            "partition": rng.normal(-2, 1, (len(logp_NV), 4, 2)),
-        }
-        return Sample(**{**vars(found), **own})
 
 
 def draw_for_entries(

@@ -16,15 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.profiles.profile import (
-    WORD,
-    CodecNumbers,
-    Profile,
-    ReadColumn,
-    Reading,
-    Schema,
-    copy_known,
-)
+from cache.profiles.profile import WORD, CodecNumbers, Profile, ReadColumn, Reading, Schema
 from cache.records import Records
 from cache.rounding import (
     TOP_STEP,
@@ -81,20 +73,6 @@ class TopK(Profile):
     def find_step(self, numbers: CodecNumbers) -> float:
         """Return the step of the entries."""
         return TOP_STEP
-
-    def make_example(
-        self,
-        rng: np.random.Generator,
-        numbers: CodecNumbers,
-        known: NDArray[Any],
-        logp_NV: NDArray[Any],
-    ) -> TopReading:
-        """Take the K most probable tokens."""
-        ids = np.argsort(-logp_NV, axis=1)[:, : numbers.k]
-        logprobs = np.take_along_axis(logp_NV, ids, 1)
-        residual = np.log(np.maximum(1 - np.exp(logprobs).sum(1), 1e-12))
-        common = copy_known(known[:, :1], logp_NV)
-        return TopReading(**common, ids=ids, logprobs=logprobs, residual=residual)
 
     def measure(self, numbers: CodecNumbers, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
         """Add up the entries."""

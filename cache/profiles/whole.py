@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.profiles.profile import CodecNumbers, Profile, Reading, Schema, copy_known
+from cache.profiles.profile import CodecNumbers, Profile, Reading, Schema
 from cache.records import Records
 from cache.rounding import RecordPositions
 
@@ -26,8 +26,6 @@ from cache.rounding import RecordPositions
 EXACT_STEP = 2e-2
 #: The same bound for hidden states in int8, where SmolLM2-135M has 0.03.
 INT8_STEP = 1e-1
-#: Width of the hidden states of an example.
-EXAMPLE_WIDTH = 6
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,16 +82,6 @@ class Dense(_Whole):
         """Return the bound of float16."""
         return EXACT_STEP
 
-    def make_example(
-        self,
-        rng: np.random.Generator,
-        numbers: CodecNumbers,
-        known: NDArray[Any],
-        logp_NV: NDArray[Any],
-    ) -> DenseReading:
-        """Take all log-probabilities."""
-        return DenseReading(**copy_known(known, logp_NV), logprobs=logp_NV)
-
     def list_entries(
         self, numbers: CodecNumbers, records: Records, number: int, said: int
     ) -> tuple[NDArray[Any], NDArray[np.float64]]:
@@ -130,14 +118,3 @@ class Hidden(_Whole):
     def find_step(self, numbers: CodecNumbers) -> float:
         """Return the bound of int8 or of int16."""
         return INT8_STEP if numbers.bits == 8 else EXACT_STEP
-
-    def make_example(
-        self,
-        rng: np.random.Generator,
-        numbers: CodecNumbers,
-        known: NDArray[Any],
-        logp_NV: NDArray[Any],
-    ) -> HiddenReading:
-        """Make random states, which do not belong to the distributions."""
-        states = rng.normal(size=(len(logp_NV), EXAMPLE_WIDTH))
-        return HiddenReading(**copy_known(known, logp_NV), states=states)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from cache.codec import Codec
 from cache.errors import CacheCorrupt
-from cache.layout import TOKEN_CLASSES, Arrays, list_arrays, make_token_order, read_one_sequence
+from cache.layout import TOKEN_CLASSES, Arrays, list_arrays, make_token_order
 from cache.reading.chunks import StoredArray
-from cache.reading.disk import DiskReads
+from cache.reading.file_reads import DiskReads
 from cache.reading.memory import KeptValues
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal
 
@@ -165,26 +165,22 @@ class Shard(ArrayFolder):
 
     def read_sequence(self, row: int, draw: int = 0) -> Arrays:
         """Read the arrays of sequence ``row`` as stored, with the tails of ``draw``."""
-        first = self._offsets[row].tolist()
-        last = self._offsets[row + 1].tolist()
-        parts = {name: self.read_rows(name, row, row + 1) for name in PER_SEQUENCE}
-        return parts | read_one_sequence(
-            lambda name, cut: self.read_rows(name, first[cut], last[cut]), self.codec, draw
-        )
+        names = (*PER_SEQUENCE, *list_arrays(self.codec, draw))
+        return self.read_columns(range(row, row + 1), names, draw=draw)
 
     def read_columns(
-        self, rows: range, names: Iterable[str], positions: range | None = None
+        self, rows: range, names: Iterable[str], positions: range | None = None, draw: int = 0
     ) -> Arrays:
         """Read columns of consecutive sequences as stored, and no others.
 
-        ``rows`` are at least one sequence, ``names`` columns of the codec without those of ids, or
-        arrays of ``PER_SEQUENCE``. ``positions`` selects consecutive records of the sequences, by
-        their number from the first one; then every column has one row for each record. Only the
-        chunks that hold these rows are read.
+        ``rows`` are at least one sequence, ``names`` those of ``PER_SEQUENCE`` and of
+        ``cache.layout.list_arrays`` for the ``draw``. ``positions`` selects consecutive records of
+        the sequences, by their number from the first one; then every column has one row for each
+        record. Only the chunks that hold these rows are read.
         """
         first = self._offsets[rows.start].tolist()
         last = self._offsets[rows.stop].tolist()
-        columns = list_arrays(self.codec, 0)
+        columns = list_arrays(self.codec, draw)
         found: Arrays = {}
         for name in names:
             if name in PER_SEQUENCE:

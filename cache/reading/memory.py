@@ -13,11 +13,11 @@ Value = TypeVar("Value")
 class KeptValues(Generic[Value]):
     """Values by key, kept until their sizes add up to more than ``limit``; threads may share them.
 
-    ``measure`` returns the size of a value. The least recently used value is dropped first. A value
-    that is larger than the limit is returned but not kept.
+    ``measure`` returns the size of a value; each counts as 1 by default. The least recently used
+    value is dropped first. A value that is larger than the limit is returned but not kept.
     """
 
-    def __init__(self, limit: int, measure: Callable[[Value], int]) -> None:
+    def __init__(self, limit: int, measure: Callable[[Value], int] = lambda _: 1) -> None:
         self.limit = limit
         self._measure = measure
         self._kept: OrderedDict[Hashable, Value] = OrderedDict()

@@ -8,19 +8,19 @@ from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.layout import Arrays
 from cache.manifest import Manifest, encode_canonical_json
 from cache.reading.arrays import ArrayFolder
-from cache.reading.disk import DiskReads
+from cache.reading.file_reads import DiskReads
 from cache.remote.mirror import Mirror, MirrorReads
 from cache.shard import RECAPTURE_REMEDY, Seal
 from cache.shards.entries import PieceIndex
+from cache.shards.manifest_pieces import name_piece
 from cache.shards.names import FIRST_TAILS, GROUP_FILE, LM_HEAD, TAIL_MEAN, TOKEN_MAP, locate_seal
-from cache.shards.pieces import name_piece
 
 #: The metadata of the Zarr group that holds the shards.
 GROUP_METADATA = encode_canonical_json({"attributes": {}, "node_type": "group", "zarr_format": 3})
 
 
 def open_reads(mirror: Mirror | None) -> DiskReads:
-    """Return what counts the reads of a cache, and gets from a bucket what is not here."""
+    """Return what counts the reads of a cache, and gets from a bucket what its mirror lacks."""
     return DiskReads() if mirror is None else MirrorReads(mirror)
 
 

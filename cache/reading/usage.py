@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from cache.disk import is_file_at, try_lock, wait_for_lock
+from cache.disk import is_file_at, share_lock, try_lock
 from cache.errors import CacheError
-from cache.remote.uses import hold_in_bucket
+from cache.remote.uses import held_in_bucket
 from cache.shards.names import FINGERPRINT
 
 
@@ -31,9 +31,10 @@ def hold_for(reader: object, folder: Path) -> None:
 
     Forks of this process hold it too. A cache that is gone is not held.
     """
-    if (handle := _open_held(folder)) is not None:
-        weakref.finalize(reader, os.close, handle)
-    hold_in_bucket(reader, folder)
+    holding = ExitStack()
+    holding.enter_context(held(folder))
+    holding.enter_context(held_in_bucket(folder))
+    weakref.finalize(reader, holding.close)
 
 
 @contextmanager
@@ -101,16 +102,13 @@ def _open_held(folder: Path) -> int | None:
     path = locate_use(folder)
     while FINGERPRINT.fullmatch(folder.name) and folder.is_dir():
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = share_lock(path)  # a removal holds it for the time of a rename only
         except OSError:
             return None
-        # A removal holds the lock for the time of a rename only.
-        wait_for_lock(handle, shared=True)
-        if is_file_at(handle, path):
-            with suppress(OSError):
-                os.utime(handle)
-            if folder.is_dir():
-                return handle
-            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.utime(handle)
+        if folder.is_dir():
+            return handle
+        path.unlink(missing_ok=True)
         os.close(handle)
     return None

@@ -94,7 +94,15 @@ class Bucket:
         """
         self.address = address
         self._pauses = _PAUSES if patient else _PAUSES[: _PROBES if probes else 1]
-        self._obstore = _import_obstore()
+        try:
+            import obstore  # an extra
+            import obstore.store
+        except ImportError:
+            raise StoreError(
+                "A bucket needs the package obstore, which is not installed.",
+                "Run `pip install 'potstill[obstore]'`.",
+            ) from None
+        self._obstore = obstore
         self._store = self._do(lambda: _open_store(address, patient))
 
     def get(self, name: str) -> bytes:
@@ -153,10 +161,6 @@ class Bucket:
     def find(self, name: str) -> StoredObject:
         """Return what a listing says of one object; raises as ``get`` does."""
         return _describe_object(self._do(lambda: self._obstore.head(self._store, name)))
-
-    def read_time(self, name: str) -> float:
-        """Return when an object was put, in seconds since 1970; raises as ``get`` does."""
-        return self.find(name).modified
 
     def get_part(self, name: str, start: int, stop: int, tag: str | None = None) -> bytes:
         """Return the bytes of an object from ``start`` to before ``stop``; raises as ``get`` does.
@@ -246,18 +250,6 @@ def is_stored(folder: Path) -> bool:
     if bucket is None:
         return folder.is_dir()
     return next(bucket.walk(folder.name), None) is not None
-
-
-def _import_obstore() -> Any:
-    try:
-        import obstore  # an extra
-        import obstore.store
-    except ImportError:
-        raise StoreError(
-            "A bucket needs the package obstore, which is not installed.",
-            "Run `pip install 'potstill[obstore]'`.",
-        ) from None
-    return obstore
 
 
 def _open_store(address: StoreAddress, patient: bool) -> Any:

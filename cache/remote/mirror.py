@@ -6,10 +6,10 @@
     {fingerprint}/shards/000007.{digest}/  shards/000007/
 
 A bucket has no rename, so a shard is published in two steps. First its files are put below a name
-that ends with the digest of its seal: writers with other bytes write elsewhere, and those with the
-same bytes write the same. Then the seal is put on condition that there is none: one writer wins,
-and the others take its shard for theirs. The manifest is put last, on the same condition. Seals and
-manifest have the bytes that they have in a folder.
+that ends with the digest of its seal: writers with other bytes write other names, and those with
+the same bytes write the same. Then the seal is put on condition that there is none: one writer
+wins, and the others take its shard for theirs. The manifest is put last, on the same condition.
+Seals and manifest have the bytes that they have in a folder.
 
 The folder may lack files: they are fetched when they are read, and compared with their sha256.
 """
@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeVar
 
 from cache.disk import list_file_sizes, make_folder, remove_path
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheNotFound, StoreError
-from cache.reading.disk import DiskReads, FileDigest
+from cache.reading.file_reads import DiskReads, FileDigest
 from cache.remote.address import Binding, read_binding
 from cache.remote.bucket import open_bucket
 from cache.remote.room import MirrorRoom, write_copy
@@ -125,7 +125,8 @@ class Mirror:
     def open_folder(self, name: str, digest: str | None = None, whole: bool = False) -> None:
         """Make a folder of arrays ready for reading: its seal now, its files when they are read.
 
-        A seal that is here and has ``digest`` is not fetched again. ``whole``: all files come now.
+        A seal with ``digest`` that the folder has is not fetched again. ``whole``: all files come
+        now.
         """
         path = self.folder / locate_seal(name)
         known = path.read_bytes() if path.is_file() else None
@@ -144,12 +145,10 @@ class Mirror:
         if whole:
             self._await_coming(name)
             seal = Seal.from_bytes(known, str(path))
-            here = list_file_sizes(folder)
-            missing = [file for file, about in seal.files.items() if here.get(file) != about.bytes]
             try:
                 self._each(
                     lambda file: self.fetch(f"{name}/{file}", seal.files[file], seal.digest),
-                    missing,
+                    self._list_missing(name, seal),
                 )
             except ValueError as error:
                 raise CacheCorrupt(f"{error}.", RECAPTURE_REMEDY) from error
@@ -175,10 +174,13 @@ class Mirror:
         with suppress(Exception):
             self.open_folder(name, digest)
             seal = Seal.from_bytes((self.folder / locate_seal(name)).read_bytes(), name)
-            here = list_file_sizes(self.folder / name)
-            for file, about in seal.files.items():
-                if here.get(file) != about.bytes:
-                    self.fetch(f"{name}/{file}", about, seal.digest)
+            for file in self._list_missing(name, seal):
+                self.fetch(f"{name}/{file}", seal.files[file], seal.digest)
+
+    def _list_missing(self, name: str, seal: Seal) -> list[str]:
+        """List the files of ``seal`` that the folder lacks."""
+        present = list_file_sizes(self.folder / name)
+        return [file for file, about in seal.files.items() if present.get(file) != about.bytes]
 
     def fetch(self, path: str, sealed: FileDigest, digest: str | None = None) -> bytes:
         """Get one file of a sealed folder, compare it with its sha256, and keep it.
@@ -211,13 +213,13 @@ class Mirror:
             )
 
     def fetch_pieces(self, pieces: dict[str, str]) -> None:
-        """Get the pieces of a manifest that are not here; ``pieces`` maps names to sha256."""
+        """Get the pieces of a manifest that the folder lacks; ``pieces`` maps names to sha256."""
 
         def get(name: str) -> None:
             path = self.folder / name
             if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == pieces[name]:
                 return
-            data = self.bucket.get(self._name(_name_piece(name, pieces[name])))
+            data = self.bucket.get(self._name(name_data(name, pieces[name])))
             make_folder(path.parent)
             write_copy(path, data)
 
@@ -283,20 +285,16 @@ class Mirror:
         """Put the pieces of a manifest; ``pieces`` maps their names to their sha256."""
         self._each(
             lambda name: self.bucket.put(
-                self._name(_name_piece(name, pieces[name])), (self.folder / name).read_bytes()
+                self._name(name_data(name, pieces[name])), (self.folder / name).read_bytes()
             ),
             pieces,
         )
 
-    def publish_manifest(self, data: bytes, accepts: Callable[[bytes], bool]) -> bytes:
-        """Put the manifest, unless another writer's is there that ``accepts`` takes.
-
-        Returns the bytes of the manifest that is in the bucket afterwards.
-        """
-        return self.change_manifest(lambda found: found if found and accepts(found) else data)
-
     def change_manifest(self, change: Callable[[bytes | None], bytes]) -> bytes:
-        """Replace the manifest by ``change`` of it; others may change it at the same time."""
+        """Replace the manifest by ``change`` of it; return what is in the bucket afterwards.
+
+        Others may change it at the same time. ``change`` gets None where there is no manifest.
+        """
         key = self._name(MANIFEST)
         for _ in range(_ATTEMPTS):
             try:
@@ -369,7 +367,7 @@ class Mirror:
     @property
     def modified(self) -> float:
         """The time of the manifest by the server's clock, in seconds since 1970."""
-        return self.bucket.read_time(self._name(MANIFEST))
+        return self.bucket.find(self._name(MANIFEST)).modified
 
     # ------------------------------------------------------------------ names
 
@@ -382,7 +380,9 @@ class Mirror:
         with self._lock:  # the thread that reads ahead does the same
             if not path.is_file() or path.read_bytes() != data:
                 folder = self.folder / name
-                if folder.is_dir() and (path.is_file() or not _fits(folder, data)):
+                # A folder that was just written has no seal yet: it stays if it is the sealed one.
+                found = None if path.is_file() else _parse_seal(data)
+                if folder.is_dir() and (found is None or found.find_problems(folder)):
                     remove_path(folder)
                 write_copy(path, data)
             self._known.add(name)
@@ -399,7 +399,7 @@ class Mirror:
 
 
 class MirrorReads(DiskReads):
-    """Reads files of a mirror, and gets those that are not here from the bucket."""
+    """Reads files of a mirror, and gets those that it lacks from the bucket."""
 
     def __init__(self, mirror: Mirror) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class MirrorReads(DiskReads):
             return self.restore(path, sealed)
 
     def restore(self, path: Path, sealed: FileDigest) -> bytes:
-        """Get a file again that is damaged here, or is not here."""
+        """Get a file that the mirror lacks, or has damaged."""
         began = time.perf_counter()
         data = self._mirror.fetch(str(path).removeprefix(self._root), sealed)
         self.count(len(data), time.perf_counter() - began)
@@ -424,7 +424,10 @@ class MirrorReads(DiskReads):
 
 
 def name_data(name: str, digest: str) -> str:
-    """Return the folder of the bucket with the files of a seal that has ``digest``."""
+    """Return the name in the bucket of what has ``digest``: the files of a seal, or a piece.
+
+    Another writer's may have another digest.
+    """
     return f"{name}.{digest[:DIGEST_DIGITS]}"
 
 
@@ -435,19 +438,8 @@ def split_path(path: str) -> tuple[str, str]:
     return "/".join(parts[:count]), "/".join(parts[count:])
 
 
-def _name_piece(name: str, sha256: str) -> str:
-    """Return the object of a piece: two manifests may have pieces of one number."""
-    return f"{name}.{sha256[:DIGEST_DIGITS]}"
-
-
 def _parse_seal(data: bytes) -> Seal | None:
     try:
         return Seal.from_bytes(data, "seal")
     except CacheCorrupt:
         return None
-
-
-def _fits(folder: Path, seal: bytes) -> bool:
-    """Return whether a folder that was just written is the one of ``seal``."""
-    found = _parse_seal(seal)
-    return found is not None and not found.find_problems(folder)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from cache.disk import PROBE_BYTES
+from cache.disk import PROBE_BYTES, measure_seconds
 from cache.errors import StoreError, StoreUnfit
 from cache.remote.address import StoreAddress, read_binding
 from cache.remote.bucket import Bucket
@@ -110,8 +110,8 @@ def measure_rate(bucket: Bucket) -> tuple[float, float]:
     names = [f"{folder}/{number}" for number in range(_RATE_OBJECTS)]
     data = os.urandom(PROBE_BYTES)
     try:
-        put = _time(bucket.put, [(name, data) for name in names])
-        got = _time(bucket.get, [(name,) for name in names])
+        put = sum(measure_seconds(partial(bucket.put, name, data)) for name in names)
+        got = sum(measure_seconds(partial(bucket.get, name)) for name in names)
     finally:
         bucket.delete(names)
     size = PROBE_BYTES * _RATE_OBJECTS
@@ -120,11 +120,3 @@ def measure_rate(bucket: Bucket) -> tuple[float, float]:
 
 def _check(name: str, holds: bool, good: str, bad: str) -> Property:
     return Property(name, holds, good if holds else bad)
-
-
-def _time(work: Callable[..., object], calls: list[tuple[Any, ...]]) -> float:
-    """Return the seconds of calling ``work`` once with each of ``calls``."""
-    began = time.perf_counter()
-    for arguments in calls:
-        work(*arguments)
-    return max(time.perf_counter() - began, 1e-9)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from cache.errors import CacheCorrupt
 from cache.remote.bucket import Bucket, StoredObject, find_bucket
@@ -16,17 +16,24 @@ from cache.remote.uses import USES, ask_time, is_fresh_use, require_unused
 from cache.shard import Seal
 from cache.shards.names import FINGERPRINT, MANIFEST, locate_seal
 
+#: The name, in the path of garbage, of what lies in a bucket.
+STORED = "bucket"
 #: The folder with the files of a seal: its name, and the digest of the seal.
 _DATA = re.compile(r"(?P<name>(shards|tail_sums)/[^/]+|[^/]+)\.(?P<digest>[0-9a-f]{32})/")
 
 
-class StoredGarbage(NamedTuple):
-    """Objects of a bucket that can be removed: their cache, names, bytes, and why."""
+@dataclass(frozen=True)
+class Garbage:
+    """Something that can be removed: the folder of its cache, path, reason and bytes.
 
-    fingerprint: str
+    ``objects`` are those of a bucket that the folder mirrors; then the path is only a name.
+    """
+
+    folder: Path
+    path: Path
     why: str
-    names: tuple[str, ...]
     bytes: int
+    objects: tuple[str, ...] = ()
 
 
 def list_stored(root: Path) -> list[Path]:
@@ -52,7 +59,7 @@ def remove_stored(folder: Path) -> None:
     bucket.delete(each.name for each in bucket.walk(folder.name))
 
 
-def find_stored_garbage(root: Path, older_than: float) -> list[StoredGarbage]:
+def find_stored_garbage(root: Path, older_than: float) -> list[Garbage]:
     """Find what can be removed from the bucket of ``root``; nothing of a cache that is in use.
 
     It is caches without a manifest to which nothing was put for ``older_than`` seconds, files of
@@ -65,34 +72,27 @@ def find_stored_garbage(root: Path, older_than: float) -> list[StoredGarbage]:
     found = []
     for name in bucket.list_folders():
         if FINGERPRINT.fullmatch(name):
-            found += _find_garbage_of(bucket, name, now, older_than)
+            found += _find_garbage_of(bucket, root / name, now, older_than)
     old = [each for each in bucket.walk(PROBE_FOLDER) if now - each.modified >= older_than]
-    return found + _make_garbage(PROBE_FOLDER, "a probe was interrupted", old)
+    return found + _make_garbage(root / PROBE_FOLDER, "a probe was interrupted", old)
 
 
-def remove_stored_garbage(root: Path, garbage: StoredGarbage, older_than: float) -> bool:
+def remove_stored_garbage(garbage: Garbage, older_than: float) -> bool:
     """Remove what ``find_stored_garbage`` found if it is still garbage; return whether it was."""
-    bucket = find_bucket(root)
+    bucket = find_bucket(garbage.folder.parent)
     if bucket is None:
         return False
-    if garbage.fingerprint == PROBE_FOLDER:
-        bucket.delete(garbage.names)
-        return True
-    now = ask_time(bucket, PROBE_FOLDER)
-    still = {
-        name
-        for each in _find_garbage_of(bucket, garbage.fingerprint, now, older_than)
-        for name in each.names
-    }
-    if not still.issuperset(garbage.names):
-        return False
-    bucket.delete(garbage.names)
+    if garbage.folder.name != PROBE_FOLDER:
+        now = ask_time(bucket, PROBE_FOLDER)
+        found = _find_garbage_of(bucket, garbage.folder, now, older_than)
+        if not {name for each in found for name in each.objects}.issuperset(garbage.objects):
+            return False
+    bucket.delete(garbage.objects)
     return True
 
 
-def _find_garbage_of(
-    bucket: Bucket, fingerprint: str, now: float, older_than: float
-) -> list[StoredGarbage]:
+def _find_garbage_of(bucket: Bucket, folder: Path, now: float, older_than: float) -> list[Garbage]:
+    fingerprint = folder.name
     objects = list(bucket.walk(fingerprint))
     if any(is_fresh_use(each, now) for each in objects):
         return []
@@ -101,9 +101,9 @@ def _find_garbage_of(
     if not complete and now - newest >= older_than:
         days = (now - newest) / 86400
         why = f"its capture has not finished, and nothing was put for {days:.1f} days"
-        return _make_garbage(fingerprint, why, objects)
+        return _make_garbage(folder, why, objects)
     unnamed = list(_find_unnamed(bucket, fingerprint, objects, now - older_than))
-    return _make_garbage(fingerprint, "files of shards that no seal names", unnamed)
+    return _make_garbage(folder, "files of shards that no seal names", unnamed)
 
 
 def _find_unnamed(
@@ -140,8 +140,10 @@ def _is_named(bucket: Bucket, seal: str, name: str, digest: str) -> bool:
     return name_data(name, found.digest) == f"{name}.{digest}"
 
 
-def _make_garbage(fingerprint: str, why: str, objects: list[StoredObject]) -> list[StoredGarbage]:
+def _make_garbage(folder: Path, why: str, objects: list[StoredObject]) -> list[Garbage]:
     if not objects:
         return []
     size = sum(each.bytes for each in objects)
-    return [StoredGarbage(fingerprint, why, tuple(each.name for each in objects), size)]
+    names = tuple(each.name for each in objects)
+    path = folder.parent / STORED / folder.name
+    return [Garbage(folder, path, f"in the bucket: {why}", size, names)]

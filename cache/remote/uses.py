@@ -10,7 +10,6 @@ import os
 import socket
 import threading
 import uuid
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,34 +48,21 @@ class _Use:
                 self._bucket.delete([self._name])
 
 
-def hold_in_bucket(reader: object, folder: Path) -> None:
-    """Tell all machines that the cache is in use while ``reader`` exists.
+@contextmanager
+def held_in_bucket(folder: Path) -> Iterator[None]:
+    """Tell all machines that the cache is in use in this block.
 
     Nothing is told if ``folder`` mirrors no bucket, or if this machine may only read.
     """
-    if (use := _begin(folder)) is not None:
-        weakref.finalize(reader, use.end)
-
-
-@contextmanager
-def held_in_bucket(folder: Path) -> Iterator[None]:
-    """Tell all machines that the cache is in use in this block."""
-    use = _begin(folder)
+    use = None
+    if (binding := read_binding(folder.parent)) is not None:
+        with suppress(StoreError):
+            use = _Use(Bucket(binding.address), folder.name)
     try:
         yield
     finally:
         if use is not None:
             use.end()
-
-
-def _begin(folder: Path) -> _Use | None:
-    binding = read_binding(folder.parent)
-    if binding is None:
-        return None
-    try:
-        return _Use(Bucket(binding.address), folder.name)
-    except StoreError:
-        return None
 
 
 def require_unused(bucket: Bucket, folder: str) -> None:

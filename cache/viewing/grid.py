@@ -21,8 +21,8 @@ from cache.errors import CacheCorrupt, CacheError, CacheIncomplete
 from cache.manifest import Manifest
 from cache.reading.sealed import read_seal
 from cache.remote.mirror import open_mirror
+from cache.shards.manifest_pieces import open_entries
 from cache.shards.names import name_shard
-from cache.shards.pieces import open_entries
 from cache.store import locate_lock, read_manifest
 
 #: Cells of the grid at most: with more shards a cell stands for several.
@@ -81,35 +81,44 @@ def read_grid(folder: Path, damaged: Collection[int] = (), expected: int = 0) ->
     try:
         manifest = read_manifest(folder)
     except (CacheIncomplete, CacheCorrupt):
-        return _read_unfinished(folder, damaged, expected)
-    count = manifest.totals.shards
-    if (mirror := open_mirror(folder)) is not None:
-        states = _mark(count, mirror.find_sealed(), lacking=_CORRUPT)
-    else:
-        states = _mark(count, _find_sealed(folder), lacking=_CORRUPT)
-    measured = mirror is None and count <= MEASURED_SHARDS
-    wrong = _find_wrong_sizes(folder, manifest, states) if measured else set()
-    _set(states, {*damaged, *wrong}, _CORRUPT)
-    size = manifest.identity.codec.shard_sequences
-    return _make_grid(states, complete=True, shard_sequences=size, measured=measured)
-
-
-def _read_unfinished(folder: Path, damaged: Collection[int], expected: int) -> ShardGrid:
+        manifest = None
     mirror = open_mirror(folder)
-    sealed = _find_sealed(folder) if mirror is None else mirror.find_sealed()
-    captured = not is_lock_free(locate_lock(folder))
-    # Half a shard without a writer was left by a crash: the next capture begins it again.
-    begun = _find_numbers(folder, _HALF) if captured else set()
-    count = max([expected, *(1 + number for number in sealed | begun)])
-    states = _mark(count, sealed, lacking=_MISSING)
-    _set(states, begun - sealed, _IN_WORK)
+    if mirror is not None:
+        sealed = mirror.find_sealed()
+    else:  # both the seal and the folder
+        sealed = _find_numbers(folder / "seals", _SEAL)
+        sealed &= _find_numbers(folder / "shards", _FOLDER)
+    captured = measured = False
+    if manifest is None:
+        captured = not is_lock_free(locate_lock(folder))
+        # Half a shard without a writer was left by a crash: the next capture begins it again.
+        begun = _find_numbers(folder, _HALF) if captured else set()
+        count = max([expected, *(1 + number for number in sealed | begun)])
+        states = np.full(count, _MISSING, np.uint8)
+        _set(states, begun, _IN_WORK)
+        _set(states, sealed, _SEALED)
+    else:
+        count = manifest.totals.shards
+        states = np.full(count, _CORRUPT, np.uint8)
+        _set(states, sealed, _SEALED)
+        measured = mirror is None and count <= MEASURED_SHARDS
+        _set(states, _find_wrong_sizes(folder, manifest, states) if measured else (), _CORRUPT)
     _set(states, damaged, _CORRUPT)
-    return _make_grid(states, complete=False, captured=captured)
-
-
-def _find_sealed(folder: Path) -> set[int]:
-    """Find the shards that have both their seal and their folder on the disk."""
-    return _find_numbers(folder / "seals", _SEAL) & _find_numbers(folder / "shards", _FOLDER)
+    width = max(-(-count // MOST_CELLS), 1)
+    worst = np.maximum.reduceat(states, np.arange(0, count, width)) if count else states
+    numbers = np.bincount(states, minlength=len(STATES)).tolist()
+    return ShardGrid(
+        complete=manifest is not None,
+        captured=captured,
+        shards=count,
+        shard_sequences=None if manifest is None else manifest.identity.codec.shard_sequences,
+        cell_shards=width,
+        cells="".join(map(str, worst.tolist())),
+        measured=measured,
+        counts=dict(zip(STATES, numbers, strict=True)),
+        corrupt=tuple(np.flatnonzero(states == _CORRUPT)[:NAMED].tolist()),
+        in_work=tuple(np.flatnonzero(states == _IN_WORK)[:NAMED].tolist()),
+    )
 
 
 def _find_numbers(folder: Path, pattern: re.Pattern[str]) -> set[int]:
@@ -135,41 +144,6 @@ def _find_wrong_sizes(folder: Path, manifest: Manifest, states: NDArray[np.uint8
     return wrong
 
 
-def _mark(count: int, sealed: set[int], lacking: int) -> NDArray[np.uint8]:
-    states = np.full(count, lacking, np.uint8)
-    _set(states, sealed, _SEALED)
-    return states
-
-
 def _set(states: NDArray[np.uint8], numbers: Collection[int], state: int) -> None:
     known = [number for number in numbers if number < len(states)]
     states[known] = state
-
-
-def _make_grid(
-    states: NDArray[np.uint8],
-    complete: bool,
-    captured: bool = False,
-    shard_sequences: int | None = None,
-    measured: bool = False,
-) -> ShardGrid:
-    count = len(states)
-    width = max(-(-count // MOST_CELLS), 1)
-    worst = np.maximum.reduceat(states, np.arange(0, count, width)) if count else states
-    numbers = np.bincount(states, minlength=len(STATES)).tolist()
-    return ShardGrid(
-        complete=complete,
-        captured=captured,
-        shards=count,
-        shard_sequences=shard_sequences,
-        cell_shards=width,
-        cells="".join(map(str, worst.tolist())),
-        measured=measured,
-        counts=dict(zip(STATES, numbers, strict=True)),
-        corrupt=_name_first(states, _CORRUPT),
-        in_work=_name_first(states, _IN_WORK),
-    )
-
-
-def _name_first(states: NDArray[np.uint8], state: int) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(states == state)[:NAMED].tolist())

@@ -44,7 +44,7 @@ from cache.manifest import (
     Manifest,
     Provenance,
 )
-from cache.reading.arrays import ArrayFolder, make_chunk_memory
+from cache.reading.arrays import ArrayFolder
 from cache.reading.sealed import GROUP_METADATA, list_pieces, open_reads, read_arrays
 from cache.records import SUM_ARRAYS, Records, Sequences, TailSums, encode_tail_mean
 from cache.remote.mirror import Mirror, open_mirror
@@ -53,6 +53,7 @@ from cache.remote.uses import held_in_bucket
 from cache.shard import RECAPTURE_REMEDY, Seal, make_shard_arrays, write_arrays
 from cache.shards import entries as layout
 from cache.shards.entries import PieceIndex, ShardEntry
+from cache.shards.manifest_pieces import write_pieces
 from cache.shards.names import (
     FIRST_TAILS,
     GROUP_FILE,
@@ -65,8 +66,7 @@ from cache.shards.names import (
     name_shard,
     name_tail_sums,
 )
-from cache.shards.pieces import write_pieces
-from cache.shards.runs import ShardRuns
+from cache.shards.shard_runs import ShardRuns
 from cache.store import Cache, locate_lock, locate_writers
 
 #: The largest part of a cache that the sums of its first tails may be: 16 bytes for each token of
@@ -138,13 +138,13 @@ def _join_writers(path: Path, folder: Path) -> int:
     """Return the open lock file at ``path``, with a shared lock."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        alone = try_lock(lock)
-        if not alone:
+        only_writer = try_lock(lock)
+        if not only_writer:
             wait_for_lock(lock, shared=True)
         if not is_file_at(lock, path):  # the last writer deleted it meanwhile
             os.close(lock)
             continue
-        if alone:
+        if only_writer:
             _remove_leftovers(folder)
             wait_for_lock(lock, shared=True)
         return lock
@@ -172,7 +172,7 @@ class CacheWriter:
     ) -> None:
         self.folder = folder
         self.identity = identity
-        #: What is put into a bucket; None where the folder is all there is.
+        #: What is put into a bucket; None if the folder is all there is.
         self.mirror = mirror
         self._shared = shared
         self._unique = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -366,7 +366,14 @@ class CacheWriter:
         The cache gets a mean tail if every shard was written with its sums.
         """
         manifest = self._make_manifest()  # raises before anything else is written
-        self._write_tail_mean(manifest.totals.bytes)
+        first, whole = self._add_tail_sums()
+        if whole is not None:
+            mean = whole.compute_mean(self.identity.codec.threshold)
+            self._write_once(TAIL_MEAN, encode_tail_mean(mean))
+            if first is not None and first.nbytes <= FIRST_TAILS_SHARE * manifest.totals.bytes:
+                self._write_once(FIRST_TAILS, first.to_arrays())
+        with storage_errors(self.folder):
+            remove_path(self.folder / TAIL_SUMS)
         manifest = replace(
             manifest,
             provenance=provenance,
@@ -386,27 +393,16 @@ class CacheWriter:
         if manifest.pieces is not None:
             mirror.publish_pieces(list_pieces(manifest.pieces))
 
-        def accepts(found: bytes) -> bool:
-            theirs = Manifest.from_bytes(found, str(mirror))
-            return (theirs.shards, theirs.pieces) == (manifest.shards, manifest.pieces)
+        def choose(found: bytes | None) -> bytes:
+            if found is not None:
+                theirs = Manifest.from_bytes(found, str(mirror))
+                if (theirs.shards, theirs.pieces) == (manifest.shards, manifest.pieces):
+                    return found
+            return manifest.to_bytes()
 
-        data = mirror.publish_manifest(manifest.to_bytes(), accepts)
+        data = mirror.change_manifest(choose)
         mirror.drop(TAIL_SUMS)
         return Manifest.from_bytes(data, str(mirror))
-
-    def _write_tail_mean(self, cache_bytes: int) -> None:
-        """Write and seal the mean tail, then remove the sums that it is made of.
-
-        The sums of the lasting shards stay, if they are a small part of ``cache_bytes``.
-        """
-        first, whole = self._add_tail_sums()
-        if whole is not None:
-            mean = whole.compute_mean(self.identity.codec.threshold)
-            self._write_once(TAIL_MEAN, encode_tail_mean(mean))
-            if first is not None and first.nbytes <= FIRST_TAILS_SHARE * cache_bytes:
-                self._write_once(FIRST_TAILS, first.to_arrays())
-        with storage_errors(self.folder):
-            remove_path(self.folder / TAIL_SUMS)
 
     def _add_tail_sums(self) -> tuple[TailSums | None, TailSums | None]:
         """Add up the sums of the lasting shards and those of all; None for what is not known.
@@ -440,7 +436,7 @@ class CacheWriter:
 
     def open_sealed(self) -> Cache:
         """Open the complete cache before ``finish``; raise ``CacheIncomplete`` as that does."""
-        return Cache(self.folder, self._make_manifest(), make_chunk_memory(), self.mirror)
+        return Cache(self.folder, self._make_manifest(), self.mirror)
 
     def _make_manifest(self) -> Manifest:
         """Make the manifest of what is sealed; the entries of many shards are written as pieces.

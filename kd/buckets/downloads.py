@@ -27,10 +27,10 @@ from cache.disk import (
     locked,
     make_folder,
     remove_path,
+    share_lock,
     storage_errors,
     sum_file_sizes,
     try_lock,
-    wait_for_lock,
 )
 from cache.errors import StoreError
 from cache.remote.bucket import Bucket, StoredObject
@@ -72,19 +72,14 @@ class Downloads:
         path = self.root / f"{listing.name}.used"
         with storage_errors(self.root):
             make_folder(self.root)
-            while True:
-                handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-                # A removal holds the lock for the time of a rename only.
-                wait_for_lock(handle, shared=True)
-                if is_file_at(handle, path):
-                    os.utime(handle)
-                    return handle
-                os.close(handle)
+            handle = share_lock(path)  # a removal holds it for the time of a rename only
+            os.utime(handle)
+            return handle
 
     def download(self, listing: Listing, names: list[str], report: Report) -> Path:
         """Download the files ``names`` that are not here; return the folder. Hold it before.
 
-        Raises ``StoreError`` where the bucket does not give one as it was listed.
+        Raises ``StoreError`` if the bucket does not give one as it was listed.
         """
         folder = self.root / listing.name
         with (
@@ -95,7 +90,7 @@ class Downloads:
             ),
         ):
             make_folder(folder)
-            missing = [name for name in names if not _is_here(folder / name, listing, name)]
+            missing = [name for name in names if not _is_complete(folder / name, listing, name)]
             if missing:
                 download(listing, folder, missing, report)
         self.shrink(keep=listing.name)
@@ -133,7 +128,7 @@ class Downloads:
         return True
 
 
-def _is_here(path: Path, listing: Listing, name: str) -> bool:
+def _is_complete(path: Path, listing: Listing, name: str) -> bool:
     with suppress(FileNotFoundError):
         return path.stat().st_size == listing.objects[name].bytes
     return False

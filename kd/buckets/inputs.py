@@ -56,7 +56,7 @@ _view = _SeenVersions()
 
 
 def is_stored_name(name: str) -> bool:
-    """Whether a name in a job is the URL of something in a bucket."""
+    """Return whether a name in a job is the URL of something in a bucket."""
     return name.startswith(f"{SCHEME}://")
 
 
@@ -85,14 +85,14 @@ def avoiding_buckets() -> Iterator[None]:
 
 
 def may_read_buckets() -> bool:
-    """Whether checks look into buckets here."""
+    """Return whether checks may look into buckets."""
     return _looks.get()
 
 
 def list_stored(url: str) -> Listing:
     """List the object at ``url``, or else those below it; none where there is nothing.
 
-    Raises ``StoreError`` where the bucket does not answer or refuses access, and ``DataError`` for
+    Raises ``StoreError`` if the bucket does not answer or refuses access, and ``DataError`` for
     a name of an object that no file can have.
     """
     if url not in _view.listings:
@@ -167,21 +167,18 @@ def select_files(listing: Listing, patterns: Sequence[str]) -> list[str]:
 def download_files(url: str, names: Sequence[str]) -> Path:
     """Make sure that files of ``list_stored(url)`` are on this disk; return their folder.
 
-    They stay there as long as this process looks at this version. Raises ``StoreError`` where the
-    bucket does not give them, and ``StorageError`` where the disk does not take them.
+    They stay there as long as this process looks at this version. Raises ``StoreError`` if the
+    bucket does not give them, and ``StorageError`` if the disk does not take them.
     """
     listing = list_stored(url)
     size = os.environ.get(BYTES_VARIABLE, "")
-    downloads = Downloads(_locate_folder(), int(size) if size.isdecimal() else DOWNLOAD_BYTES)
+    # Commands know their data folder as KD_HOME; a stage names its own.
+    home = Path(os.environ.get("KD_HOME") or "potstill-data").absolute()
+    root = Path(os.environ.get(FOLDER_VARIABLE) or home / DOWNLOADS)
+    downloads = Downloads(root, int(size) if size.isdecimal() else DOWNLOAD_BYTES)
     if listing.name not in _view.handles:
         _view.handles[listing.name] = downloads.hold(listing)
     return downloads.download(listing, list(names), _view.report)
-
-
-def _locate_folder() -> Path:
-    # Commands know their data folder as KD_HOME; a stage names its own.
-    home = os.environ.get("KD_HOME") or "potstill-data"
-    return Path(os.environ.get(FOLDER_VARIABLE) or Path(home).absolute() / DOWNLOADS)
 
 
 def describe_nothing(url: str) -> tuple[str, str]:

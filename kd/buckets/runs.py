@@ -95,7 +95,7 @@ class StoredRun:
         self.bucket.put(f"{place}/{STATE}", state)
 
     def has_checkpoint(self, folder: Path) -> bool:
-        """Whether the bucket has the checkpoint in ``folder``, whole."""
+        """Return whether the bucket has the checkpoint in ``folder``, whole."""
         place = self._locate_checkpoint(folder.name, (folder / STATE).read_bytes())
         return any(each.name == f"{place}/{STATE}" for each in self.bucket.walk(place))
 
@@ -145,7 +145,7 @@ class StoredRun:
     def fetch_checkpoint(self, found: StoredCheckpoint, folder: Path, report: Report) -> None:
         """Download the files of a checkpoint into ``folder``, and compare them with their sha256.
 
-        Raises ``CacheCorrupt`` where one is missing or has other bytes.
+        Raises ``CacheCorrupt`` if one is missing or has other bytes.
         """
         names = [name for name in found.files if name != HISTORY]
         download(Listing(f"{self}/{found.name}", self.bucket, found.files), folder, names, report)

@@ -40,7 +40,7 @@ def download_snapshot(model: str, revision: str | None, patterns: list[str]) -> 
 
 
 def _sum_missing_bytes(ask: Callable[..., Any]) -> int | None:
-    """Sum the bytes that a download would bring; None where the hub does not say."""
+    """Sum the bytes that a download would bring; None if the hub does not say."""
     try:
         files = ask(dry_run=True)
     # The download itself raises it again.

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from kd.cached.decoding import Decoding, decode_batch
 from kd.cached.items import split_batch
-from kd.cached.store import SharedStore
+from kd.cached.shared_store import SharedStore
 from kd.text.batches import Source
 from kd.text.steps.order import (
     EpochOrder,
@@ -132,19 +132,15 @@ class CachedStream(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         first, apart = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        arrange = choose_order(self.store.open(), self.order)
-        for step in self.steps[first::apart]:
-            yield _read(self.store, self.decoding, *self._list_sequences(step, arrange))
-
-    def _list_sequences(
-        self, step: int, arrange: EpochOrder
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """List the sequences of this rank at ``step``, and the epoch of each."""
-        count = self.store.open().train_count
+        source = self.store.open()
+        arrange = choose_order(source, self.order)
+        count = source.train_count
         size = self.batch_size * self.world_size
         own = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
-        numbers = list_step_indices(count, size, self.seed, step, arrange)
-        return numbers[own], list_step_epochs(count, size, step)[own]
+        for step in self.steps[first::apart]:
+            numbers = list_step_indices(count, size, self.seed, step, arrange)
+            epochs = list_step_epochs(count, size, step)
+            yield _read(self.store, self.decoding, numbers[own], epochs[own])
 
 
 def choose_order(source: Source, order: Order) -> EpochOrder:

@@ -61,7 +61,7 @@ class Decoding:
     k: int = 50
 
     def require_served(self, codec: Codec) -> None:
-        """Raise ``ValueError`` where the records of ``codec`` cannot be decoded so."""
+        """Raise ``ValueError`` if the records of ``codec`` cannot be decoded so."""
         forms = FORMS[codec.profile]
         if self.form not in forms:
             raise ValueError(

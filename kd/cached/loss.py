@@ -23,7 +23,6 @@ from kd.loss.fused import LossTerms, compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.models.lm_head import LMHead
 from kd.text.batches import Batch, find_packed_rows
-from kd.text.packed_rows import PackedRows
 
 
 class DistillationLoss(nn.Module):
@@ -34,7 +33,7 @@ class DistillationLoss(nn.Module):
     both at ``temperature`` T and averaged over the targets. Value and gradients are exact. The
     other options are the fields of ``kd.config.loss`` with the same names; the weights of
     ``entropy_weighting`` have mean 1 in each batch, where our loop's have it in each step.
-    ``chunk_size`` is how many positions have logits at a time. Raises ``ValueError`` where the
+    ``chunk_size`` is how many positions have logits at a time. Raises ``ValueError`` if the
     profile of the cache cannot serve them.
     """
 
@@ -80,7 +79,7 @@ class DistillationLoss(nn.Module):
         of the LM head; for a head with a bias, a scale or a soft-cap give what
         ``kd.models.lm_head.find_student_head`` returns. ``batch`` has the form ``records`` and lies
         on their device. ``num_targets`` divides the sum in place of the batch's own number, where
-        several batches make one step. Raises ``ValueError`` where the shapes do not fit.
+        several batches make one step. Raises ``ValueError`` if the shapes do not fit.
         """
         made = make_training_batch(batch)
         if hidden_states.shape[:2] != made.tokens_BL.shape:
@@ -94,7 +93,7 @@ class DistillationLoss(nn.Module):
     def sum_terms(self, hidden_ND: Tensor, lm_head: Tensor | LMHead, batch: Batch) -> LossTerms:
         """Return the terms of the loss, summed over the N targets of ``batch``.
 
-        Raises ``ValueError`` where the LM head has fewer rows than the vocabulary of the cache.
+        Raises ``ValueError`` if the LM head has fewer rows than the vocabulary of the cache.
         """
         if isinstance(lm_head, Tensor):
             lm_head = LMHead(lm_head, None, 1.0, None, len(lm_head))
@@ -103,18 +102,15 @@ class DistillationLoss(nn.Module):
                 f"lm_head must have at least {self.vocabulary} rows, as the cache's vocabulary "
                 f"has, but got {len(lm_head.weight)}."
             )
-        decoder = self._find_decoder(hidden_ND.device)
-        targets = decoder.decode(batch.gold_N, batch.teacher, self.temperature)
+        device = hidden_ND.device
+        if device not in self._decoders:
+            self._decoders[device] = TargetDecoder.of(self.store.open(), device)
+        targets = self._decoders[device].decode(batch.gold_N, batch.teacher, self.temperature)
         # The pass has its own precision: sums in float32, products in that of the hidden states.
-        with torch.autocast(hidden_ND.device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False):
             return compute_distillation_loss(
                 hidden_ND, lm_head, targets, self.objective, self.chunk_size
             )
-
-    def _find_decoder(self, device: torch.device) -> TargetDecoder:
-        if device not in self._decoders:
-            self._decoders[device] = TargetDecoder.of(self.store.open(), device)
-        return self._decoders[device]
 
 
 def make_training_batch(batch: Mapping[str, Any]) -> Batch:
@@ -132,16 +128,12 @@ def make_training_batch(batch: Mapping[str, Any]) -> Batch:
     target_BL = torch.zeros_like(labels_BL, dtype=torch.bool)
     target_BL[:, :-1] = labels_BL[:, 1:] != IGNORED
     rows_N = target_BL.flatten().nonzero().flatten()
+    positions_BL = batch["position_ids"]
+    packed = find_packed_rows(positions_BL.cpu(), target_BL.cpu().numpy())
     return Batch(
         tokens_BL=tokens_BL,
-        packed=_find_packed_rows(batch["position_ids"], target_BL),
+        packed=packed and packed.map(lambda each: each.to(positions_BL.device)),
         rows_N=rows_N,
         gold_N=tokens_BL.flatten()[rows_N + 1],
         teacher=batch["records"],
     )
-
-
-def _find_packed_rows(positions_BL: Tensor, target_BL: Tensor) -> PackedRows | None:
-    """Find the documents, on the device of the positions; None if every row is one document."""
-    packed = find_packed_rows(positions_BL.cpu(), target_BL.cpu().numpy())
-    return packed and packed.map(lambda each: each.to(positions_BL.device))

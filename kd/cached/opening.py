@@ -17,7 +17,7 @@ from cache.reading.arrays import MEMORY_BYTES
 from kd.cached.datasets import CachedSequences, CachedStream, EpochSampler, Order
 from kd.cached.decoding import Decoding, Form
 from kd.cached.items import collate
-from kd.cached.store import SharedStore, find_cache_folder
+from kd.cached.shared_store import SharedStore, find_cache_folder
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class OpenCache:
     @property
     def fingerprint(self) -> str:
         """The name of its content."""
-        return self.store.open().identity
+        return self.store.open().fingerprint
 
     @property
     def codec(self) -> Codec:
@@ -57,12 +57,12 @@ class OpenCache:
     @property
     def sequence_length(self) -> int:
         """Tokens of a sequence, L."""
-        return self.store.open().store.identity.data.sequence_length
+        return self.store.open().identity.data.sequence_length
 
     @property
     def packed(self) -> bool:
-        """Whether a sequence may hold several documents, which attention must keep apart."""
-        return self.store.open().store.identity.data.packing
+        """True if a sequence may hold several documents, which attention must keep apart."""
+        return self.store.open().identity.data.packing
 
     def stream(
         self,
@@ -101,14 +101,14 @@ def open_cache(
     ``topk``. Each process keeps decoded chunks of ``memory_bytes`` at most; the default is half a
     GiB. ``home`` is by default KD_HOME, else potstill-data. Raises ``CacheNotFound``,
     ``CacheIncomplete``, ``CacheMismatch`` or ``CacheCorrupt`` for a cache that cannot be used, and
-    ``ValueError`` where its profile cannot serve the form or the temperature.
+    ``ValueError`` if its profile cannot serve the form or the temperature.
     """
     folder = find_cache_folder(path_or_fingerprint, home)
     store = SharedStore(folder, MEMORY_BYTES if memory_bytes is None else memory_bytes)
     source = store.open()
     decoding = Decoding(form, temperature, k)
     decoding.require_served(source.codec)
-    train, validation = source.store.train, source.store.validation
+    train, validation = source.train, source.validation
     return OpenCache(
         store,
         decoding,

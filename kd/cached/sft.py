@@ -42,7 +42,7 @@ class CachedDistillationSFTTrainer(CachedLoss, SFTTrainer):
         **options: Any,
     ) -> None:
         args.dataset_kwargs = {"skip_prepare_dataset": True}
-        # SFTTrainer takes data sets of the library datasets alone. This one has the numbers of the
+        # SFTTrainer takes only data sets of the library datasets. This one has the numbers of the
         # sequences; the loader reads the cache.
         train, held_out = (
             Dataset.from_dict({"number": list(each.numbers)})

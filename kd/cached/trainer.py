@@ -47,7 +47,7 @@ class CachedLoss:
         """Prepare the model of the trainer for ``opened``; call it once the trainer is made.
 
         Raises ``ModelError`` for a model whose documents cannot be kept apart or whose logits are
-        not those of its LM head, ``TokenizerMismatch`` where it has fewer tokens than the cache,
+        not those of its LM head, ``TokenizerMismatch`` if it has fewer tokens than the cache,
         and ``ValueError`` for several GPUs in one process, for FSDP and DeepSpeed, and for a cache
         of another form than ``records``.
         """
@@ -76,7 +76,13 @@ class CachedLoss:
         self.lm_head = find_student_head(student, opened.codec.vocabulary_size)
         if opened.packed:
             isolate_documents(student)
-        compute_in_forward(self.model)
+        # ``compute_loss`` hands the forward pass what it is to compute.
+        own = self.model.forward
+
+        def forward(*inputs: Any, compute: Callable[[], Tensor] | None = None, **named: Any) -> Any:
+            return own(*inputs, **named) if compute is None else compute()
+
+        self.model.forward = forward
         # Labels are then counted over all micro-batches of a step.
         self.model_accepts_loss_kwargs = True
 
@@ -148,7 +154,7 @@ class CachedLoss:
 class CachedDistillationTrainer(CachedLoss, Trainer):
     """``transformers.Trainer`` whose student learns from a cache.
 
-    ``opened`` is a cache of form ``records``; ``loss_fn`` is by default distillation alone at
+    ``opened`` is a cache of form ``records``; ``loss_fn`` is by default only distillation at
     T = 1. ``order`` is that of the sequences: windows or shuffled. All else is as in ``Trainer``,
     but ``train_dataset`` and ``data_collator`` are those of the cache. Several ranks train by DDP;
     FSDP and DeepSpeed are refused. Raises as ``learn_from`` does.
@@ -178,16 +184,6 @@ class CachedDistillationTrainer(CachedLoss, Trainer):
 def find_student(model: Any) -> PreTrainedModel:
     """Return the model below adapters of peft, whose layers hold the adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def compute_in_forward(model: nn.Module) -> None:
-    """Let the forward pass of ``model`` return ``compute()`` where it is called with it."""
-    own = model.forward
-
-    def forward(*inputs: Any, compute: Callable[[], Tensor] | None = None, **named: Any) -> Any:
-        return own(*inputs, **named) if compute is None else compute()
-
-    model.forward = forward
 
 
 def sum_loss(

@@ -60,7 +60,7 @@ class BlockSizes:
     def _separate_heads(self, rows_q: Tensor, blocks_q: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows and ids (H,) of the head tokens, which lie in the blocks given.
 
-        The sums of blocks with head or known tokens become those of their tails alone. Such blocks
+        The sums of blocks with head or known tokens become those of only their tails. Such blocks
         are computed together, because each operation is a launch of its own.
         """
         positions, known = self.known_NA.shape

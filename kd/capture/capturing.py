@@ -23,15 +23,15 @@ from cache.errors import CacheError
 from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
 from cache.reading.usage import hold_for
 from cache.records import Sequences
-from cache.shards.runs import ShardRuns
+from cache.shards.shard_runs import ShardRuns
 from cache.store import Cache, locate_lock, open_cache
 from cache.writing.writer import CacheWriter, open_helper
 from cache.writing.writer import open_writer as open_for_capture
 from kd.capture.estimate.storage import estimate_bytes, require_space
+from kd.capture.extending import adopt_known_shards
 from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.fidelity.measure import measure_fidelity
 from kd.capture.fidelity.verdict import judge_fidelity
-from kd.capture.growth.extending import adopt_known_shards
 from kd.capture.plan import CapturePlan, make_provenance
 from kd.capture.shards import (
     CaptureReport,
@@ -120,7 +120,7 @@ def check_fidelity(
     """Compare a few records with the teacher, before the manifest seals the cache.
 
     Returns the rows, and the verdict if the job overruled it. There are no rows for a remote
-    teacher, whose distributions are not available. Raises ``FidelityError`` where records differ
+    teacher, whose distributions are not available. Raises ``FidelityError`` if records differ
     and the job does not accept that: then the shards stay, but the cache is not sealed.
     """
     if not plan.teacher.section.is_local:
@@ -201,7 +201,7 @@ def capture_ranges(
 def help_capture(plan: CapturePlan, root: Path, terms: RangeTerms, monitor: Monitor) -> None:
     """Capture shards of the cache of ``plan`` beside the process that leads, until none is left.
 
-    Raises ``OtherCapture`` where this host makes another cache of the job than that process does.
+    Raises ``OtherCapture`` if this host makes another cache of the job than that process does.
     """
     assert monitor.ranges is not None
     if plan.identity.fingerprint != terms.fingerprint:

@@ -1,4 +1,4 @@
-"""What a job's cache stores for each position."""
+"""The part of a cache's identity that says what is stored for each position."""
 
 from __future__ import annotations
 

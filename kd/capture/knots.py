@@ -62,9 +62,12 @@ def choose_knots(hidden_ND: Tensor, gold_N: Tensor, lm_head: LMHead, codec: Code
     where no number of knots is enough.
     """
     every = max(len(gold_N) // _POSITIONS, 1)
-    tail_NV, explicit_NV = _split_logprobs(
-        lm_head.compute_logits(hidden_ND[::every]), gold_N[::every], codec
-    )
+    logits_NV = lm_head.compute_logits(hidden_ND[::every])
+    # The tail, and all other tokens: each has ``LOWEST`` in the places of the other.
+    sampler = Sampler(codec)
+    sizes, _ = sampler.split(logits_NV, sampler.list_known(gold_N[::every]))
+    tail_NV = compute_tail_logprobs(logits_NV, sizes, slice(None))
+    explicit_NV = torch.log_softmax(logits_NV, -1).masked_fill_(tail_NV > LOWEST, LOWEST)
     betas = codec.nodes(_TEMPERATURES)
     # Here J counts the temperatures that errors are measured at.
     exact_NJ = compute_partition(tail_NV, betas)[..., 0]
@@ -96,15 +99,3 @@ def choose_knots(hidden_ND: Tensor, gold_N: Tensor, lm_head: LMHead, codec: Code
         "Narrow cache.temperatures, or use cache.profile hidden, "
         "which is exact at any temperature.",
     )
-
-
-def _split_logprobs(logits_NV: Tensor, gold_N: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities (N, V) of the tail, and those of all other tokens.
-
-    Each has ``LOWEST`` in the places of the other.
-    """
-    sampler = Sampler(codec)
-    sizes, _ = sampler.split(logits_NV, sampler.list_known(gold_N))
-    tail_NV = compute_tail_logprobs(logits_NV, sizes, slice(None))
-    explicit_NV = torch.log_softmax(logits_NV, -1).masked_fill_(tail_NV > LOWEST, LOWEST)
-    return tail_NV, explicit_NV

@@ -29,7 +29,7 @@ LARGEST_NOISE = 0.5
 
 
 def choose_allowed_noise(dtype: str, measured: float) -> float:
-    """Return the nats by which log-probabilities of an honest cache may differ, by noise alone."""
+    """Return the nats by which log-probabilities of an honest cache may differ only by noise."""
     return max(ALLOWED_NOISE[dtype], SAFETY * min(measured, LARGEST_NOISE))
 
 

@@ -141,7 +141,7 @@ def make_capture_plan(
 ) -> CapturePlan:
     """Return the plan for a corpus that is already read.
 
-    Raises ``ConfigError`` where the job asks for tokens that the teacher does not have.
+    Raises ``ConfigError`` if the job asks for tokens that the teacher does not have.
     """
     vocabulary = choose_source_vocabulary(tokenizer, teacher.section.files, teacher.folder)
     known = _identify_teacher(teacher, monitor)
@@ -157,8 +157,16 @@ def make_capture_plan(
         ),
         make_codec_identity(config.cache, known.dtype),
     )
-    # Only tokenizer and model show which ids exist: the job alone cannot be checked for this.
-    _require_vocabulary(identity)
+    # Only tokenizer and model show which ids exist: a job cannot be checked for this without them.
+    size = identity.tokenizer.vocabulary_size
+    codec = identity.codec
+    too_large = [token for token in codec.always_keep if token >= size]
+    if too_large or codec.k > size:
+        field, got = ("always_keep", too_large[0]) if too_large else ("k", codec.k)
+        detail = f"{got} is more than the teacher has: its vocabulary is {size} tokens."
+        ids = "Ids run from 0; ask the tokenizer for them."
+        remedy = ids if too_large else f"Set it to {size} or less."
+        raise ConfigError([Problem(f"/cache/{field}", detail, remedy)])
     require_counters(identity)
     return CapturePlan(teacher, config.data, config.cache, tokenizer, corpus, identity)
 
@@ -184,21 +192,8 @@ def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> TeacherIdentit
     )
 
 
-def _require_vocabulary(identity: CacheIdentity) -> None:
-    """Raise ``ConfigError`` where the job asks for tokens that the teacher does not have."""
-    size = identity.tokenizer.vocabulary_size
-    codec = identity.codec
-    too_large = [token for token in codec.always_keep if token >= size]
-    if too_large or codec.k > size:
-        field, got = ("always_keep", too_large[0]) if too_large else ("k", codec.k)
-        detail = f"{got} is more than the teacher has: its vocabulary is {size} tokens."
-        ids = "Ids run from 0; ask the tokenizer for them."
-        remedy = ids if too_large else f"Set it to {size} or less."
-        raise ConfigError([Problem(f"/cache/{field}", detail, remedy)])
-
-
 def require_counters(identity: CacheIdentity) -> None:
-    """Raise ``ConfigError`` where there are more sequences than random numbers tell apart."""
+    """Raise ``ConfigError`` if there are more sequences than random numbers tell apart."""
     if identity.data.sequences > SEQUENCES:
         detail = (
             f"the text gives {identity.data.sequences:,} sequences, but a cache holds at most "

@@ -37,9 +37,9 @@ LOGIT_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
 
 @dataclass(frozen=True)
 class TeacherReading:
-    """What a teacher has delivered of some sequences, before it is encoded.
+    """The output of a teacher for some sequences, before it is encoded.
 
-    ``encode`` makes the records, in any thread; it raises ``ModelError`` where the teacher's
+    ``encode`` makes the records, in any thread; it raises ``ModelError`` if the teacher's
     logits are not finite. ``nbytes`` is the memory that it holds until then.
     """
 
@@ -244,19 +244,17 @@ class Recorder:
         Allocating that memory anew would cost as much as a pass over it. The dtype is float32, or
         float64 where the hidden states have it.
         """
-        room_NV = self._find_room(chunk[0].hidden_ND, sum(len(piece.gold_N) for piece in chunk))
+        positions = sum(len(piece.gold_N) for piece in chunk)
+        wide = torch.promote_types(chunk[0].hidden_ND.dtype, torch.float32)
+        room = self._rooms.get(wide)
+        if room is None or len(room) < positions:
+            room = self._make_room(chunk[0].hidden_ND, positions, wide)
+            self._rooms[wide] = room
+        room_NV = room[:positions]
         parts = room_NV.split([len(piece.gold_N) for piece in chunk])
         for piece, part_NV in zip(chunk, parts, strict=True):
             self.lm_head.compute_logits(piece.hidden_ND, part_NV)
         return room_NV
-
-    def _find_room(self, hidden_ND: Tensor, positions: int) -> Tensor:
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        room = self._rooms.get(wide)
-        if room is None or len(room) < positions:
-            room = self._make_room(hidden_ND, positions, wide)
-            self._rooms[wide] = room
-        return room[:positions]
 
     def _make_room(self, hidden_ND: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
         if self.codec.rules.sums_tails and can_run_kernels(hidden_ND):
@@ -278,34 +276,22 @@ class Recorder:
         """
         logp_NV = torch.log_softmax(self._compute_logits(chunk), -1).clamp_(min=LOWEST)
         entropy_N = -reduce_by_row(torch.linalg.vecdot, logp_NV.exp(), logp_NV)
-        kept = {"topk": self._keep_top, "dense": self._keep_all, "hidden": self._keep_states}
-        return {
+        found = {
             "known_logprobs": logp_NV.gather(1, _join_gold(chunk)[:, None]),
             "entropy": entropy_N,
             "finite": torch.isfinite(entropy_N).all(),
-            **kept[self.codec.profile](chunk, logp_NV),
         }
-
-    def _keep_top(self, _: Sequence[_Piece], logp_NV: Tensor) -> dict[str, Tensor]:
-        """Return ids and log-probabilities (N, K), most probable first, and the log-mass (N,) of
-        all other tokens.
-
-        The log-mass is a sum over those tokens: 1 minus the sum of the entries would lose
-        precision.
-        """
+        if self.codec.rules.needs_lm_head:
+            # Sequence by sequence, because the roundings of a matrix product depend on its shape.
+            parts = [piece.hidden_ND.float() for piece in chunk]
+            states = list(map(to_cosines, parts)) if self.codec.cosines else parts
+            return found | {"states": torch.cat(states)}
+        if not self.codec.k:
+            return found | {"logprobs": logp_NV}
         top_NK, ids_NK = logp_NV.topk(self.codec.k, dim=1)
+        # A sum over all other tokens: 1 minus the sum of the entries would lose precision.
         rest_N = reduce_by_row(reduce_log_sum_exp, logp_NV.scatter(1, ids_NK, -torch.inf))
-        return {"ids": ids_NK, "logprobs": top_NK, "residual": rest_N}
-
-    def _keep_all(self, _: Sequence[_Piece], logp_NV: Tensor) -> dict[str, Tensor]:
-        """Return all log-probabilities."""
-        return {"logprobs": logp_NV}
-
-    def _keep_states(self, chunk: Sequence[_Piece], _: Tensor) -> dict[str, Tensor]:
-        """Return the hidden states or their cosines, in float32."""
-        # Sequence by sequence, because the roundings of a matrix product depend on its shape.
-        parts = [piece.hidden_ND.float() for piece in chunk]
-        return {"states": torch.cat(list(map(to_cosines, parts)) if self.codec.cosines else parts)}
+        return found | {"ids": ids_NK, "logprobs": top_NK, "residual": rest_N}
 
     def _encode_whole(self, copies: Sequence[HostCopy], places: RecordPositions) -> Records:
         parts = [each.wait() for each in copies]

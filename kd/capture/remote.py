@@ -237,8 +237,8 @@ class RemoteTeacher:
     ) -> None:
         """Compare the server's tokenizer through /tokenize of vLLM.
 
-        Without /tokenize, emit a warning. Raises ``TokenizerMismatch`` where a probe is encoded
-        differently, and ``ModelError`` where the context of the server is too short.
+        Without /tokenize, emit a warning. Raises ``TokenizerMismatch`` if a probe is encoded
+        differently, and ``ModelError`` if the context of the server is too short.
         """
         for probe in probes:
             body = {"model": self.config.model, "prompt": probe.text, "add_special_tokens": True}
@@ -251,33 +251,23 @@ class RemoteTeacher:
                     "warning", message=f"{unchecked}: {self._describe_answer(response)}"
                 )
                 return
-            self._require_tokens(answer["tokens"], probe)
-            self._require_context(answer, sequence_length)
-
-    def _require_tokens(self, found: Any, probe: TokenizerProbe) -> None:
-        if found != list(probe.ids):
-            expected = ", ".join(map(str, probe.ids[:8]))
-            raise TokenizerMismatch(
-                f"The server's tokenizer does not encode {probe.text[:40]!r} as teacher.tokenizer "
-                f"does: expected {expected} ..., got {str(found)[:60]}.",
-                "Set teacher.tokenizer to the tokenizer of the model that the server runs.",
-            )
-
-    def _require_context(self, answer: dict[str, Any], sequence_length: int) -> None:
-        context = answer.get("max_model_len")
-        if isinstance(context, int) and context <= sequence_length:
-            # It must have room for one more token
-            raise ModelError(
-                f"{find_server_url(self.config)} has a context of {context} tokens, "
-                f"but data.sequence_length is {sequence_length}.",
-                f"Set data.sequence_length to {context - 1} or less, "
-                "or start vLLM with a longer --max-model-len.",
-            )
-
-    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (1, its records) for each sequence, as ``deliver`` does."""
-        for delivery in self.deliver(sequences, first):
-            yield delivery.sequences, delivery.encode()
+            found = answer["tokens"]
+            if found != list(probe.ids):
+                expected = ", ".join(map(str, probe.ids[:8]))
+                raise TokenizerMismatch(
+                    f"The server's tokenizer does not encode {probe.text[:40]!r} as "
+                    f"teacher.tokenizer does: expected {expected} ..., got {str(found)[:60]}.",
+                    "Set teacher.tokenizer to the tokenizer of the model that the server runs.",
+                )
+            context = answer.get("max_model_len")
+            if isinstance(context, int) and context <= sequence_length:
+                # It must have room for one more token
+                raise ModelError(
+                    f"{find_server_url(self.config)} has a context of {context} tokens, "
+                    f"but data.sequence_length is {sequence_length}.",
+                    f"Set data.sequence_length to {context - 1} or less, "
+                    "or start vLLM with a longer --max-model-len.",
+                )
 
     def take_tail_sums(self) -> None:
         """Return None: a server sends no tails."""
@@ -305,7 +295,10 @@ class RemoteTeacher:
                     [TopEntries.empty(self.codec.k), *self._wait_for_results(row)]
                 )
         finally:
-            _cancel_tasks(itertools.chain(*tasks))
+            # Those that still run are cancelled, and the errors of failed ones are marked as seen.
+            for task in itertools.chain(*tasks):
+                if not task.cancel() and not task.cancelled():
+                    task.exception()
 
     async def _start(
         self, sequences: Sequences, first: int
@@ -429,13 +422,6 @@ def _read_tokenize_answer(response: httpx.Response) -> dict[str, Any] | None:
     except ValueError:  # not JSON, such as an HTML page
         return None
     return answer if isinstance(answer, dict) and "tokens" in answer else None
-
-
-def _cancel_tasks(tasks: Iterable[asyncio.Task[TopEntries]]) -> None:
-    """Cancel the tasks that still run, and mark the errors of failed tasks as seen."""
-    for task in tasks:
-        if not task.cancel() and not task.cancelled():
-            task.exception()
 
 
 def _read_api_key(config: TeacherConfig) -> str | None:

@@ -61,7 +61,7 @@ class Randomness:
     def of(
         cls, codec: Codec, sequence: int, positions_N: np.ndarray, device: torch.device
     ) -> Randomness:
-        """Derive the random numbers from (seed, sequence, position) alone."""
+        """Derive the random numbers from only (seed, sequence, position)."""
         return cls.of_each(codec, [sequence], [positions_N], device)[0]
 
     @classmethod
@@ -161,7 +161,7 @@ class Sampler:
         self.tails: TokenSizes | BlockSizes | None = None
 
     def sample(self, logits_NV: Tensor, gold_N: Tensor, chance: Randomness) -> Sample:
-        """Draw the sample of N positions. Each depends on its own logits alone, not on the batch.
+        """Draw the sample of N positions. Each depends only on its own logits, not on the batch.
 
         A logit of -inf is a token of probability 0. Raises ``ModelError`` for NaN and +inf.
         """
@@ -205,7 +205,11 @@ class Sampler:
         """Return the sizes, set to 0 outside the tail, and the rows and ids (H,) of head tokens."""
         sizes = self._read(s_NV)
         sizes.size_NQU.flatten(1).scatter_(1, known_NA, 0.0)
-        head = _find_heads(sizes, self.codec.threshold)
+        # Only blocks that have a head token are searched.
+        threshold = self.codec.threshold
+        rows_q, blocks_q = (sizes.largest_NQ > threshold).nonzero(as_tuple=True)
+        which_H, place_H = (sizes.size_NQU[rows_q, blocks_q] > threshold).nonzero(as_tuple=True)
+        head = rows_q[which_H], blocks_q[which_H] * BLOCK + place_H
         sizes.size_NQU.flatten(1)[head] = 0.0
         return sizes, head
 
@@ -293,22 +297,12 @@ def _choose_rows_per_pass(s_NV: Tensor) -> int:
 def make_sample(parts: Sequence[dict[str, np.ndarray]]) -> Sample:
     """Make the sample of all positions of ``parts``, of which there must be at least one, in order.
 
-    Each part holds the arrays of ``Sampler.draw``. Raises ``ModelError`` where one is not finite.
+    Each part holds the arrays of ``Sampler.draw``. Raises ``ModelError`` if one is not finite.
     """
     if not all(part.get("finite", True) for part in parts):
         raise _make_not_finite()
     names = [name for name in parts[0] if name != "finite"]
     return Sample(**{name: np.concatenate([part[name] for part in parts]) for name in names})
-
-
-def _find_heads(sizes: TokenSizes, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return rows and ids (H,) of sizes above the threshold, ascending.
-
-    Searches only blocks that have one.
-    """
-    rows_q, blocks_q = (sizes.largest_NQ > threshold).nonzero(as_tuple=True)
-    which_H, place_H = (sizes.size_NQU[rows_q, blocks_q] > threshold).nonzero(as_tuple=True)
-    return rows_q[which_H], blocks_q[which_H] * BLOCK + place_H
 
 
 def _are_finite(sizes: TokenSizes | BlockSizes) -> Tensor:
@@ -355,7 +349,13 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
     rest_N = running_NQ[:, -1]
     # Where every token of the vocabulary is known or in the head, the tail is empty.
     count_N = torch.where(rest_N > 0, torch.floor(rest_N / threshold).clamp(min=1), 0).long()
-    slot_m = torch.arange(_count_slots(count_N, threshold), device=count_N.device)
+    # Slots that hold the tail of every position. A GPU would have to be waited for to know the
+    # largest count: it gets the largest of any teacher, whose sizes sum to 1 up to roundings.
+    if count_N.is_cuda:
+        slots = math.floor(1.001 / threshold) + 1
+    else:
+        slots = int(count_N.max()) if len(count_N) else 0
+    slot_m = torch.arange(slots, device=count_N.device)
     rows_M, slots_M = (slot_m < count_N[:, None]).nonzero(as_tuple=True)
     apart_N = rest_N / count_N.clamp(min=1)
     # With more points than blocks, a search by blocks reads most blocks again and again, and a sum
@@ -363,7 +363,13 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
     # larger thresholds keep the search by blocks: the bytes of their caches must not change.
     find: Callable[[_Points], Tensor]
     if isinstance(sizes, TokenSizes) and threshold < min(1 / 255, 1 / chance.blocks):
-        find = partial(_find_by_tokens, _accumulate_sizes(sizes, chance))
+        rows_N1 = torch.arange(len(sizes.size_NQU), device=chance.order_Q.device)[:, None]
+        arranged_NQU = (
+            sizes.size_NQU[:, chance.order_Q]
+            if chance.order_Q.dim() == 1
+            else sizes.size_NQU[rows_N1, chance.order_Q]
+        )
+        find = partial(_find_by_tokens, arranged_NQU.flatten(1).cumsum(1, dtype=torch.float64))
     else:
         find = partial(_find_by_blocks, sizes, running_NQ, chance)
     draws = []
@@ -372,17 +378,6 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
         places_M = find(_Points(points_Nm, rows_M, slots_M))
         draws.append(_order_ids(places_M, rows_M, chance))
     return _Tail(count_N, rows_M, torch.stack(draws, 1))
-
-
-def _count_slots(count_N: Tensor, threshold: float) -> int:
-    """Return a number of slots that holds the tail of every position.
-
-    On a CPU it is the largest count. A GPU would have to be waited for, so there it is the largest
-    count that any teacher can have: the sizes sum to 1, up to roundings.
-    """
-    if count_N.is_cuda:
-        return math.floor(1.001 / threshold) + 1
-    return int(count_N.max()) if len(count_N) else 0
 
 
 def _order_ids(place_M: Tensor, rows_M: Tensor, chance: Randomness) -> Tensor:
@@ -398,17 +393,6 @@ def _order_ids(place_M: Tensor, rows_M: Tensor, chance: Randomness) -> Tensor:
         return keys_M.sort().values % vocabulary
     # numpy sorts numbers several times as fast as torch does.
     return torch.from_numpy(np.sort(keys_M.numpy()) % vocabulary)
-
-
-def _accumulate_sizes(sizes: TokenSizes, chance: Randomness) -> Tensor:
-    """Return the running sum of sizes over all tokens, with blocks in the order of ``chance``."""
-    rows_N1 = torch.arange(len(sizes.size_NQU), device=chance.order_Q.device)[:, None]
-    arranged_NQU = (
-        sizes.size_NQU[:, chance.order_Q]
-        if chance.order_Q.dim() == 1
-        else sizes.size_NQU[rows_N1, chance.order_Q]
-    )
-    return arranged_NQU.flatten(1).cumsum(1, dtype=torch.float64)
 
 
 def _find_by_tokens(running_NV: Tensor, points: _Points) -> Tensor:

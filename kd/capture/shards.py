@@ -8,7 +8,7 @@ the shard that it reads; while a shard is sealed, it loses that one and what was
 two shards at most. The ids of a shard are coded by how frequent each token is in all of it
 (``cache.layout``), so that nothing can be sealed before its last sequence is read.
 
-The same records make the same bytes: what threads do depends on their input alone.
+The same records make the same bytes: what threads do depends only on their input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Protocol, Self
 from cache.disk import measure_disk
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences, TailSums
-from cache.shards.runs import ShardRuns
+from cache.shards.shard_runs import ShardRuns
 from cache.writing.writer import CacheWriter
 from kd.capture.recording import TeacherReading
 from kd.capture.usefulness import HeldOutWatch
@@ -53,11 +53,8 @@ class RecordReader(Protocol):
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
         """Yield what is delivered of each micro-batch; ``first`` is the first sequence's number."""
 
-    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (sequences read, their records) per micro-batch."""
-
     def take_tail_sums(self) -> TailSums | None:
-        """Return the sums of the tails since the last call; None where they are not known."""
+        """Return the sums of the tails since the last call; None if they are not known."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +94,7 @@ def predict_slow_disk(
     each = size / max(positions, 1)
     if taken > each * FAST_TOKENS or size < taken * LEAST_DISK_SECONDS:
         return None
-    given = each * _measure_reader(reader, sequences)
-    return _describe_slow_disk(taken, given) if taken < given else None
-
-
-def _measure_reader(reader: RecordReader, sequences: Sequences) -> float:
-    """Return the positions a second of the teacher's second micro-batch, or of its only one."""
+    # The rate of the second micro-batch, or of the only one: the first one warms the teacher up.
     rate = 0.0
     began = time.monotonic()
     for delivery in islice(reader.deliver(sequences, 0), 2):
@@ -110,7 +102,8 @@ def _measure_reader(reader: RecordReader, sequences: Sequences) -> float:
         rate = delivery.positions / max(time.monotonic() - began, 1e-9)
         began = time.monotonic()
     reader.take_tail_sums()  # these are read again
-    return rate
+    given = each * rate
+    return _describe_slow_disk(taken, given) if taken < given else None
 
 
 def _describe_slow_disk(taken: float, given: float) -> str:
@@ -121,17 +114,6 @@ def _describe_slow_disk(taken: float, given: float) -> str:
         "disk and copy the cache when it is complete, or store fewer bytes for a token: set "
         "cache.threshold higher, or choose another cache.profile."
     )
-
-
-@dataclass(frozen=True)
-class _WholeShard:
-    """A shard that was read: its parts, the sums of its tails, and the seconds of reading."""
-
-    index: int
-    sequences: Sequences
-    parts: list[Future[Records]]
-    tails: TailSums | None
-    read_seconds: float
 
 
 class ShardPipeline:
@@ -203,8 +185,9 @@ class ShardPipeline:
         """
         read_seconds = time.monotonic() - self._began
         self._wait_for_seal()
-        whole = _WholeShard(index, sequences, self._parts, tails, read_seconds)
-        self._sealing = self._sealer.submit(self._write, whole)
+        self._sealing = self._sealer.submit(
+            self._write, index, sequences, self._parts, tails, read_seconds
+        )
         self._parts = []
         self._read = 0
         self._began = time.monotonic()
@@ -231,17 +214,24 @@ class ShardPipeline:
             self._waiting()
             self._sealing.result()
 
-    def _write(self, whole: _WholeShard) -> SealedShard:
+    def _write(
+        self,
+        index: int,
+        sequences: Sequences,
+        parts: list[Future[Records]],
+        tails: TailSums | None,
+        read_seconds: float,
+    ) -> SealedShard:
         """Write and seal one shard, in the sealing thread."""
-        records = Records.concatenate(part.result() for part in whole.parts)
-        whole.parts.clear()  # the joined records are in memory now
+        records = Records.concatenate(part.result() for part in parts)
+        parts.clear()  # the joined records are in memory now
         began = time.monotonic()
         disk_before = self._writer.disk_seconds
-        size = self._writer.write_shard(whole.index, whole.sequences, records, whole.tails)
+        size = self._writer.write_shard(index, sequences, records, tails)
         seconds = time.monotonic() - began
         disk_seconds = self._writer.disk_seconds - disk_before
-        self._sealed(whole.index, whole.sequences, records)
-        return SealedShard(whole.index, size, seconds, disk_seconds, whole.read_seconds)
+        self._sealed(index, sequences, records)
+        return SealedShard(index, size, seconds, disk_seconds, read_seconds)
 
 
 class CaptureReport:
@@ -261,7 +251,7 @@ class CaptureReport:
     def expect(self, missing: ShardRuns, sealed: int, last: int | None = None) -> None:
         """Count shards that will be read, and ``sealed`` sequences that need not be.
 
-        ``last`` is the shard with which everything ends; None where that is not known.
+        ``last`` is the shard with which everything ends; None if that is not known.
         """
         self._left_held_out += sum(map(self.watch.holds_out, missing))
         self._meter.skip(sealed)
@@ -287,7 +277,7 @@ class CaptureReport:
         if shard is None:
             return
         self.monitor.emit("shard", bytes=shard.bytes, seconds=shard.seconds)
-        # The first shard alone: while a later one is read, the reading waits for the disk too.
+        # Only the first shard: while a later one is read, the reading waits for the disk too.
         self.report_slow_disk(shard.describe_slow_disk())
         self._judged_disk = True
         if not self.watch.holds_out(shard.index):
@@ -307,7 +297,7 @@ class CaptureReport:
         )
 
     def is_end(self, index: int, left: int) -> bool:
-        """Whether nothing is left to read."""
+        """Return whether nothing is left to read."""
         return not left and index == self._last
 
 
@@ -319,7 +309,7 @@ def record_shards(
 ) -> None:
     """Read the sequences of each shard of ``work``, and seal it.
 
-    Raises the error of the reader, of the encoding or of the disk, and ``Interrupted`` where the
+    Raises the error of the reader, of the encoding or of the disk, and ``Interrupted`` if the
     monitor asks to stop; shards that were read whole are sealed before.
     """
     with ShardRecording(reader, writer, report) as recording:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cache.records import Records, Sequences, TailSums
+from cache.records import Sequences, TailSums
 from cache.writing.writer import CacheWriter
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan
@@ -84,7 +84,7 @@ def fit_recorder(
     """Return ``teacher`` with a recorder for the cache of ``plan``, and prepare that cache.
 
     Several caches can be captured with one loaded teacher. Profile hidden stores the LM head;
-    profile tempered needs a number of ``knots``, which is chosen here where it is None.
+    profile tempered needs a number of ``knots``, which is chosen if it is None.
     """
     rules = writer.codec.rules
     meter = TailMeter(len(plan.corpus.train)) if rules.sums_tails else None
@@ -92,7 +92,9 @@ def fit_recorder(
     teacher = replace(teacher, recorder=recorder, monitor=monitor)
     if rules.needs_lm_head:
         # Only this profile has something to write before the first micro-batch is read.
-        teacher.require_memory(plan.corpus.train)
+        # A teacher without memory for one sequence shows here.
+        for delivery in teacher.deliver(plan.corpus.train.select(slice(0, 1)), 0):
+            delivery.encode()
         writer.write_lm_head(teacher.recorder.make_lm_head_arrays())
     if not rules.keeps_partition:
         return teacher
@@ -134,11 +136,6 @@ class Teacher:
         batch_size = plan.teacher.section.batch_size
         return cls(model, recorder, batch_size, cuts_padding=cuts_padding)
 
-    def read(self, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        """Yield (sequences read, their records) per micro-batch, as ``deliver`` does."""
-        for delivery in self.deliver(sequences, first):
-            yield delivery.sequences, delivery.encode()
-
     def take_tail_sums(self) -> TailSums | None:
         """Return the sums of the tails since the last call; None for most profiles."""
         return self.recorder.take_tail_sums()
@@ -147,7 +144,7 @@ class Teacher:
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
         """Yield what is delivered of each micro-batch.
 
-        ``first`` is the number of the first sequence. Raises ``OutOfMemory`` where not even one
+        ``first`` is the number of the first sequence. Raises ``OutOfMemory`` if not even one
         sequence fits.
         """
         start = 0
@@ -192,16 +189,11 @@ class Teacher:
             ),
         )
 
-    def require_memory(self, sequences: PackedText) -> None:
-        """Read the first sequence, and raise ``OutOfMemory`` where the memory is not enough."""
-        for delivery in self.deliver(sequences.select(slice(0, 1)), 0):
-            delivery.encode()
-
     @torch.no_grad()
     def choose_knots(self, sequences: PackedText) -> KnotChoice:
         """Choose the number of knots, by measuring the first training sequence that has targets.
 
-        Raises ``OutOfMemory`` where the memory is not enough for it.
+        Raises ``OutOfMemory`` if the memory is not enough for it.
         """
         try:
             hidden_ND, gold_N, _ = next(self.read_rows(find_first_trained(sequences)))

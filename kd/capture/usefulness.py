@@ -43,7 +43,7 @@ class HeldOutLosses:
 
     @property
     def is_teacher_worse(self) -> bool:
-        """Whether the teacher is worse than the bigram, beyond the noise of so short a text."""
+        """True if the teacher is worse than the bigram, beyond the noise of so short a text."""
         difference = self.teacher - self.bigram
         if difference.mean is None or difference.mean <= 0:
             return False
@@ -69,7 +69,7 @@ class HeldOutWatch:
         self._ngrams: NGrams | None = None
 
     def holds_out(self, index: int) -> bool:
-        """Whether shard ``index`` has held-out sequences."""
+        """Return whether shard ``index`` has held-out sequences."""
         return self._plan.identity.shard_range(index).stop > len(self._plan.corpus.train)
 
     def add(self, index: int, sequences: Sequences, records: Records) -> None:

@@ -6,7 +6,7 @@ So the seconds in which files were read must make up half of what the run waited
 
 from __future__ import annotations
 
-from cache.reading.disk import DiskReads
+from cache.reading.file_reads import DiskReads
 from kd.checks.watch import STARVATION_SHARE, WARM_UP, StepSeconds
 from kd.config.job import JobConfig
 from kd.text.steps.reading import count_loader_threads

@@ -32,8 +32,8 @@ from kd.models.layers import compute_hidden_states, find_device, require_context
 from kd.models.lm_head import LMHead, find_lm_head, find_student_head
 from kd.models.precision import Precision, float32_products, pick_device
 from kd.text.batches import Batch, Source
-from kd.text.bytes import compute_bits_per_byte
 from kd.text.steps.reading import read_validation_batches
+from kd.text.text_bytes import compute_bits_per_byte
 from kd.training.calibration import Calibration
 from kd.training.evaluate import choose_evaluation_temperature, evaluate_student
 

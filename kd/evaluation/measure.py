@@ -47,8 +47,8 @@ from kd.models.tokenizing.rules import sample_texts
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.progress import SILENT, Monitor
 from kd.text.batches import Source
-from kd.text.bytes import count_held_out_bytes
 from kd.text.ngrams import count_ngrams
+from kd.text.text_bytes import count_held_out_bytes
 from kd.tracking.metrics import read_metrics
 from kd.training.samples import Prompt, choose_prompts
 

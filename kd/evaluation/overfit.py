@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cache.codec import Codec
-from cache.reading.disk import DiskReads
+from cache.reading.file_reads import DiskReads
 from cache.records import Records, Sequences
 from kd.checks.parity import take_first_positions
 from kd.checks.verdict import Verdict
@@ -97,9 +97,9 @@ class RepeatedSubset:
         return self.source.sequence_bytes
 
     @property
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """A name for the content."""
-        return f"{self.source.identity} {self.numbers.tolist()}"
+        return f"{self.source.fingerprint} {self.numbers.tolist()}"
 
     @property
     def codec(self) -> Codec | None:

@@ -16,6 +16,7 @@ from cache.inspection import sum_gold_losses
 from cache.manifest import FidelityOverride
 from cache.perplexity import BlockLosses
 from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
+from cache.store import Cache
 from kd.capture.capturing import summarise_cache
 from kd.config.job import JobConfig
 from kd.evaluation.comparison import TEACHER, compare_with_records
@@ -25,8 +26,8 @@ from kd.evaluation.pages import format_closing_sections, format_model_table, for
 from kd.files import read_json, write_json, write_text
 from kd.models.precision import pick_device
 from kd.progress import NOTICES, keep_notices, replace_nonfinite
-from kd.text.batches import CachedRecords, Source
-from kd.text.bytes import compute_bits_per_byte
+from kd.text.batches import Source
+from kd.text.text_bytes import compute_bits_per_byte
 from kd.tracking.metrics import read_metrics
 from kd.training.early_stopping import find_best_step
 from kd.training.evaluate import choose_evaluation_temperature
@@ -181,11 +182,11 @@ def _read_training(run: EvaluationContext) -> Report:
 
 def _choose_teacher_name(config: JobConfig, source: Source) -> str | None:
     """The name in the job, or in the cache where the job names a cache; None without a teacher."""
-    if not isinstance(source, CachedRecords):
+    if not isinstance(source, Cache):
         return None
     # A job that names a cache may have another teacher in its own section; the cache's counts.
     if config.teacher_name is None or config.cache.fingerprint is not None:
-        return source.store.manifest.teacher.name
+        return source.manifest.teacher.name
     return config.teacher_name
 
 
@@ -195,9 +196,9 @@ def _measure_teacher(source: Source, at_once: int) -> Report:
     It reads the records of ``at_once`` sequences at a time: all columns of a whole held-out text
     may not fit in memory.
     """
-    if not isinstance(source, CachedRecords):
+    if not isinstance(source, Cache):
         return {}
-    facts = summarise_cache(source.store, reused=True)
+    facts = summarise_cache(source, reused=True)
     facts.pop("reused")
     # In a report ``tokens`` are those of the training.
     facts["cache_tokens"] = facts.pop("tokens")

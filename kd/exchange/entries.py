@@ -30,7 +30,7 @@ from kd.exchange.rows import pad_entries
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import Targets
-from kd.text.batches import CachedRecords, make_batch
+from kd.text.batches import make_batch
 
 #: Probabilities of whole vocabularies in memory at once.
 _ELEMENTS = 1 << 24
@@ -89,7 +89,7 @@ def read_entries(
     if why := codec.why_unsupported():
         what = f"An export needs temperature 1, but {why}."
         raise DataError(what, "Capture a cache that serves it.")
-    decoder = TargetDecoder.of(CachedRecords(store), torch.device("cpu"))
+    decoder = TargetDecoder.of(store, torch.device("cpu"))
     k = choose_entry_count(store, k)
     width = codec.vocabulary_size if "logprobs" in codec.schema() else 1 << 10
     group = max(1, min(_POSITIONS, _ELEMENTS // width) // store.identity.data.sequence_length)

@@ -9,9 +9,9 @@ from typing import Any
 
 from cache.disk import hash_file
 from kd.errors import DataError
-from kd.text.files import SAVED_SPLIT, SAVED_SPLITS, list_all_files
 from kd.text.reading.contents import name_rows, read_json_rows
 from kd.text.rows import require_object
+from kd.text.text_files import SAVED_SPLIT, SAVED_SPLITS, list_all_files
 
 #: Rows of a file of Parquet or Arrow in memory at once.
 BATCH_ROWS = 16

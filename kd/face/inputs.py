@@ -23,8 +23,8 @@ from cache.disk import TEMPORARY_PREFIX, make_folder, publish_folder, remove_pat
 from kd.config.data import DatasetSpec
 from kd.errors import ConfigError, Problem
 from kd.face.bars import library_bars_hidden
-from kd.text.files import SUFFIXES, find_suffix
 from kd.text.rows import COLUMNS
+from kd.text.text_files import SUFFIXES, find_suffix
 
 #: The default data folder, as for the command ``kd``: KD_HOME, or this one in the current folder.
 DEFAULT_HOME = "potstill-data"

@@ -38,7 +38,7 @@ from kd.models.precision import name_device, pick_device
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.progress import SILENT, Monitor
 from kd.stages.source import adopt_cache_layout, load_student_tokenizer, open_source
-from kd.text.batches import CachedRecords, Source
+from kd.text.batches import Source
 from kd.text.steps.reading import TimedIterator
 from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.prepare import prepare
@@ -174,7 +174,7 @@ def _rehearse(
         capture = _scale_capture(config, trial, kind, counter)
         if config.train is None:
             return capture
-        source = CachedRecords(trial.cache)
+        source = trial.cache
         text = _Text.planned(trial.estimate)
         training = _rehearse_training(config, source, text, trial.folder, monitor, kind)
         here, there = capture.here + training.here, capture.there + training.there

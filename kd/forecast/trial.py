@@ -196,7 +196,7 @@ class _TrialCapture:
         counts = []
         parts = []
         times = [time.monotonic()]
-        batches = reader.read(chosen, 0)
+        batches = ((each.sequences, each.encode()) for each in reader.deliver(chosen, 0))
         with counter or nullcontext():
             first = next(batches)
         for count, records in itertools.chain([first], batches):

@@ -35,8 +35,8 @@ from kd.preflight.named_paths import (
     is_task_file,
     list_named_resources,
 )
-from kd.text.files import find_files, is_saved_dataset
 from kd.text.sources import datasets_opened_by
+from kd.text.text_files import find_files, is_saved_dataset
 
 #: Names for which ``datasets`` uses a builder of its own, which searches for files itself; one of
 #: them

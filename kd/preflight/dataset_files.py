@@ -24,8 +24,8 @@ import yaml
 
 from kd.config.data import DatasetSpec
 from kd.errors import DataError
-from kd.text.files import is_saved_dataset
 from kd.text.sources import open_saved_dataset
+from kd.text.text_files import is_saved_dataset
 
 if TYPE_CHECKING:
     from kd.preflight.limits import Confinement

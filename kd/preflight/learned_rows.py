@@ -26,7 +26,6 @@ from kd.models.folder import ModelFolder, find_source
 from kd.preflight.named_paths import point_at_teacher
 from kd.preflight.validate import guard_access
 from kd.progress import Notice
-from kd.text.files import choose_format, find_files, is_saved_dataset
 from kd.text.packing import Document, refuse_short
 from kd.text.reading.contents import TextFile
 from kd.text.reading.notes import TextNotes
@@ -34,6 +33,7 @@ from kd.text.reading.tables import count_null_texts
 from kd.text.rows import COLUMNS, RowWithoutText, read_cell
 from kd.text.sources import MISSING, FoundDocument, find_documents
 from kd.text.stored.places import TextPlace
+from kd.text.text_files import choose_format, find_files, is_saved_dataset
 from kd.text.tokens import DocumentEncoder
 
 if TYPE_CHECKING:

@@ -23,7 +23,13 @@ from kd.models.folder import ModelFolder, locate_model
 from kd.preflight.confinement import describe_missing_cache
 from kd.preflight.named_paths import NamedResource, list_named_resources
 from kd.progress import Notice, ignore_notice
-from kd.text.files import FoundFiles, choose_format, find_files, is_saved_dataset, list_stored_texts
+from kd.text.text_files import (
+    FoundFiles,
+    choose_format,
+    find_files,
+    is_saved_dataset,
+    list_stored_texts,
+)
 
 #: Bytes that the disk of the data folder must have left.
 FREE_BYTES = 64 * 2**20

@@ -31,7 +31,7 @@ def read_finished(config: JobConfig, source: Source, run_dir: Path) -> dict[str,
     if made.get("job") != config.model_dump(mode="json") or report != made["report"]:
         return None
     # Also the text and the cache must be those of then.
-    identity = compute_resume_identity(config, str(source.identity))
+    identity = compute_resume_identity(config, source.fingerprint)
     same = checkpoint.read_newest_identity(run_dir / "checkpoints") == identity
     return report if same else None
 

@@ -34,7 +34,7 @@ from kd.models.tokenizers import (
 )
 from kd.models.vocabulary import choose_student_vocabulary
 from kd.progress import Monitor, Notice
-from kd.text.batches import CachedRecords, PlainText, Source
+from kd.text.batches import PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
 from kd.training.preparing.requirements import require_served
 
@@ -68,13 +68,12 @@ def open_source(
     note_missing_tail(config, store, monitor)
     require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store), note=monitor.note)
     require_served(config, store.codec)
-    source = CachedRecords(store)
-    adopt_chat_template(tokenizer, config, source, monitor)
-    return tokenizer, source
+    adopt_chat_template(tokenizer, config, store, monitor)
+    return tokenizer, store
 
 
 def adopt_chat_template(
-    tokenizer: PreTrainedTokenizerBase, config: JobConfig, source: CachedRecords, monitor: Monitor
+    tokenizer: PreTrainedTokenizerBase, config: JobConfig, source: Cache, monitor: Monitor
 ) -> None:
     """Give the student's tokenizer the chat template that its text was rendered with.
 
@@ -97,11 +96,9 @@ def adopt_chat_template(
     take_chat_template(tokenizer, learned)
 
 
-def find_teacher_tokenizer(
-    config: JobConfig, source: CachedRecords
-) -> PreTrainedTokenizerBase | None:
+def find_teacher_tokenizer(config: JobConfig, source: Cache) -> PreTrainedTokenizerBase | None:
     """The tokenizer of the teacher, where it is on this machine and still that of the cache."""
-    recorded = source.store.manifest.teacher
+    recorded = source.manifest.teacher
     teacher = config.teacher_files or ModelSource(
         recorded.name or "unknown", recorded.revision or None
     )
@@ -109,10 +106,10 @@ def find_teacher_tokenizer(
     if found is None or not (teacher.gguf_file or found.has_tokenizer):
         return None
     own = load_source_tokenizer(teacher, found.path)
-    return own if hash_tokenizer(own) == source.store.identity.tokenizer.sha256 else None
+    return own if hash_tokenizer(own) == source.identity.tokenizer.sha256 else None
 
 
-def holds_chats(source: CachedRecords, tokenizer: PreTrainedTokenizerBase) -> bool:
+def holds_chats(source: Cache, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the first sequence has a user's turn as the tokenizer's template begins one."""
     message = {"role": "user", "content": "MESSAGE"}
     turn = str(tokenizer.apply_chat_template([message], tokenize=False)).partition("MESSAGE")[0]
@@ -134,9 +131,9 @@ def adopt_cache_layout(source: Source, config: JobConfig) -> JobConfig:
 
     Only a job that names a sealed cache changes: its own ``data`` section names no text.
     """
-    if config.cache.fingerprint is None or not isinstance(source, CachedRecords):
+    if config.cache.fingerprint is None or not isinstance(source, Cache):
         return config
-    identity = source.store.identity.data
+    identity = source.identity.data
     layout = {"sequence_length": identity.sequence_length, "packing": identity.packing}
     return config.model_copy(update={"data": config.data.model_copy(update=layout)})
 

@@ -16,20 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.reading.disk import DiskReads
+from cache.reading.file_reads import DiskReads
 from cache.records import Records, Sequences
-from cache.store import Cache
-from kd.config.train import TrainConfig
 from kd.text.corpus import Corpus
 from kd.text.packed_rows import PackedRows
 from kd.text.packing import compute_position_ids, needs_isolation
-from kd.text.stored.shards import count_shard_sequences
+from kd.text.stored.shard_files import count_shard_sequences
 
 
 class Source(Protocol):
     """Sequences, with or without records: ``train_count`` to train on, then the held-out ones.
 
-    Sources with equal ``identity`` give equal batches.
+    A sealed cache is one (``cache.store.Cache``). Sources with equal ``fingerprint`` give equal
+    batches.
     """
 
     @property
@@ -49,7 +48,7 @@ class Source(Protocol):
         """Bytes of memory that a decoded sequence takes on average; 0 if all are in memory."""
 
     @property
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """A name for the content: a hash of it."""
 
     @property
@@ -112,7 +111,7 @@ class PlainText:
         return 0
 
     @functools.cached_property
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """A name for the content: a hash of it, for which the whole text is read once."""
         return self.corpus.compute_sha256()
 
@@ -228,66 +227,3 @@ def find_packed_rows(positions_BL: Tensor, target: np.ndarray) -> PackedRows | N
     if torch.equal(positions_BL, torch.arange(positions_BL.shape[1]).expand_as(positions_BL)):
         return None
     return PackedRows.of(positions_BL, bool(needs_isolation(positions_BL.numpy(), target).any()))
-
-
-@dataclass(frozen=True)
-class CachedRecords:
-    """A sealed cache as a source of training batches."""
-
-    store: Cache
-
-    @property
-    def train_count(self) -> int:
-        """Number of sequences to train on; their indices come first."""
-        return len(self.store.train)
-
-    @property
-    def validation_count(self) -> int:
-        """Number of held-out sequences."""
-        return len(self.store.validation)
-
-    @property
-    def shard_sequences(self) -> int:
-        """Sequences of a shard."""
-        return self.store.identity.codec.shard_sequences
-
-    @property
-    def sequence_bytes(self) -> int:
-        """Bytes of memory that a decoded sequence takes, on average over the first shard."""
-        return self.store.measure_decoded_sequence()
-
-    @property
-    def identity(self) -> str:
-        """A name for the content: a hash of it."""
-        return self.store.identity.fingerprint
-
-    @property
-    def codec(self) -> Codec:
-        """The codec of the records."""
-        return self.store.codec
-
-    @property
-    def disk_reads(self) -> DiskReads:
-        """Bytes and seconds of reading from the disk so far."""
-        return self.store.disk_reads
-
-    def is_far(self, options: TrainConfig) -> bool:
-        """Return whether whole shards are to be fetched from a bucket before they are read.
-
-        In random order a shard that cannot stay on the disk would be fetched for one sequence.
-        """
-        return self.store.mirror is not None and (
-            self.store.brings_whole or options.order == "windows"
-        )
-
-    def teacher_head(self) -> dict[str, NDArray[Any]]:
-        """Return the teacher's LM head, which a cache of profile hidden holds."""
-        return self.store.teacher_head()
-
-    def tail_mean(self) -> dict[str, NDArray[Any]] | None:
-        """Return the mean tail; None if the cache has none."""
-        return self.store.tail_mean()
-
-    def read(self, indices: np.ndarray, draws: int | np.ndarray = 0) -> tuple[Sequences, Records]:
-        """Return the sequences of ``indices`` and their records; ``draws`` selects tail samples."""
-        return self.store.read(indices, draws)

@@ -1,11 +1,11 @@
 """Text -> tokens -> packed sequences, in small steps.
 
-    sources.py    files, globs, datasets   -> one text (or chat) per document
-    tokens.py     texts, chats             -> Documents: token ids, and which are targets
-    pieces.py     a long text              -> its ids, piece by piece, the same as of the whole
-    packing.py    Documents                -> Sequences: (S, L) tokens, boundaries, target mask
-    mixtures.py   Sequences of each source -> Sequences of all, in the shares of their weights
-    stored/       Sequences                -> a token store on the disk, read by shard
+    sources.py        files, globs, datasets   -> one text (or chat) per document
+    tokens.py         texts, chats             -> Documents: token ids, and which are targets
+    text_encoder.py   a long text              -> its ids, piece by piece, the same as of the whole
+    packing.py        Documents                -> Sequences: (S, L) tokens, boundaries, target mask
+    mixtures.py       Sequences of each source -> Sequences of all, in the shares of their weights
+    stored/           Sequences                -> a token store on the disk, read by shard
 
 The result depends only on the text and the configuration. The tokens of a corpus name its cache,
 also if sources are mixed or streamed.
@@ -28,15 +28,7 @@ from cache.records import Sequences
 from kd.config.data import DataConfig, TextSources
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor, ProgressMeter
-from kd.text.files import find_files
-from kd.text.mixtures import (
-    Packer,
-    TextReader,
-    get_weight,
-    has_dataset,
-    is_mixture,
-    name_source,
-)
+from kd.text.mixtures import Packer, TextReader, get_weight, has_dataset, is_mixture, name_source
 from kd.text.packing import Block, Document, join_blocks, pack_in_blocks
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import find_documents
@@ -44,9 +36,10 @@ from kd.text.stored.digest import hash_text
 from kd.text.stored.inputs import describe_inputs, name_inputs
 from kd.text.stored.packed import PackedText
 from kd.text.stored.places import BEGINNING, Cursor, TextPlace
-from kd.text.stored.shards import Layout
+from kd.text.stored.shard_files import Layout
 from kd.text.stored.view import StoredSequences, TokenStore
 from kd.text.stored.writing import StoreOrder, is_current, write_store
+from kd.text.text_files import find_files
 from kd.text.tokens import DocumentEncoder, choose_pad_id
 
 if TYPE_CHECKING:
@@ -127,7 +120,14 @@ def _split(
     if config.validation:
         held_out = load("validation", config.max_eval_samples)
     else:
-        count -= _count_split(len(whole), config.held_out_fraction)
+        # From the end, so that neighbours in a text are on the same side of the split.
+        split = count_held_out(count, config.held_out_fraction)
+        if split >= count:
+            raise DataError(
+                f"data.train gives {count} sequence(s), too few to hold {split} out.",
+                "Add text, lower data.sequence_length, or set data.validation_fraction to 0.",
+            )
+        count -= split
         held_out = part(whole, count, len(whole))
     if config.max_train_samples is not None:
         count = min(count, config.max_train_samples)
@@ -269,30 +269,13 @@ class _ReadingReport:
             self._monitor.check("while reading the text")
             if time.monotonic() - reported_at > REPORT_SECONDS:
                 tokens += new
-                self._report(tokens, new)
+                meter = self._meter
+                self._monitor.emit("stage", phase=f"reading data.{self._field}: {tokens:,} tokens")
+                if meter.total:
+                    read = min(self._bytes // KILOBYTE, meter.total)
+                    self._monitor.emit("progress", **meter.advance(read - meter.done, new))
                 new = 0
                 reported_at = time.monotonic()
-
-    def _report(self, tokens: int, new: int) -> None:
-        meter = self._meter
-        self._monitor.emit("stage", phase=f"reading data.{self._field}: {tokens:,} tokens")
-        if meter.total:
-            read = min(self._bytes // KILOBYTE, meter.total)
-            self._monitor.emit("progress", **meter.advance(read - meter.done, new))
-
-
-def _count_split(count: int, fraction: float) -> int:
-    """Count the sequences to hold out of ``count``, of which one at least must be left to train on.
-
-    They are taken from the end, so that neighbours in a text are on the same side of the split.
-    """
-    held_out = count_held_out(count, fraction)
-    if held_out >= count:
-        raise DataError(
-            f"data.train gives {count} sequence(s), too few to hold {held_out} out.",
-            "Add text, lower data.sequence_length, or set data.validation_fraction to 0.",
-        )
-    return held_out
 
 
 def count_held_out(count: int, fraction: float) -> int:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.inspection import open_stored_shards
 from cache.records import Sequences
-from kd.text.batches import CachedRecords, Source, read_in_parts
+from cache.shard import PER_SEQUENCE
+from cache.store import Cache
+from kd.text.batches import Source, read_in_parts
 from kd.text.stored.packed import PackedText
 
 #: The most targets that are counted: the first ones of the training text.
@@ -74,7 +75,7 @@ class NGrams:
         """Compute the bigram's loss on each target of ``sequences`` in nats, (N,)."""
         before_N, gold_N = _find_pairs(sequences)
         kinds_N = self.kinds_V[before_N]
-        # A token that never had a successor says nothing: the unigram alone counts.
+        # A token that never had a successor says nothing: only the unigram counts.
         weight_N = np.where(kinds_N, kinds_N, 1)
         pair_N = before_N * len(self.probability_V) + gold_N
         place_N = np.minimum(np.searchsorted(self.pairs_P, pair_N), len(self.pairs_P) - 1)
@@ -98,7 +99,7 @@ class NGrams:
 
 def count_ngrams(source: Source, vocabulary: int) -> NGrams | None:
     """Count the beginning of the training text of ``source``; None if it has no target."""
-    if isinstance(source, CachedRecords):
+    if isinstance(source, Cache):
         return NGrams.of(_read_stored_tokens(source), vocabulary)
     parts = read_in_parts(source, range(source.train_count), _SEQUENCES_AT_ONCE)
     return NGrams.of((sequences for sequences, _ in parts), vocabulary)
@@ -110,20 +111,14 @@ def split_sequences(sequences: PackedText) -> Iterator[Sequences]:
         yield sequences.select(slice(start, start + _SEQUENCES_AT_ONCE))
 
 
-def _read_stored_tokens(source: CachedRecords) -> Iterator[Sequences]:
+def _read_stored_tokens(source: Cache) -> Iterator[Sequences]:
     """Yield the training sequences of each shard, without their records, which are many times as
     large.
     """
-    left = source.train_count
-    for shard in open_stored_shards(source.store):
-        whole = Sequences(
-            shard.read_array("tokens").astype(np.uint32),
-            shard.read_array("document_start"),
-            shard.read_array("target_mask"),
-        )
-        if left:
-            yield whole.select(slice(0, left))
-        left = max(left - len(whole), 0)
+    for first in range(0, source.train_count, source.shard_sequences):
+        rows = range(first, min(first + source.shard_sequences, source.train_count))
+        tokens, starts, targets = source.read_columns(rows, PER_SEQUENCE).values()
+        yield Sequences(tokens.astype(np.uint32), starts, targets)
 
 
 def _take_targets(parts: Iterable[Sequences]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

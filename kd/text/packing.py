@@ -97,7 +97,13 @@ def pack_in_blocks(
     found = resumed
     for number, part in enumerate(_split_into_blocks(documents, config, resumed)):
         if number == 0 and not resumed:  # this block is full, or it is all the text there is
-            _require_text(part, config, field)
+            tokens = sum(map(len, part))
+            if tokens == 0:
+                raise DataError(
+                    f"data.{field} holds no text.", "Check the files and data.text_column."
+                )
+            if config.packing and tokens < config.sequence_length:
+                raise refuse_short(field, tokens, config.sequence_length)
         sequences = _pack_block(part, config, pad_id)
         if any(each.trained is not None for each in part):
             # Sequences of chats without a target would cost a pass and teach nothing.
@@ -197,14 +203,6 @@ def _mark_first(document: Document) -> np.ndarray:
 def _pad_to_multiple(array: np.ndarray, length: int, fill: np.uint32 | bool) -> np.ndarray:
     """Add ``fill`` to ``array`` up to a multiple of ``length``."""
     return np.concatenate([array, np.full(-len(array) % length, fill, array.dtype)])
-
-
-def _require_text(documents: list[Document], config: DataConfig, field: str) -> None:
-    tokens = sum(map(len, documents))
-    if tokens == 0:
-        raise DataError(f"data.{field} holds no text.", "Check the files and data.text_column.")
-    if config.packing and tokens < config.sequence_length:
-        raise refuse_short(field, tokens, config.sequence_length)
 
 
 def refuse_short(field: str, tokens: int, length: int) -> DataError:

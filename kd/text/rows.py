@@ -22,8 +22,10 @@ from typing import Any
 from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.text.chat.calls import read_calls, read_tools
-from kd.text.chat.chat import REASONING, Chat, Completion
+from kd.text.chat.chat import REASONING, Chat, Completion, Message
 
+#: A row of a file or dataset: its cells by column.
+Row = dict[str, Any]
 #: The names in ShareGPT files for messages whose value is the JSON text of calls of tools.
 _CALLS = ("function_call", "tool_call")
 #: The roles of messages by the names that ShareGPT files have for them.
@@ -79,7 +81,7 @@ class RowWithoutText(DataError):
 class TextRow:
     """A row, and its place in words."""
 
-    cells: dict[str, Any]
+    cells: Row
     place: str
     format: str
 
@@ -180,7 +182,7 @@ def read_cell(cells: Any, place: str, config: DataConfig) -> str | Chat | Comple
     return row.read_text(config.text_column) if reader is None else reader(row)
 
 
-def require_object(cells: Any, place: str) -> dict[str, Any]:
+def require_object(cells: Any, place: str) -> Row:
     """Return the cells of a row; raise ``DataError`` if it is no object."""
     if not isinstance(cells, dict):
         raise DataError(
@@ -207,25 +209,20 @@ def _read_sharegpt(row: TextRow) -> Chat:
 def _read_alpaca(row: TextRow) -> Chat:
     question = row.read_text("instruction")
     context = row.read_optional_text("input")
-    earlier = _read_history(row)
+    pairs = row.read_list("history") if row.cells.get("history") else []
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise row.refuse_type("'history'", pairs, "a list of pairs [question, answer]")
+    earlier = [
+        {"role": role, "content": row.require_text(text, "a text in 'history'")}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
     messages = [
         *earlier,
         {"role": "user", "content": f"{question}\n\n{context}" if context else question},
         {"role": "assistant", "content": row.read_text("output")},
     ]
     return _make_chat(row, messages, learned_from=len(earlier))
-
-
-def _read_history(row: TextRow) -> list[dict[str, Any]]:
-    """Return the earlier questions and answers of an Alpaca row, a list of pairs, as messages."""
-    pairs = row.read_list("history") if row.cells.get("history") else []
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise row.refuse_type("'history'", pairs, "a list of pairs [question, answer]")
-    return [
-        {"role": role, "content": row.require_text(text, "a text in 'history'")}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
 
 
 def _read_prompt_completion(row: TextRow) -> Chat | Completion:
@@ -245,7 +242,7 @@ _READERS: dict[str, Callable[[TextRow], str | Chat | Completion]] = {
 }
 
 
-def _make_chat(row: TextRow, messages: list[dict[str, Any]], learned_from: int = 0) -> Chat:
+def _make_chat(row: TextRow, messages: list[Message], learned_from: int = 0) -> Chat:
     """Make the chat of a row, with what its other columns say."""
     besides = _BESIDES if row.format == "alpaca" else _BESIDES - {"input", "history"}
     columns = _find_unread(row, besides)
@@ -280,7 +277,7 @@ def _is_empty(cell: Any) -> bool:
 # ---------------------------------------------------------------------- messages
 
 
-def _read_turn(row: TextRow, turn: Any, what: str) -> dict[str, Any]:
+def _read_turn(row: TextRow, turn: Any, what: str) -> Message:
     """Return a turn of ShareGPT, {from, value}, as a message."""
     if not isinstance(turn, dict):
         raise row.refuse_type(what, turn, "an object with keys")
@@ -296,16 +293,14 @@ def _read_turn(row: TextRow, turn: Any, what: str) -> dict[str, Any]:
     return _read_message(row, rest | {"role": SHAREGPT_ROLES[name]} | said, what, "value")
 
 
-def _read_chat(row: TextRow, column: str) -> list[dict[str, Any]]:
+def _read_chat(row: TextRow, column: str) -> list[Message]:
     return [
         _read_message(row, message, f"message {number} of {column!r}")
         for number, message in enumerate(row.read_list(column), 1)
     ]
 
 
-def _read_message(
-    row: TextRow, message: Any, what: str, content: str = "content"
-) -> dict[str, Any]:
+def _read_message(row: TextRow, message: Any, what: str, content: str = "content") -> Message:
     """Return a message whose content is a text; one that calls tools may have none."""
     if not isinstance(message, dict):
         raise row.refuse_type(what, message, "an object with keys")

@@ -46,15 +46,11 @@ class KeyedPermutation:
         return cls(count, tuple(random.random_raw(_ROUNDS).tolist()))
 
     def __getitem__(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Permute each of ``numbers``, as the order of an epoch does."""
-        return self.apply(numbers)
-
-    def apply(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Permute each of ``numbers``."""
         return self._walk(numbers, inverse=False)
 
     def invert(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers that ``apply`` turns into ``numbers``."""
+        """Return the numbers that are permuted to ``numbers``."""
         return self._walk(numbers, inverse=True)
 
     def _walk(self, numbers: NDArray[np.int64], inverse: bool) -> NDArray[np.int64]:
@@ -139,6 +135,6 @@ class EpochWindows:
         start = self._locate_window(window)
         size = self._locate_window(window + 1) - start
         mixing = KeyedPermutation.draw(size, self.seed, self.epoch, window + 1)
-        padded = self._pad(start + mixing.apply(places - start))
+        padded = self._pad(start + mixing[places - start])
         turns, rows = np.divmod(padded, self.shard_size)
-        return self._shards.apply(turns) * self.shard_size + rows
+        return self._shards[turns] * self.shard_size + rows

@@ -12,11 +12,11 @@ from kd.addresses import HUB_ID
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
 from kd.progress import Notice
-from kd.text.files import choose_format, find_files, is_saved_dataset
 from kd.text.reading.contents import TextFile, ignore_count, name_rows, open_rows
 from kd.text.reading.notes import TextNotes
-from kd.text.rows import RowWithoutText, drop_absent_fields, read_cell
+from kd.text.rows import Row, RowWithoutText, drop_absent_fields, read_cell
 from kd.text.stored.places import BEGINNING, TextPlace
+from kd.text.text_files import choose_format, find_files, is_saved_dataset
 
 #: What is noted of rows that hold no text, and the least of them that may be too many.
 MISSING = "rows without text, left out"
@@ -81,14 +81,21 @@ def find_documents(
             note(file.stat().st_size)
 
 
-def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
+def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[Row]:
     """Open the rows of a dataset. Raises ``DataError`` for one that cannot be loaded."""
     if streaming and "[" in spec.split:
         detail = (
             f"dataset {spec.path!r}: a stream cannot be sliced, but its split is {spec.split!r}."
         )
         raise DataError(detail, "Name the whole split, or set data.streaming to false.")
-    _require_folder(spec)
+    folder = Path(spec.path)
+    is_local = not HUB_ID.match(spec.path) or (len(folder.parts) > 1 and folder.parent.is_dir())
+    # A plain name may be that of a builder or of a dataset of the hub.
+    if is_local and "://" not in spec.path and not folder.exists():
+        raise DataError(
+            f"dataset {spec.path!r}: there is no folder {str(folder.absolute())!r}.",
+            "Check the path, and the folder from which it starts.",
+        )
     try:
         return _open_rows(spec, streaming)
     except DataError:
@@ -104,20 +111,8 @@ def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]
         ) from error
 
 
-def _require_folder(spec: DatasetSpec) -> None:
-    """Raise ``DataError`` if the path can only be that of a folder here, and there is none."""
-    folder = Path(spec.path)
-    is_local = not HUB_ID.match(spec.path) or (len(folder.parts) > 1 and folder.parent.is_dir())
-    # A plain name may be that of a builder or of a dataset of the hub.
-    if is_local and "://" not in spec.path and not folder.exists():
-        raise DataError(
-            f"dataset {spec.path!r}: there is no folder {str(folder.absolute())!r}.",
-            "Check the path, and the folder from which it starts.",
-        )
-
-
 #: Opens the rows of a dataset; the second argument is whether to stream them.
-Opener = Callable[[DatasetSpec, bool], Iterable[dict[str, Any]]]
+Opener = Callable[[DatasetSpec, bool], Iterable[Row]]
 
 
 def open_saved_dataset(spec: DatasetSpec) -> Any:
@@ -156,13 +151,13 @@ def _load_split(folder: Path) -> Any:
     return rows.select(order["indices"])
 
 
-def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[dict[str, Any]]:
+def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[Row]:
     from datasets import load_dataset
 
     if is_saved_dataset(Path(spec.path)):
-        saved: Iterable[dict[str, Any]] = open_saved_dataset(spec)
+        saved: Iterable[Row] = open_saved_dataset(spec)
         return saved
-    rows: Iterable[dict[str, Any]] = load_dataset(
+    rows: Iterable[Row] = load_dataset(
         spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=streaming
     )
     return rows
@@ -184,7 +179,7 @@ def datasets_opened_by(opener: Opener) -> Iterator[None]:
 
 
 def _read_cells(
-    rows: Iterable[dict[str, Any]],
+    rows: Iterable[Row],
     where: str,
     config: DataConfig,
     start: TextPlace,

@@ -15,18 +15,18 @@ from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor
 from kd.text.chat.chat import Chat, Completion
-from kd.text.chats import TOKENIZER_OPTIONS, EncodedChat, encode_chats, encode_completion
+from kd.text.chat_tokens import TOKENIZER_OPTIONS, EncodedChat, encode_chats, encode_completion
 from kd.text.packing import BLOCK_SEQUENCES, Document
-from kd.text.pieces import BATCH_CHARACTERS, PIECE_CHARACTERS, Piece, TextEncoder, TextPart
 from kd.text.reading.contents import TextFile
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import FoundDocument
 from kd.text.stored.places import TextPlace
+from kd.text.text_encoder import BATCH_CHARACTERS, PIECE_CHARACTERS, Piece, TextEncoder, TextPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: What a document was tokenized to in its group; None where it is read alone.
+#: What a document was tokenized to in its group; None if it is read by itself.
 Known = NDArray[np.uint32] | list[EncodedChat] | None
 
 #: Short texts that are tokenized at once, at most.
@@ -55,9 +55,13 @@ class DocumentEncoder:
 
     @cached_property
     def texts(self) -> TextEncoder:
-        """The encoder of plain texts, which ends a document at the separator."""
-        separator = choose_separator(self.config, self.tokenizer)
-        return TextEncoder(self.tokenizer, self.monitor, separator, self.notes)
+        """The encoder of plain texts, which ends a document at the separator, if there is one."""
+        separator = self.config.document_separator
+        end = self.tokenizer.eos_token
+        if separator is None and isinstance(end, str):
+            ids = self.tokenizer(end, add_special_tokens=False, **TOKENIZER_OPTIONS)["input_ids"]
+            separator = end if self.tokenizer.eos_token_id in ids else None
+        return TextEncoder(self.tokenizer, self.monitor, separator or "", self.notes)
 
     def encode(self, documents: Iterable[FoundDocument]) -> Iterator[Document]:
         """Tokenize each document; short ones that follow each other are tokenized at once."""
@@ -83,16 +87,16 @@ class DocumentEncoder:
             ) from error
 
     def _encode_together(self, group: list[FoundDocument]) -> Sequence[Known]:
-        """Tokenize a group in the threads of the library; None for a document read alone."""
-        alone = [None] * len(group)
+        """Tokenize a group in the threads of the library; None for a document read by itself."""
+        apart = [None] * len(group)
         if len(group) == 1:
-            return alone
+            return apart
         try:
             if isinstance(group[0].content, Chat):
                 return self._encode_chats(group)
-            return self.texts.encode_short([found.content for found in group]) or alone
-        except Exception:  # alone, the document that is at fault is found
-            return alone
+            return self.texts.encode_short([found.content for found in group]) or apart
+        except Exception:  # read by itself, the document at fault is found
+            return apart
 
     def _encode_chats(self, found: list[FoundDocument]) -> list[list[EncodedChat]]:
         return encode_chats(found, self.tokenizer, self.config.assistant_only_loss, self.notes)
@@ -119,21 +123,10 @@ class DocumentEncoder:
         yield from _cut_into_parts(batches, self.config, place)
 
 
-def choose_separator(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Choose what ends a document within a plain text; nothing if nothing does."""
-    if config.document_separator is not None:
-        return config.document_separator
-    end = tokenizer.eos_token
-    if not isinstance(end, str):
-        return ""
-    ids = tokenizer(end, add_special_tokens=False, **TOKENIZER_OPTIONS)["input_ids"]
-    return end if tokenizer.eos_token_id in ids else ""
-
-
 def _group_short_documents(
     documents: Iterable[FoundDocument], separator: str
 ) -> Iterator[list[FoundDocument]]:
-    """Group short texts, or chats, that follow each other; every other document is alone.
+    """Group short texts, or chats, that follow each other; every other document is a group.
 
     The groups grow, so that a stream of which little is wanted is read little further.
     """
@@ -158,7 +151,7 @@ def _group_short_documents(
 
 
 def _measure(found: FoundDocument, separator: str) -> int | None:
-    """Return the characters of a short text or a chat; None of a document that is read alone."""
+    """Return the characters of a short text or a chat; None of one that is read by itself."""
     content = found.content
     if isinstance(content, Chat):
         return content.count_characters()

@@ -25,7 +25,7 @@ from cache.disk import storage_errors
 from cache.errors import PotstillError
 from cache.store import read_manifest
 from kd.files import read_run_format, require_known_run
-from kd.text.stored.shards import INPUTS, list_stores, read_object, require_format
+from kd.text.stored.shard_files import INPUTS, list_stores, read_object, require_format
 from kd.training.saved.state_file import STATE, read_format, read_state
 from services.settings import Settings
 from services.store import key_file

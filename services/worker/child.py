@@ -35,7 +35,7 @@ from kd.parallel.lifeline import die_with_parent
 from kd.preflight.confinement import confined_datasets
 from kd.preflight.limits import Confinement, grant_limits
 from kd.preflight.problems import Folders, require_no_problems
-from kd.progress import Event, EventPipe, Monitor, RangeTerms, WorkHeldElsewhere
+from kd.progress import Event, EventPipe, Monitor, RangeTerms, WorkHeldByAnother
 from services.process.lifeline import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
@@ -130,7 +130,7 @@ def attempt_stage(
             monitor = Monitor(listen, stop.is_set, patient=False, ranges=desk)
             with confined_datasets(limits):
                 result = run_stage(stage, config, home, run_dir, monitor, order["turn"])
-    except WorkHeldElsewhere as error:
+    except WorkHeldByAnother as error:
         events.send(Event("elsewhere", {"lock": str(error.lock)}))
         return EXIT_ELSEWHERE
     except Interrupted as error:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
+from bench.support.caches import make_cache
 from cache.profiles.table import PROFILES
-from cache.testing import make_cache
 from tests.support.caches import IDENTITIES, IDENTITY
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.support.caches import make_codec, make_identity, make_records
 from cache.codec import Codec
 from cache.profiles.sampled import SMALLEST_THRESHOLD, Sample
 from cache.profiles.table import PROFILES
@@ -29,7 +30,6 @@ from cache.rounding import (
     round_to_bfloat16,
     round_to_fixed_point,
 )
-from cache.testing import make_codec, make_identity, make_records
 
 STEPS = [KNOWN_STEP, TAIL_STEP, 2.0**-6, -math.log(0.04) / 127, -math.log(SMALLEST_THRESHOLD) / 127]
 REDRAWS = 10_000

@@ -13,11 +13,7 @@ from pathlib import Path
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
-from bench.support.waiting import PATIENCE_SECONDS
-from cache.disk import list_file_sizes, storage_errors
-from cache.errors import CacheIncomplete, StorageError
-from cache.store import read_manifest
-from cache.testing import (
+from bench.support.caches import (
     PROVENANCE,
     fill_cache,
     make_cache,
@@ -26,6 +22,10 @@ from cache.testing import (
     make_lm_head,
     make_shard,
 )
+from bench.support.waiting import PATIENCE_SECONDS
+from cache.disk import list_file_sizes, storage_errors
+from cache.errors import CacheIncomplete, StorageError
+from cache.store import read_manifest
 from cache.writing.writer import open_writer
 from tests.support.caches import IDENTITIES, IDENTITY, V, child, content, flip, tiny
 
@@ -34,7 +34,7 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 from cache.writing.writer import open_writer
-from cache.testing import PROVENANCE, make_identity, make_shard, make_token_map
+from bench.support.caches import PROVENANCE, make_identity, make_shard, make_token_map
 
 waits = []
 with open_writer(Path(sys.argv[1]), make_identity(), lambda: waits.append(1)) as writer:
@@ -62,7 +62,7 @@ from cache.manifest import CacheIdentity
 from cache.checking.verify import verify_cache
 from cache.store import open_cache
 from cache.writing.writer import open_writer
-from cache.testing import fill_cache
+from bench.support.caches import fill_cache
 
 root = Path(sys.argv[1])
 identity = CacheIdentity.from_json(json.loads(sys.argv[2]))

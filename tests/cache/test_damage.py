@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
+from bench.support.caches import make_cache, make_codec, make_identity
 from cache.checking.verify import find_extras, verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch, StorageError
 from cache.operations import find_garbage
 from cache.profiles.table import PROFILES
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity
 from cache.writing.writer import open_writer
 from tests.support.caches import IDENTITY, captured, content, equal, flip, identity_of, tiny
 from tests.support.manifests import edits

@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.support.paths import ROOT
-from cache.manifest import FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION
-from cache.records import Records, Sequences, TailSums
-from cache.shard import make_shard_arrays, write_arrays
-from cache.shards import entries as shard_entries
-from cache.store import open_cache
-from cache.testing import (
+from bench.support.caches import (
     PROVENANCE,
     make_cache,
     make_codec,
@@ -25,6 +19,12 @@ from cache.testing import (
     make_shard,
     make_token_map,
 )
+from bench.support.paths import ROOT
+from cache.manifest import FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION
+from cache.records import Records, Sequences, TailSums
+from cache.shard import make_shard_arrays, write_arrays
+from cache.shards import entries as shard_entries
+from cache.store import open_cache
 from cache.writing.writer import open_writer
 from tests.support.formats.page_reader import (
     check_seal,

@@ -9,6 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.support.caches import (
+    PROVENANCE,
+    fill_cache,
+    make_cache,
+    make_codec,
+    make_identity,
+    make_lm_head,
+    make_records,
+    make_shard,
+)
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.inspection import compare_caches, compute_cache_stats, find_same_records
@@ -25,16 +35,6 @@ from cache.rounding import (
     RecordPositions,
 )
 from cache.store import Cache, open_cache
-from cache.testing import (
-    PROVENANCE,
-    fill_cache,
-    make_cache,
-    make_codec,
-    make_identity,
-    make_lm_head,
-    make_records,
-    make_shard,
-)
 from cache.writing.writer import open_writer
 
 KEEP = (0, 5, 7)

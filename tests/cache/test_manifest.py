@@ -5,6 +5,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
+from bench.support.caches import PROVENANCE, make_codec, make_identity
 from cache.errors import CacheCorrupt, CacheMismatch
 from cache.manifest import (
     CODEC_VERSION,
@@ -23,7 +24,6 @@ from cache.manifest import (
 )
 from cache.profiles.table import PROFILES
 from cache.shards.entries import ShardEntry
-from cache.testing import PROVENANCE, make_codec, make_identity
 from tests.support.manifests import edits
 
 IDENTITY = make_identity()

@@ -12,6 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.caches import (
+    fill_cache,
+    make_cache,
+    make_codec,
+    make_identity,
+)
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
 from cache import operations
@@ -28,12 +34,6 @@ from cache.operations import (
     remove_garbage,
 )
 from cache.store import locate_lock, open_cache
-from cache.testing import (
-    fill_cache,
-    make_cache,
-    make_codec,
-    make_identity,
-)
 from cache.writing.writer import open_writer
 
 DAY = 86400.0

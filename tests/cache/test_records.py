@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.support.caches import make_codec, make_identity, make_records, make_sequences
 from cache.codec import Codec
 from cache.errors import CacheError
 from cache.layout import encode_arrays
 from cache.profiles.table import PROFILES
 from cache.records import AXES, Records, Sequences, compute_offsets
-from cache.testing import make_codec, make_identity, make_records, make_sequences
 
 V = 300
 

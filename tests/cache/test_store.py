@@ -13,6 +13,15 @@ import tensorstore
 import zarr
 import zarrs  # noqa: F401  # registers its codec pipeline
 
+from bench.support.caches import (
+    PROVENANCE,
+    make_cache,
+    make_codec,
+    make_identity,
+    make_lm_head,
+    make_records,
+    make_shard,
+)
 from cache.checking.listing import list_caches
 from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes
@@ -23,15 +32,6 @@ from cache.reading.arrays import ArrayFolder
 from cache.records import Records, Sequences, compute_offsets
 from cache.shard import CHUNK_BYTES, Seal
 from cache.store import measure_cache_bytes, open_cache
-from cache.testing import (
-    PROVENANCE,
-    make_cache,
-    make_codec,
-    make_identity,
-    make_lm_head,
-    make_records,
-    make_shard,
-)
 from cache.writing.writer import open_writer
 from tests.support.caches import (
     IDENTITIES,

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.support.caches import PROVENANCE, make_codec, make_identity, make_shard
 from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.manifest import PLAIN_FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION
 from cache.records import TailSums, decode_tail_mean, encode_tail_mean
 from cache.shards.names import TAIL_SUMS
 from cache.store import Cache, open_cache
-from cache.testing import PROVENANCE, make_codec, make_identity, make_shard
 from cache.writing.writer import open_writer
 
 IDENTITY = make_identity(train_sequences=7, codec=make_codec(seed=0))

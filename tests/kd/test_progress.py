@@ -14,7 +14,7 @@ from kd.progress import (
     Monitor,
     Notice,
     ProgressMeter,
-    WorkHeldElsewhere,
+    WorkHeldByAnother,
     keep_notices,
 )
 
@@ -63,7 +63,7 @@ def test_whoever_waits_says_so_now_and_then(clock: list[float]) -> None:
         monitor.wait_for("a capture", Path("x.lock"), "precompute")
         clock[0] += WAITING_SECONDS / 50
     assert [event.data["phase"] for event in heard] == ["waiting for a capture"] * 2
-    with pytest.raises(WorkHeldElsewhere) as caught:
+    with pytest.raises(WorkHeldByAnother) as caught:
         Monitor(patient=False).wait_for("a capture", Path("x.lock"), "precompute")
     assert caught.value.lock == Path("x.lock")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from bench.support.caches import make_codec, make_identity, make_shard
 from bench.support.paths import ROOT
 from cache.disk import list_file_sizes
 from cache.manifest import CacheIdentity
 from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences
-from cache.testing import make_codec, make_identity, make_shard
 
 #: The vocabulary of the caches.
 V = 300

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.support.caches import fill_cache, make_cache
 from bench.support.faults import small_disk
 from bench.support.harness import Parts
 from bench.support.judge import find_job_violations, hash_files, list_written, make_reference
@@ -26,7 +27,6 @@ from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheError
 from cache.store import open_cache
-from cache.testing import fill_cache, make_cache
 from cache.writing.writer import open_writer
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.store.embedded import find_free_port

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from bench.support.caches import make_codec, make_identity, make_records, make_sequences
 from bench.support.paths import AUSTEN, DATA
 from cache.checking.verify import verify_cache
 from cache.codec import Codec
@@ -30,7 +31,6 @@ from cache.profiles.sampled import Sample
 from cache.profiles.whole import HiddenReading
 from cache.records import Records
 from cache.rounding import RecordPositions, make_cosine_basis
-from cache.testing import make_codec, make_identity, make_records, make_sequences
 from kd.capture.recording import Recorder
 from kd.capture.sampling import Randomness, Sampler
 from kd.config.job import JobConfig

@@ -33,6 +33,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.support.caches import make_identity
 from bench.support.paths import DATA
 from cache.codec import Codec
 from cache.manifest import CodecIdentity, Provenance
@@ -40,7 +41,6 @@ from cache.profiles.sampled import Sample
 from cache.records import Records, Sequences
 from cache.rounding import PARTITION_STEP, RecordPositions
 from cache.store import open_cache
-from cache.testing import make_identity
 from cache.writing.writer import open_writer
 from kd.capture.knots import choose_knots
 from kd.capture.recording import Recorder

@@ -35,7 +35,7 @@ from kd.models.loading import build_student, load_model
 from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import load_tokenizer
 from kd.progress import SILENT
-from kd.text.batches import CachedRecords, Source
+from kd.text.batches import Source
 from kd.text.corpus import Corpus, load_corpus
 from kd.training.loop import train
 
@@ -171,7 +171,7 @@ def measure_held_out(
     job = make_job(told, group, arguments, seed)
     wanted = make_capture_plan(job, *_load_text(arguments))
     store = open_cache(work / "caches" / wanted.identity.fingerprint)
-    sealed = CachedRecords(store)
+    sealed = store
     source: Source = sealed if told.alter is None else AlteredCache(sealed, told.alter, told.name)
     student = make_student(group, job, arguments, seed, work)
     with tempfile.TemporaryDirectory(dir=work) as run_dir:

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 from cache.codec import Codec
 from cache.records import Records, Sequences
 from cache.rounding import TOP_STEP, UNKNOWN, choose_id_dtype
+from cache.store import Cache
 from kd.exchange import distillkit
 from kd.loss.whole_targets import HiddenTarget, decode_lm_head
 from kd.models.lm_head import LMHead
-from kd.text.batches import CachedRecords, Source
+from kd.text.batches import Source
 
 #: Makes other records, from the numbers of the sequences, the sequences and their records.
 Alter = Callable[[NDArray[np.int64], Sequences, Records], Records]
@@ -76,14 +77,14 @@ class AlteredCache:
     altered in different ways differ in their identity.
     """
 
-    source: CachedRecords
+    source: Cache
     alter: Alter
     name: str
 
     train_count = property(lambda self: self.source.train_count)
     validation_count = property(lambda self: self.source.validation_count)
     shard_sequences = property(lambda self: self.source.shard_sequences)
-    identity = property(lambda self: f"{self.source.identity}, {self.name}")
+    fingerprint = property(lambda self: f"{self.source.fingerprint}, {self.name}")
     disk_reads = property(lambda self: self.source.disk_reads)
 
     @property
@@ -175,7 +176,7 @@ def make_dense_draws(draws: int) -> Alter:
     return alter
 
 
-def make_hidden_draws(draws: int, source: CachedRecords) -> Alter:
+def make_hidden_draws(draws: int, source: Cache) -> Alter:
     """Draw with replacement from the teacher's distribution, which its hidden states give.
 
     A sequence always gets the same draws. Probabilities exist for a few positions at a time.
@@ -204,7 +205,7 @@ class ProbabilityReader:
     lm_head: LMHead
 
     @classmethod
-    def of(cls, source: CachedRecords) -> ProbabilityReader:
+    def of(cls, source: Cache) -> ProbabilityReader:
         """Read the LM head of ``source``, a cache of profile hidden."""
         codec = source.codec
         device = torch.device("cpu")
@@ -261,7 +262,7 @@ def _find_drawn_tokens(
     return ids, np.take_along_axis(steps, order, 1)
 
 
-def choose_draws(source: CachedRecords, entries: float) -> int:
+def choose_draws(source: Cache, entries: float) -> int:
     """Choose the number of draws that gives ``entries`` distinct tokens a position, or just more.
 
     ``source`` is a cache of profile hidden. The expected number of distinct tokens of n draws is

@@ -143,7 +143,7 @@ def read_teacher(study: Study) -> NDArray[np.float64] | None:
     row = next((row for row in study.rows if not row.plain), None)
     if row is None:
         return None
-    store = study.open_caches(row)[0].store
+    store = study.open_caches(row)[0]
     _, records = store.read(store.validation)
     known_N = records["known"][:, 0].astype(np.float64)
     return np.where(known_N == UNKNOWN, 0.0, np.exp(-known_N * KNOWN_STEP))

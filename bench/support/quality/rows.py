@@ -32,8 +32,9 @@ from bench.support.quality.methods import (
     make_hidden_draws,
     make_renormalisation,
 )
+from cache.store import Cache
 from kd.errors import DataError
-from kd.text.batches import CachedRecords, Source
+from kd.text.batches import Source
 
 PLAIN = "cross-entropy only"
 FULL = "all of p"
@@ -66,7 +67,7 @@ class Told:
 
 
 #: Makes the records of a row from its caches.
-Open = Callable[[list[CachedRecords]], Told]
+Open = Callable[[list[Cache]], Told]
 
 
 @dataclass(frozen=True)
@@ -120,16 +121,16 @@ def _make_like(name: str, threshold: str) -> Row:
     # To choose takes some seconds, and the students of all seeds have the same caches.
     chosen: dict[str, int] = {}
 
-    def open_like(caches: list[CachedRecords]) -> Told:
+    def open_like(caches: list[Cache]) -> Told:
         hidden, sampled = caches
-        if sampled.identity not in chosen:
-            chosen[sampled.identity] = choose_draws(hidden, count_entries(sampled))
-        return _open_draws(hidden, chosen[sampled.identity])
+        if sampled.fingerprint not in chosen:
+            chosen[sampled.fingerprint] = choose_draws(hidden, count_entries(sampled))
+        return _open_draws(hidden, chosen[sampled.fingerprint])
 
     return Row(name, (HIDDEN, section), open_like)
 
 
-def _open_draws(hidden: CachedRecords, draws: int) -> Told:
+def _open_draws(hidden: Cache, draws: int) -> Told:
     name = f"{draws} draws with replacement"
     source = AlteredCache(hidden, make_hidden_draws(draws, hidden), name)
     return Told(source, DRAWN_TOKEN_BYTES * count_entries(source))
@@ -138,7 +139,7 @@ def _open_draws(hidden: CachedRecords, draws: int) -> Told:
 def _make_distillkit(name: str, which: str | None, exact: str | None) -> Row:
     settings = DISTILLKIT[which] if which else make_exact_settings(int(exact or 0))
 
-    def open_compressed(caches: list[CachedRecords]) -> Told:
+    def open_compressed(caches: list[Cache]) -> Told:
         compression = make_compression(settings, caches[0].codec.vocabulary_size)
         source = AlteredCache(caches[0], make_distillkit_rounding(compression), name)
         return Told(source, float(compression.logprob_bytes + compression.id_bytes))

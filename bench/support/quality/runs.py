@@ -93,7 +93,7 @@ class TrainingOnly:
     validation_count = 0
     train_count = property(lambda self: self.source.train_count)
     shard_sequences = property(lambda self: self.source.shard_sequences)
-    identity = property(lambda self: self.source.identity)
+    fingerprint = property(lambda self: self.source.fingerprint)
     codec = property(lambda self: self.source.codec)
     disk_reads = property(lambda self: self.source.disk_reads)
 
@@ -144,8 +144,8 @@ def locate_run(study: Study, row: Row, seed: int, source: Source) -> Path:
     """Return the folder of a run, which is named after all that shapes its student."""
     job = study.make_job(row, seed)
     shaping = [
-        compute_resume_identity(job, source.identity),
-        PlainText(study.text.corpus).identity,
+        compute_resume_identity(job, source.fingerprint),
+        PlainText(study.text.corpus).fingerprint,
         str(study.untied),
         str(job.loss.tail_control),
     ]
@@ -236,4 +236,4 @@ def measure_records(study: Study, row: Row, told: Told) -> tuple[float | None, f
     entries = count_entries(told.source)
     if told.bytes_per_token is not None:
         return entries, told.bytes_per_token, False
-    return entries, study.open_caches(row)[0].store.bytes_per_token, True
+    return entries, study.open_caches(row)[0].bytes_per_token, True

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from bench.support.quality.rows import Row, parse_rows
-from cache.store import open_cache
+from cache.store import Cache, open_cache
 from kd.capture.plan import CapturePlan, make_capture_plan
 from kd.config.job import JobConfig
 from kd.config.jobfile import apply_overrides, parse_config
@@ -22,7 +22,6 @@ from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import load_tokenizer
 from kd.models.vocabulary import choose_source_vocabulary
 from kd.preflight.problems import Folders, Machine, find_problems
-from kd.text.batches import CachedRecords
 from kd.text.corpus import Corpus, load_corpus
 
 #: Sequences of a shard: a capture that is stopped loses at most this many.
@@ -148,13 +147,10 @@ class Study:
     def _plans(self) -> dict[str, CapturePlan]:
         return {}
 
-    def open_caches(self, row: Row) -> list[CachedRecords]:
+    def open_caches(self, row: Row) -> list[Cache]:
         """Open the sealed caches of a row."""
         identities = [self.plan_capture(row, cache).identity for cache in row.caches]
-        return [
-            CachedRecords(open_cache(self.caches / identity.fingerprint, identity))
-            for identity in identities
-        ]
+        return [open_cache(self.caches / identity.fingerprint, identity) for identity in identities]
 
     @property
     def caches(self) -> Path:

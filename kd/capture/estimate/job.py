@@ -27,7 +27,7 @@ from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.files import measure_free_bytes
 from kd.models.folder import find_source
-from kd.text.files import find_files
+from kd.text.text_files import find_files
 
 #: Disk space that must stay free beside the cache, as a share of the cache: estimates err.
 MARGIN = 0.05

@@ -19,10 +19,16 @@ from kd.errors import ConfigError, DataError, ModelError, Problem
 from kd.models.folder import find_source
 from kd.text.chat.chat import Chat, Completion
 from kd.text.corpus import count_held_out, count_kept_held_out, describe_held_out
-from kd.text.files import choose_format, find_files, find_packing, find_suffix, is_saved_dataset
 from kd.text.mixtures import name_source
 from kd.text.reading.contents import unpack
 from kd.text.rows import COLUMNS, read_cell
+from kd.text.text_files import (
+    choose_format,
+    find_files,
+    find_packing,
+    find_suffix,
+    is_saved_dataset,
+)
 
 #: Bytes of English text per token; used where the tokenizer is not on this machine.
 BYTES_PER_TOKEN = 4.0

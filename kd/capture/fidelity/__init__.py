@@ -1,1 +1,1 @@
-"""Whether the records of a cache are what the live teacher says of the text."""
+"""Compare the records of a cache with the live teacher."""

@@ -1,9 +1,8 @@
-"""What a faithful cache may differ by from its teacher; other weights exceed it by far."""
+"""The bounds within which a faithful cache differs from its teacher."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from cache.codec import Codec
 from cache.manifest import FidelityRow
@@ -18,72 +17,44 @@ PARTITION_ERROR = 5e-3
 LEAST_AGREEMENT = 0.9
 
 
-@dataclass(frozen=True)
-class FidelityBounds:
-    """The bounds of a faithful cache; other weights or shifted positions exceed them by far."""
+def find_problems(codec: Codec, noise: float, row: FidelityRow) -> list[str]:
+    """Return one line for each value of ``row`` that is out of the bounds of a faithful cache.
 
-    codec: Codec
-    noise: float
-
-    def find_problems(self, row: FidelityRow) -> list[str]:
-        """Return one line for each value of ``row`` that is out of bounds."""
-        limits = {
-            "kept_error": self._kept_error(row),
-            "kl": self._kl(row),
-            "bias_z": LARGEST_Z,
-            "stored_z": LARGEST_Z,
-            "gold_error": self._gold_error(row),
-            "entropy_error": self._entropy_error(row),
-        }
-        measured = {name: getattr(row, name) for name in limits}
-        lines = [
-            f"{name} at temperature {row.temperature:g} is {value:.3g}, "
-            f"but must be at most {limits[name]:.3g}"
-            for name, value in measured.items()
-            if value is not None and not abs(value) <= limits[name]
-        ]
-        if row.top1_agreement is not None and not row.top1_agreement >= LEAST_AGREEMENT:
-            got = f"top1_agreement at temperature {row.temperature:g} is {row.top1_agreement:.3g}"
-            lines.append(f"{got}, but must be at least {LEAST_AGREEMENT:g}")
-        return lines
-
-    def _kept_error(self, row: FidelityRow) -> float:
-        """Bound the error by the rounding step; for tempered add the log-partition's error."""
-        return math.expm1((self._step + self.noise) / row.temperature) + self._partition_error
-
-    def _gold_error(self, row: FidelityRow) -> float:
-        """Bound the relative error of the next token's probability.
-
-        It is larger for dense and hidden where p is small. For tempered, the normaliser A adds the
-        rounding of its head tokens.
-        """
-        step = KNOWN_STEP + self.codec.rules.gold_steps * self._step
-        return math.expm1((step + self.noise) / row.temperature) + self._partition_error
-
-    def _kl(self, row: FidelityRow) -> float:
-        """Bound KL by E_p[delta^2] / 2 for errors delta in log p."""
-        step = self._step / row.temperature
-        noise = self.noise / row.temperature
-        return (step**2 + noise**2) / 2 + 1e-6
-
-    def _entropy_error(self, row: FidelityRow) -> float:
-        """Bound the error of the mean entropy.
-
-        A stored entropy is rounded stochastically: the bound is Hoeffding's for a probability of
-        1e-9. Other profiles compute it, so it changes with the log-probabilities.
-        """
-        if not self.codec.rules.any_temperature:
-            return ENTROPY_STEP * math.sqrt(math.log(2e9) / (2 * row.positions)) + 5 * self.noise
-        return 5 * (self._step + self.noise) / row.temperature + 5 * self._partition_error
-
-    @property
-    def _step(self) -> float:
-        """The largest error of a stored log-probability, in nats."""
-        return self.codec.rules.find_step(self.codec)
-
-    @property
-    def _partition_error(self) -> float:
-        return PARTITION_ERROR if self.codec.rules.keeps_partition else 0.0
+    Other weights or shifted positions exceed them by far. ``noise`` is what the teacher is allowed,
+    in nats.
+    """
+    rules = codec.rules
+    step = rules.find_step(codec)  # the largest error of a stored log-probability, in nats
+    partition = PARTITION_ERROR if rules.keeps_partition else 0.0
+    # Where p is small the next token's error is larger for dense and hidden, and the normaliser of
+    # tempered adds the rounding of its head tokens.
+    gold_step = KNOWN_STEP + rules.gold_steps * step
+    if rules.any_temperature:
+        # The entropy is computed, so it changes with the log-probabilities.
+        entropy = 5 * (step + noise) / row.temperature + 5 * partition
+    else:
+        # It is rounded stochastically: the bound is Hoeffding's for a probability of 1e-9.
+        entropy = ENTROPY_STEP * math.sqrt(math.log(2e9) / (2 * row.positions)) + 5 * noise
+    limits = {
+        "kept_error": math.expm1((step + noise) / row.temperature) + partition,
+        # E_p[delta^2] / 2 for errors delta in log p.
+        "kl": ((step / row.temperature) ** 2 + (noise / row.temperature) ** 2) / 2 + 1e-6,
+        "bias_z": LARGEST_Z,
+        "stored_z": LARGEST_Z,
+        "gold_error": math.expm1((gold_step + noise) / row.temperature) + partition,
+        "entropy_error": entropy,
+    }
+    measured = {name: getattr(row, name) for name in limits}
+    lines = [
+        f"{name} at temperature {row.temperature:g} is {value:.3g}, "
+        f"but must be at most {limits[name]:.3g}"
+        for name, value in measured.items()
+        if value is not None and not abs(value) <= limits[name]
+    ]
+    if row.top1_agreement is not None and not row.top1_agreement >= LEAST_AGREEMENT:
+        got = f"top1_agreement at temperature {row.temperature:g} is {row.top1_agreement:.3g}"
+        lines.append(f"{got}, but must be at least {LEAST_AGREEMENT:g}")
+    return lines
 
 
 def find_tie_width(codec: Codec) -> float:

@@ -69,7 +69,7 @@ class TeacherLocation:
         """Find the teacher ``name``, by default the one that the cache names.
 
         A name is a folder, a GGUF file or a hub id. Raises ``FidelityError`` for a cache whose
-        teacher cannot be run, such as a remote one, and ``ModelError`` where no model is found.
+        teacher cannot be run, such as a remote one, and ``ModelError`` if no model is found.
         """
         _require_live(store)
         recorded = store.manifest.teacher

@@ -84,7 +84,7 @@ class PositionSample:
 def read_samples(store: Cache, live: LiveTeacher, positions: int) -> Iterator[PositionSample]:
     """Read about ``positions`` positions, from sequences at equal distances over the cache.
 
-    Raises ``ModelError`` where the teacher's logits are not finite.
+    Raises ``ModelError`` if the teacher's logits are not finite.
     """
     numbers = _space_evenly(len(store), math.ceil(positions / PER_SEQUENCE))
     for start in range(0, len(numbers), SEQUENCES_PER_READ):
@@ -123,7 +123,7 @@ class _DocumentSample:
     stored: Records
 
     def read_beside_copies(self, live: LiveTeacher) -> Tensor | None:
-        """Return the hidden states of the positions; None where memory holds only one copy."""
+        """Return the hidden states of the positions; None if memory holds only one copy."""
         copies = Sequences.concatenate([self.document] * self.copies)
         hidden_ND = read_together(lambda part: live.compute_states(part)[0], copies)
         return None if hidden_ND is None else hidden_ND[self.places]

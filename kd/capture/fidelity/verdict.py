@@ -1,10 +1,10 @@
-"""Whether a measurement is that of a faithful cache, and what to do if it is not."""
+"""Decide whether a measurement is that of a faithful cache, and say what to do if it is not."""
 
 from __future__ import annotations
 
 from cache.manifest import FidelityOverride
 from cache.store import Cache
-from kd.capture.fidelity.bounds import FidelityBounds
+from kd.capture.fidelity.bounds import find_problems
 from kd.capture.fidelity.measure import FidelityMeasurement, round_number
 from kd.capture.noise import LARGEST_NOISE, choose_allowed_noise
 from kd.config.cache import CacheConfig
@@ -25,10 +25,8 @@ _REMEDY_BY_PROFILE = {
 
 def find_out_of_bounds(store: Cache, found: FidelityMeasurement) -> list[str]:
     """Return one line for each value that is out of the bounds of a faithful cache."""
-    bounds = FidelityBounds(
-        store.codec, choose_allowed_noise(store.identity.teacher.dtype, found.noise)
-    )
-    lines = [line for row in found.rows for line in bounds.find_problems(row)]
+    allowed = choose_allowed_noise(store.identity.teacher.dtype, found.noise)
+    lines = [line for row in found.rows for line in find_problems(store.codec, allowed, row)]
     if not found.noise <= LARGEST_NOISE:
         lines.append(
             f"the teacher's own noise between two batches is {found.noise:.3g} nats, but must be "
@@ -37,9 +35,17 @@ def find_out_of_bounds(store: Cache, found: FidelityMeasurement) -> list[str]:
     return lines
 
 
-def require_fidelity(store: Cache, found: FidelityMeasurement) -> None:
-    """Raise ``FidelityError`` naming every value that is out of bounds."""
-    if lines := find_out_of_bounds(store, found):
+def judge_fidelity(
+    store: Cache, found: FidelityMeasurement, config: CacheConfig
+) -> FidelityOverride | None:
+    """Raise ``FidelityError`` naming every value that is out of bounds; ``config`` may overrule it.
+
+    Returns the verdict that was overruled; None for a faithful cache.
+    """
+    lines = find_out_of_bounds(store, found)
+    if not lines:
+        return None
+    if config.fidelity == "refuse":
         raise FidelityError(
             f"{store.folder}: the records differ from the teacher: {'; '.join(lines)}.",
             _REMEDY
@@ -47,19 +53,4 @@ def require_fidelity(store: Cache, found: FidelityMeasurement) -> None:
             + f" To capture it again, delete {store.folder} first. To accept the records as they "
             f"are, set {OVERRULING_FIELD}: the cache keeps the verdict.",
         )
-
-
-def judge_fidelity(
-    store: Cache, found: FidelityMeasurement, config: CacheConfig
-) -> FidelityOverride | None:
-    """Raise ``FidelityError`` as ``require_fidelity`` does, unless ``config`` overrules that.
-
-    Returns the verdict that was overruled; None for a faithful cache.
-    """
-    if config.fidelity == "refuse":
-        require_fidelity(store, found)
-        return None
-    lines = find_out_of_bounds(store, found)
-    if not lines:
-        return None
     return FidelityOverride(round_number(found.noise), tuple(lines), OVERRULING_FIELD)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from kd.text.chat.calls import write_arguments
 
+#: A message of a chat, {role, content, ...}, as templates take it.
+Message = dict[str, Any]
 #: The keys that may hold the reasoning before an answer; transformers takes each for the others.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -88,7 +90,7 @@ class Form(NamedTuple):
         """Return ``chat`` in this form."""
         return replace(chat, messages=list(map(self._shape_message, chat.messages)))
 
-    def _shape_message(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _shape_message(self, message: Message) -> Message:
         content = message["content"]
         calls = message.get("tool_calls")
         if calls and self.as_null and not content:

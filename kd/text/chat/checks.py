@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from kd.text.chat.chat import REASONING, list_texts
+from kd.text.chat.chat import REASONING, Message, list_texts
 
 #: The tags around the reasoning in an answer; a template may write others in their place.
 _TAGS = re.compile(r"</?think>")
@@ -29,20 +29,20 @@ def holds(shown: str, said: str) -> bool:
     return said.strip() in shown or squeeze(said) in squeeze(shown)
 
 
-def read_content(message: dict[str, Any]) -> str:
+def read_content(message: Message) -> str:
     """Return the content of a message in any form as a text."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def drop_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+def drop_reasoning(message: Message) -> Message:
     """Return a message without its reasoning, which templates leave out of earlier answers."""
     said = read_content(message).rpartition("</think>")[2]
     kept: Any = [{"type": "text", "text": said}] if isinstance(message["content"], list) else said
     return {key: each for key, each in message.items() if key not in REASONING} | {"content": kept}
 
 
-def find_lost(message: dict[str, Any], shown: str) -> str | None:
+def find_lost(message: Message, shown: str) -> str | None:
     """Name what a message says and the text ``shown`` does not, if there is anything."""
     for key in ("content", *REASONING):
         said = read_content(message) if key == "content" else message.get(key)
@@ -73,7 +73,7 @@ def _find_lost_in_call(function: dict[str, Any], shown: str) -> str | None:
     return None
 
 
-def is_open(message: dict[str, Any], shown: str) -> bool:
+def is_open(message: Message, shown: str) -> bool:
     """Return whether nothing stands after the answer in ``shown``: no token ends the turn."""
     if message.get("tool_calls"):
         return re.search(r"[}\]]\s*$|</\w*(call|calls|function)>\s*$", shown) is not None

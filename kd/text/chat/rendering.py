@@ -51,7 +51,7 @@ def render(
     special: dict[str, Any] = dict(tokenizer.special_tokens_map)
     # Each turn of a loop looks at the clock: nothing else can end a template that loops.
     bounded = _LOOP.sub(r"\g<0>{% set _ = look_at_clock() \1%}", get_template(chat, tokenizer))
-    # transformers hands plain values alone to a template, and keeps a template that it compiled.
+    # transformers hands only plain values to a template, and keeps a template that it compiled.
     templates._compile_jinja_template(bounded).globals["look_at_clock"] = _look_at_clock
     _clock.end = time.thread_time() + MOST_SECONDS
     rendered: Any = templates.render_jinja_template(

@@ -16,8 +16,9 @@ from typing import Any, BinaryIO, TextIO
 from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.files import LFS_REMEDY, is_lfs_pointer
-from kd.text.files import choose_format, find_packing, find_suffix, refuse_unreadable
 from kd.text.reading.tables import read_parquet_rows
+from kd.text.rows import Row
+from kd.text.text_files import choose_format, find_packing, find_suffix, refuse_unreadable
 
 #: What a file raises that is not UTF-8, not gzip or zstd, cut short, or not readable.
 BROKEN = (UnicodeDecodeError, OSError, EOFError, zlib.error)
@@ -108,7 +109,7 @@ def explain_broken(path: Path, place: str, error: Exception) -> DataError:
     return DataError(f"{place} cannot be read: {why}{error}.", remedy)
 
 
-def name_rows(rows: Iterable[dict[str, Any]], where: str, remedy: str) -> Iterator[dict[str, Any]]:
+def name_rows(rows: Iterable[Row], where: str, remedy: str) -> Iterator[Row]:
     """Pass ``rows`` on; raise ``DataError`` that names the first which cannot be read."""
     iterator = iter(rows)
     for number in itertools.count(1):
@@ -126,7 +127,7 @@ def name_rows(rows: Iterable[dict[str, Any]], where: str, remedy: str) -> Iterat
         yield row
 
 
-def open_rows(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
+def open_rows(path: Path, config: DataConfig) -> Iterable[Row]:
     """Open the rows of a file that is not plain text."""
     require_content(path)
     kinds = (choose_format(path, config), find_suffix(path)[1:])
@@ -135,7 +136,7 @@ def open_rows(path: Path, config: DataConfig) -> Iterable[dict[str, Any]]:
     return read_json_rows(path)
 
 
-def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file that has one JSON object per line, or a JSON array of them."""
     with path.open("rb") as raw, _decode(path, raw) as file:
         # A compressed file cannot be read from its beginning again.
@@ -204,16 +205,12 @@ def unpack(path: Path, raw: BinaryIO) -> Any:
     if packing == ".gz":
         return gzip.GzipFile(fileobj=raw)
     if packing == ".zst":
-        return _open_zstd(path, raw)
+        try:
+            import pyarrow
+        except ImportError:
+            raise DataError(
+                f"{path} is compressed with zstd, which needs pyarrow.",
+                "Install it: pip install 'potstill[worker]'.",
+            ) from None
+        return pyarrow.CompressedInputStream(raw, "zstd")
     return raw
-
-
-def _open_zstd(path: Path, raw: BinaryIO) -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise DataError(
-            f"{path} is compressed with zstd, which needs pyarrow.",
-            "Install it: pip install 'potstill[worker]'.",
-        ) from None
-    return pyarrow.CompressedInputStream(raw, "zstd")

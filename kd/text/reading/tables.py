@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kd.config.data import DataConfig
 from kd.errors import DataError
-from kd.text.files import find_packing
-from kd.text.rows import COLUMNS, drop_absent_fields
+from kd.text.rows import COLUMNS, Row, drop_absent_fields
+from kd.text.text_files import find_packing
 
 if TYPE_CHECKING:
     from pyarrow import Schema
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 #: Rows that are read at once.
 _BATCH = 1000
-
-Row = dict[str, Any]
 
 
 def read_parquet_rows(path: Path, config: DataConfig) -> Iterator[Row]:

@@ -38,7 +38,7 @@ LISTED_SEQUENCES = 1 << 24
 
 
 class SequenceOrder(Protocol):
-    """The order of an epoch: an array of all sequences, or an object that computes each alone."""
+    """The order of an epoch: an array of all sequences, or an object that computes each one."""
 
     def __getitem__(self, places: NDArray[np.int64], /) -> NDArray[np.int64]:
         """Return the numbers of the sequences at ``places``."""
@@ -81,7 +81,7 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
         return shuffle_epoch
     if options.order == "windows":
         return partial(order_by_windows, *choose_window(source))
-    # An order by content depends on the epoch alone: a few epochs in memory serve all threads.
+    # An order by content depends only on the epoch: a few epochs in memory serve all threads.
     if options.order == "length":
         _require_listable(source, options)
         lengths = [

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from cache.records import Sequences
+from cache.store import Cache
 from kd.config.train import TrainConfig
 from kd.parallel.group import ALONE, Group
-from kd.text.batches import Batch, CachedRecords, Source, make_batch
+from kd.text.batches import Batch, Source, make_batch
 from kd.text.packing import measure_text_lengths
 from kd.text.steps.order import EpochOrder, choose_epoch_order, list_step_epochs, list_step_indices
 
@@ -41,7 +42,9 @@ def read_training_batches(
     """
     arrange = choose_epoch_order(source, options, steps)
     load = partial(_load_step, source, options, arrange, group)
-    if isinstance(source, CachedRecords) and source.is_far(options):
+    # In random order a shard that cannot stay on the disk would be fetched for one sequence.
+    windows = options.order == "windows"
+    if isinstance(source, Cache) and source.mirror and (source.brings_whole or windows):
         load = partial(_load_far_step, source, options, arrange, load)
     if workers := count_loader_threads(options):
         return _read_ahead(load, steps, workers)
@@ -69,7 +72,7 @@ def _load_step(
 
 
 def _load_far_step(
-    source: CachedRecords,
+    source: Cache,
     options: TrainConfig,
     arrange: EpochOrder,
     load: Callable[[int], list[Batch]],
@@ -77,7 +80,7 @@ def _load_far_step(
 ) -> list[Batch]:
     """Load a step from a bucket, and begin to fetch what the steps after it need."""
     for later in range(step, step + FAR_STEPS):
-        source.store.prefetch(_list_step_slots(source, options, arrange, later)[0])
+        source.prefetch(_list_step_slots(source, options, arrange, later)[0])
     return load(step)
 
 

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 from cache.disk import hash_file
 from kd.config.data import DataConfig, DatasetSpec, TextSources
 from kd.errors import DataError
-from kd.text.files import find_files, is_saved_dataset, list_all_files
 from kd.text.sources import open_dataset
+from kd.text.text_files import find_files, is_saved_dataset, list_all_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: The inputs of a store, as JSON.
+Inputs = dict[str, Any]
 #: The fields of the section ``data`` that change the sequences of a source.
 _FIELDS = (
     "format", "text_column", "document_separator", "assistant_only_loss", "sequence_length",
@@ -43,7 +45,7 @@ def describe_inputs(
     tokenizer: PreTrainedTokenizerBase,
     size: int | None,
     wanted: int | None,
-) -> dict[str, Any]:
+) -> Inputs:
     """Describe everything that decides the first ``wanted`` sequences of ``sources``, as JSON.
 
     ``field`` is train or validation, and ``size`` is V, the size of the vocabulary.
@@ -57,12 +59,12 @@ def describe_inputs(
     }
 
 
-def name_inputs(inputs: dict[str, Any]) -> str:
+def name_inputs(inputs: Inputs) -> str:
     """Return the name of the store that is made of ``inputs``."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 
 
-def require_inputs(folder: Path, found: Any, expected: dict[str, Any]) -> None:
+def require_inputs(folder: Path, found: Any, expected: Inputs) -> None:
     """Raise ``DataError`` if the store in ``folder`` was made of other inputs."""
     if found == expected:
         return
@@ -75,7 +77,7 @@ def require_inputs(folder: Path, found: Any, expected: dict[str, Any]) -> None:
     )
 
 
-def _show(inputs: dict[str, Any], names: list[str]) -> str:
+def _show(inputs: Inputs, names: list[str]) -> str:
     return ", ".join(f"{name} {str(inputs.get(name))[:80]}" for name in names)
 
 
@@ -122,7 +124,7 @@ def _describe_file(file: Path) -> list[str | int]:
     return [str(file.absolute()), str(file.resolve()), about.st_size, about.st_ino, *times]
 
 
-def hash_young_files(inputs: dict[str, Any]) -> dict[str, str]:
+def hash_young_files(inputs: Inputs) -> dict[str, str]:
     """Map each file in ``inputs`` that may change again without another time to its sha256."""
     now = time.time_ns()
     files = [file for source in inputs["sources"] for file in source.get("files", ())]

@@ -9,7 +9,7 @@ class TextPlace(NamedTuple):
     """The place of a token in the sources of a text.
 
     ``source``, ``file`` and ``row`` count from 0; a dataset is one file, and a text file one row.
-    ``batch`` is a batch of pieces of a long text (``kd.text.pieces``) that the token is in or
+    ``batch`` is a batch of pieces of a long text (``kd.text.text_encoder``) that the token is in or
     after, and ``before`` the tokens of the row before this batch. ``tokens`` counts the tokens of
     the row before the place.
     """

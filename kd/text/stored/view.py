@@ -5,8 +5,6 @@ Shapes: S sequences, L positions of a sequence.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,16 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.disk import hash_file
+from cache.reading.memory import KeptValues
 from cache.reading.usage import hold_for
 from cache.records import Sequences
 from kd.text.stored.packed import iterate
-from kd.text.stored.shards import (
-    ShardArrays,
-    TextManifest,
-    TokenSeal,
-    damaged,
-    locate_shard,
-)
+from kd.text.stored.shard_files import ShardArrays, TextManifest, TokenSeal, damaged, locate_shard
 
 #: Shards that are mapped into memory at once.
 _OPEN_SHARDS = 8
@@ -42,8 +35,7 @@ class TokenStore:
         self.folder = folder
         hold_for(self, folder)
         self.manifest = TextManifest.read(folder)
-        self._lock = threading.Lock()
-        self._open = OrderedDict[int, ShardArrays]()
+        self._open: KeptValues[ShardArrays] = KeptValues(_OPEN_SHARDS)
         self._compared = bytearray(-(-len(self) // self.manifest.layout.shard_sequences))
 
     def __len__(self) -> int:
@@ -51,13 +43,7 @@ class TokenStore:
 
     def read_shard(self, index: int) -> ShardArrays:
         """Return the arrays of shard ``index``."""
-        with self._lock:
-            if index not in self._open:
-                self._open[index] = self._map_shard(index)
-                if len(self._open) > _OPEN_SHARDS:
-                    self._open.popitem(last=False)
-            self._open.move_to_end(index)
-            return self._open[index]
+        return self._open.get(index, self._map_shard, index)
 
     def read_seal(self, index: int) -> TokenSeal:
         """Return the seal of shard ``index``."""

@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from cache.disk import hash_file, locked, make_folder, remove_path, storage_errors, write_file
 from cache.errors import StorageError
-from cache.records import Sequences
 from kd.errors import DataError
 from kd.files import format_bytes, measure_free_bytes, write_json
 from kd.progress import SILENT, Monitor
 from kd.text.mixtures import TextReader
 from kd.text.packing import join_blocks
 from kd.text.reading.notes import TextNotes
-from kd.text.stored.inputs import hash_young_files, require_inputs
+from kd.text.stored.inputs import Inputs, hash_young_files, require_inputs
 from kd.text.stored.places import Cursor
-from kd.text.stored.shards import (
+from kd.text.stored.shard_files import (
     FORMAT,
     INPUTS,
     MANIFEST,
@@ -52,7 +50,7 @@ class StoreOrder:
     """
 
     layout: Layout
-    describe: Callable[[], dict[str, Any]]
+    describe: Callable[[], Inputs]
     read: Callable[[Cursor | None], TextReader]
     wanted: int | None
     source_bytes: int
@@ -72,7 +70,11 @@ def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> N
             if (folder / INPUTS).is_file() and _has_changed(folder):
                 remove_path(folder)
             make_folder(folder)
-            inputs = _begin(folder, order)
+            inputs = order.describe()
+            if not (folder / INPUTS).is_file():
+                young = hash_young_files(inputs)
+                write_json(folder / INPUTS, {"format": FORMAT, "inputs": inputs, "young": young})
+            check_inputs(folder, inputs)
             if (folder / MANIFEST).is_file():
                 return
             done = StoreProgress.read(folder)
@@ -85,17 +87,7 @@ def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> N
             remove_path(folder / PROGRESS)
 
 
-def _begin(folder: Path, order: StoreOrder) -> dict[str, Any]:
-    """Write the inputs of a new store, or compare those of one that was begun; return them."""
-    inputs = order.describe()
-    if not (folder / INPUTS).is_file():
-        young = hash_young_files(inputs)
-        write_json(folder / INPUTS, {"format": FORMAT, "inputs": inputs, "young": young})
-    check_inputs(folder, inputs)
-    return inputs
-
-
-def is_current(folder: Path, expected: dict[str, Any]) -> bool:
+def is_current(folder: Path, expected: Inputs) -> bool:
     """Return whether the store in ``folder`` is complete; raise if it is not of ``expected``."""
     if not (folder / MANIFEST).is_file():
         return False
@@ -109,7 +101,7 @@ def _has_changed(folder: Path) -> bool:
     return any(not Path(file).is_file() or hash_file(Path(file)) != young[file] for file in young)
 
 
-def check_inputs(folder: Path, expected: dict[str, Any]) -> None:
+def check_inputs(folder: Path, expected: Inputs) -> None:
     """Raise ``DataError`` if the store was made of other inputs, or by another version."""
     found = read_object(folder, folder / INPUTS)
     require_format(folder, found)
@@ -121,7 +113,13 @@ def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) 
     reader = order.read(None if found is None else found.cursor)
     done = found or StoreProgress(0, 0, 0, "", reader.cursor)
     order.notes.recall(done.notes)
-    while (sequences := _read_shard(reader, _count_next(order, done.sequences))) is not None:
+    size = order.layout.shard_sequences
+    while True:
+        most = size if order.wanted is None else min(size, order.wanted - done.sequences)
+        parts = list(reader.read_all(most))
+        if not parts:
+            break
+        sequences = join_blocks(parts)
         path = locate_shard(folder, done.shards)
         data = order.layout.encode(sequences)
         seal = TokenSeal.of(data, sequences)
@@ -134,19 +132,7 @@ def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) 
     return TextManifest(order.layout, done.sequences, done.targets, done.sha256, reader.ended)
 
 
-def _count_next(order: StoreOrder, done: int) -> int:
-    """Count the sequences of the next shard at most; 0 if no more are wanted."""
-    size = order.layout.shard_sequences
-    return size if order.wanted is None else min(size, order.wanted - done)
-
-
-def _read_shard(reader: TextReader, most: int) -> Sequences | None:
-    """Read ``most`` sequences, or what is left; None if that is nothing."""
-    parts = list(reader.read_all(most))
-    return join_blocks(parts) if parts else None
-
-
-def _require_same(folder: Path, order: StoreOrder, inputs: dict[str, Any]) -> None:
+def _require_same(folder: Path, order: StoreOrder, inputs: Inputs) -> None:
     """Raise ``DataError`` if the text has changed since its reading began; what is read goes."""
     if order.describe() == inputs and not _has_changed(folder):
         return

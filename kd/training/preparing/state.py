@@ -28,7 +28,7 @@ def restore_state(setting: TrainingSetting, parts: StepParts) -> tuple[TrainStat
     """Return the state of the newest checkpoint, or a new one, and what a checkpoint must match."""
     config = setting.config
     folder = setting.folder
-    source = str(setting.source.identity)
+    source = setting.source.fingerprint
     identity = compute_resume_identity(config, source)
     earlier = find_earlier(config, folder, identity, source)
     state = _make_state(setting, parts, read_schedule_start(folder))

@@ -27,7 +27,7 @@ from cache.errors import PotstillError
 from cache.reading.memory import KeptValues
 from cache.store import Cache, open_unchecked, read_manifest
 from cache.viewing.grid import find_damaged_shards, read_grid
-from cache.viewing.records import read_page
+from cache.viewing.record_pages import read_page
 from cache.viewing.sample import sample_cache
 from cache.viewing.texts import TokenTexts
 from services.api.line_process import limit_memory
@@ -59,7 +59,7 @@ class CacheReader:
 
     def __init__(self) -> None:
         self._opened: OrderedDict[str, _OpenCache] = OrderedDict()
-        self._samples: KeptValues[dict[str, Any]] = KeptValues(KEPT_SAMPLES, lambda _: 1)
+        self._samples: KeptValues[dict[str, Any]] = KeptValues(KEPT_SAMPLES)
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to one order."""

@@ -36,7 +36,7 @@ from cache.errors import CacheError, StorageError
 from cache.reading.usage import read_last_use
 from cache.shards.names import FINGERPRINT, MANIFEST
 from kd.files import LOCK
-from kd.text.stored.shards import list_stores, remove_store
+from kd.text.stored.shard_files import list_stores, remove_store
 from services.settings import DAY_SECONDS, Settings
 from services.store.callers import LOCAL_CALLER
 from services.store.jobs.store import JobStore
@@ -45,7 +45,7 @@ from services.store.run_folder import INTERRUPTED, JOB_ID, is_held, list_spare_c
 from services.store.training_files import ABANDONED_SECONDS, TrainingFiles
 
 if TYPE_CHECKING:
-    from cache.operations import Garbage
+    from cache.remote.upkeep import Garbage
 
 #: The counter of the bytes that the rules have freed, by kind.
 FREED = "kd_retention_freed_bytes_total"

@@ -9,6 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.support.caches import (
+    make_cache,
+    make_codec,
+    make_identity,
+    make_reading,
+    make_records,
+    make_shard,
+)
 from cache.codec import Codec
 from cache.inspection import compute_cache_stats
 from cache.profiles.profile import Profile
@@ -16,8 +24,7 @@ from cache.profiles.table import PROFILES
 from cache.records import AXES
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, RecordPositions
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity, make_records, make_shard
-from cache.viewing.records import read_page
+from cache.viewing.record_pages import read_page
 from kd.config.cache import CacheConfig
 
 V = 60
@@ -34,11 +41,11 @@ def rules(codec: Codec) -> Profile:
     return codec.rules
 
 
-def make_reading(codec: Codec):
+def read_example(codec: Codec):
     rng = np.random.default_rng(3)
     logits_NV = rng.normal(0, 3, (N, V))
     logp_NV = logits_NV - np.log(np.exp(logits_NV).sum(1, keepdims=True))
-    return codec.rules.make_example(rng, codec, logp_NV[:, :1], logp_NV)
+    return make_reading(rng, codec, logp_NV)
 
 
 def test_a_profile_has_the_name_by_which_it_is_found(codec: Codec, rules: Profile) -> None:
@@ -53,7 +60,7 @@ def test_its_columns_are_known_to_a_reader(codec: Codec, rules: Profile) -> None
 
 
 def test_the_next_token_and_the_entropy_are_within_their_steps(codec: Codec) -> None:
-    reading = make_reading(codec)
+    reading = read_example(codec)
     places = RecordPositions(np.zeros(N, np.int64), np.arange(N))
     records = codec.encode(reading, places)
     gold = records["known"][:, 0] * -KNOWN_STEP
@@ -66,7 +73,7 @@ def test_the_next_token_and_the_entropy_are_within_their_steps(codec: Codec) -> 
 
 def test_a_reading_of_another_profile_is_refused(codec: Codec, rules: Profile) -> None:
     strange = next(each for each in PROFILES.values() if each.reading is not rules.reading)
-    other = make_reading(make_codec(strange.name).record_codec(V))
+    other = read_example(make_codec(strange.name).record_codec(V))
     with pytest.raises((AttributeError, ValueError)):
         codec.encode(other, RecordPositions(np.zeros(N, np.int64), np.arange(N)))
 

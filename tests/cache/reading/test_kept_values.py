@@ -23,7 +23,7 @@ def test_the_limit_holds_and_every_value_is_that_of_its_key(limit, wanted):
 
 
 def test_the_least_recently_used_value_is_dropped_first():
-    kept = KeptValues(2, lambda _: 1)
+    kept = KeptValues(2)
     made = []
     for key in "abacab":
         kept.get(key, lambda key=key: made.append(key))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.support.caches import make_cache
 from cache.checking.listing import list_caches
 from cache.errors import StoreError
 from cache.remote.address import (
@@ -14,7 +15,6 @@ from cache.remote.address import (
     read_binding,
 )
 from cache.remote.bucket import hide_secrets
-from cache.testing import make_cache
 
 
 @pytest.mark.parametrize("text", ["s3://bucket", "s3://bucket/a/b", "s3://bucket/a.b_c"])

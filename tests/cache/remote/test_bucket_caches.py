@@ -11,6 +11,14 @@ import zarr
 from obstore.store import S3Store
 from zarr.storage import ObjectStore
 
+from bench.support.caches import (
+    PROVENANCE,
+    fill_cache,
+    make_cache,
+    make_identity,
+    make_shard,
+    make_token_map,
+)
 from cache.checking.listing import list_caches, summarise_cache
 from cache.checking.verify import find_extras, find_missing, verify_cache
 from cache.disk import list_file_sizes
@@ -21,14 +29,6 @@ from cache.remote.address import StoreAddress, bind_caches
 from cache.remote.bucket import Bucket
 from cache.remote.mirror import name_data
 from cache.store import has_manifest, open_cache, replace_fidelity
-from cache.testing import (
-    PROVENANCE,
-    fill_cache,
-    make_cache,
-    make_identity,
-    make_shard,
-    make_token_map,
-)
 from cache.writing.writer import open_writer
 from tests.support.caches import IDENTITIES, IDENTITY, child, content, equal
 
@@ -37,7 +37,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from cache.writing.writer import open_writer
-from cache.testing import PROVENANCE, make_identity, make_shard, make_token_map
+from bench.support.caches import PROVENANCE, make_identity, make_shard, make_token_map
 identity = make_identity(train_sequences=int(sys.argv[2]))
 with open_writer(Path(sys.argv[1]), identity) as writer:
     writer.write_token_map(make_token_map(identity.tokenizer.vocabulary_size))

@@ -8,6 +8,7 @@ import pytest
 
 from bench.stores.proxy import ANSWERS, LASTING, PASSING, Proxy
 from bench.stores.server import KEYS
+from bench.support.caches import fill_cache, make_cache, make_identity
 from cache.checking.verify import verify_cache
 from cache.errors import PotstillError, StoreError, StoreUnfit
 from cache.remote import bucket as bucket_module
@@ -15,7 +16,6 @@ from cache.remote.address import StoreAddress, bind_caches
 from cache.remote.bucket import Bucket
 from cache.remote.probe import probe
 from cache.store import open_cache
-from cache.testing import fill_cache, make_cache, make_identity
 from cache.writing.writer import open_writer
 from tests.support.caches import equal
 

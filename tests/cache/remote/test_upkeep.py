@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.support.caches import make_cache, make_identity, make_shard
 from cache.checking.verify import verify_cache
 from cache.errors import CacheError, CacheNotFound
 from cache.operations import find_garbage, remove_cache, remove_garbage
@@ -10,7 +11,6 @@ from cache.remote import bucket as bucket_module
 from cache.remote.address import StoreAddress, bind_caches
 from cache.remote.bucket import Bucket, is_stored
 from cache.store import open_cache
-from cache.testing import make_cache, make_identity, make_shard
 from cache.writing.writer import open_writer
 
 DAY = 86400.0
@@ -32,7 +32,7 @@ def stored(address) -> Bucket:
 
 
 def find_stored(root, age: float):
-    return [each for each in find_garbage(root, age) if each.stored is not None]
+    return [each for each in find_garbage(root, age) if each.objects]
 
 
 def test_an_unfinished_capture_goes_when_it_is_old(root, elsewhere, objects) -> None:
@@ -54,7 +54,7 @@ def test_files_that_no_seal_names_go_and_all_others_stay(root, elsewhere, stored
     stored.put(f"{folder.name}/shards/000077.{'1' * 32}/zarr.json", b"an attempt without a seal")
     assert find_stored(elsewhere, DAY) == []
     [found] = find_stored(elsewhere, 0.0)
-    assert set(found.stored.names) == {
+    assert set(found.objects) == {
         lost,
         f"{folder.name}/shards/000077.{'1' * 32}/zarr.json",
     }

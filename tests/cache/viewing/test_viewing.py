@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.support.caches import fill_cache, make_cache, make_codec, make_identity, make_shard
 from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.inspection import compute_cache_stats
@@ -14,9 +15,8 @@ from cache.layout import Arrays
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP
 from cache.shards.names import locate_seal, name_shard
 from cache.store import Cache, open_cache, open_unchecked
-from cache.testing import fill_cache, make_cache, make_codec, make_identity, make_shard
 from cache.viewing.grid import MOST_CELLS, STATES, find_damaged_shards, read_grid
-from cache.viewing.records import SHOWN_ENTRIES, read_page
+from cache.viewing.record_pages import SHOWN_ENTRIES, read_page
 from cache.viewing.sample import ENTRY_BINS, choose_runs, sample_cache
 from cache.viewing.texts import TokenTexts
 from cache.writing.writer import open_writer

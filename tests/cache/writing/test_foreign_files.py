@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.caches import PROVENANCE, fill_cache, make_cache, make_shard
 from cache.checking.verify import find_extras, verify_cache
 from cache.disk import list_file_sizes, remove_path, storage_errors
 from cache.errors import StorageError
 from cache.store import open_cache
-from cache.testing import PROVENANCE, fill_cache, make_cache, make_shard
 from cache.writing.writer import open_writer
 from tests.support.caches import IDENTITY, content
 

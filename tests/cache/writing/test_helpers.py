@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.caches import PROVENANCE, fill_cache, make_shard
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.checking.verify import verify_cache
 from cache.errors import CacheError
 from cache.operations import exclude_captures, find_garbage
 from cache.store import locate_writers
-from cache.testing import PROVENANCE, fill_cache, make_shard
 from cache.writing.writer import open_helper, open_writer
 from tests.support.caches import IDENTITY, child, content, flip
 
@@ -23,7 +23,7 @@ from tests.support.caches import IDENTITY, child, content, flip
 HELPER = """
 import random, sys
 from pathlib import Path
-from cache.testing import make_identity, make_shard
+from bench.support.caches import make_identity, make_shard
 from cache.writing.writer import open_helper
 
 identity = make_identity()

@@ -23,7 +23,7 @@ from kd.models.folder import compute_fingerprint, resolve_model
 from kd.pipeline import run_stages
 from kd.preflight.problems import Folders, find_problems
 from kd.progress import Event, Monitor
-from kd.text.files import find_files
+from kd.text.text_files import find_files
 
 Job = dict[str, Any]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.testing import make_cache, make_codec, make_identity
+from bench.support.caches import make_cache, make_codec, make_identity
 from tests.support.kd.own_loops import HELD_OUT, LENGTH, PROFILES, TRAIN, VOCABULARY
 
 

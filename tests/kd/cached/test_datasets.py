@@ -18,7 +18,7 @@ from kd.cached.items import collate, split_batch
 from kd.cached.loss import make_training_batch
 from kd.cached.opening import OpenCache, open_cache
 from kd.config.train import TrainConfig
-from kd.text.batches import Batch, CachedRecords, make_batch
+from kd.text.batches import Batch, make_batch
 from kd.text.steps import order as ordering
 from kd.text.steps.reading import read_training_batches
 from tests.support.kd.own_loops import HELD_OUT, LENGTH, PROFILES, TRAIN
@@ -107,7 +107,7 @@ def test_an_epoch_selects_the_sample_of_the_tail(opened: OpenCache) -> None:
 
 def read_own_loop(opened: OpenCache, steps: int, order: str, size: int = 4) -> list[Batch]:
     options = TrainConfig(max_steps=1, batch_size=size, seed=7, order=order)
-    source = CachedRecords(open_store(opened.folder))
+    source = open_store(opened.folder)
     return [
         micro for step in read_training_batches(source, options, range(steps)) for micro in step
     ]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.support.caches import make_lm_head
 from cache.rounding import KNOWN_STEP, make_cosine_basis
-from cache.testing import make_lm_head
 from kd.cached.decoding import IGNORED
 from kd.cached.opening import open_cache
 from tests.support.kd.own_loops import LENGTH, TRAIN, VOCABULARY

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
+from bench.support.caches import make_cache, make_codec, make_identity
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
-from cache.testing import make_cache, make_codec, make_identity
 from kd.cached.opening import open_cache
 from kd.cached.trainer import CachedDistillationTrainer
 from tests.support.kd.own_loops import LENGTH, VOCABULARY

@@ -15,9 +15,9 @@ from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
+from bench.support.caches import make_cache, make_codec, make_identity
 from bench.support.paths import ROOT
 from cache.store import open_cache as open_store
-from cache.testing import make_cache, make_codec, make_identity
 from kd.cached.loss import DistillationLoss, make_training_batch
 from kd.cached.opening import OpenCache, open_cache
 from kd.cached.trainer import CachedDistillationTrainer
@@ -25,7 +25,6 @@ from kd.config.jobfile import parse_config
 from kd.errors import TokenizerMismatch
 from kd.models.layers import compute_hidden_states
 from kd.progress import Monitor
-from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
 from tests.support.kd.own_loops import LENGTH, VOCABULARY
@@ -80,7 +79,7 @@ def train_ourselves(
             },
         }
     )
-    source = CachedRecords(open_store(folder))
+    source = open_store(folder)
     student = make_student()
     train(job, source, student, VOCABULARY, out, Monitor())
     lines = read_metrics(out / "metrics.jsonl")

@@ -15,15 +15,15 @@ from typing import Any
 import pyarrow
 import pytest
 
+from bench.support.caches import make_codec, make_identity
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.codec import Codec
 from cache.errors import StorageError
 from cache.manifest import CacheIdentity
-from cache.records import Records, Sequences
+from cache.records import Sequences
 from cache.remote.address import bind_caches
 from cache.store import open_cache
-from cache.testing import make_codec, make_identity
 from kd.capture.estimate import storage, text
 from kd.capture.estimate.job import Estimate, estimate_by_table
 from kd.capture.estimate.storage import (
@@ -34,6 +34,7 @@ from kd.capture.estimate.storage import (
 )
 from kd.capture.estimate.text import CaptureSize
 from kd.capture.plan import plan_capture
+from kd.capture.recording import TeacherReading
 from kd.capture.teacher import Teacher
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
@@ -105,15 +106,15 @@ def test_a_trial_stops_when_it_has_enough(
 ) -> None:
     config = job(tiny_teacher, tiny_text, profile="dense")
     read = []
-    inner = Teacher.read
+    inner = Teacher.deliver
 
-    def counted(self: Teacher, sequences: Sequences, first: int) -> Iterator[tuple[int, Records]]:
-        for count, records in inner(self, sequences, first):
-            read.append(count)
-            yield count, records
+    def counted(self: Teacher, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
+        for delivery in inner(self, sequences, first):
+            read.append(delivery.sequences)
+            yield delivery
 
     with monkeypatch.context() as patch:
-        patch.setattr(Teacher, "read", counted)
+        patch.setattr(Teacher, "deliver", counted)
         patch.setattr(trial, "RECORD_BYTES", 1)
         one_batch = estimate_by_trial(config, tmp_path)
     assert read == [8]

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.support.caches import make_cache
 from cache.checking.listing import summarise_cache
 from cache.checking.verify import verify_cache
 from cache.manifest import FidelityRow
-from cache.reading.arrays import make_chunk_memory
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache, read_manifest, replace_fidelity
-from cache.testing import make_cache
 from kd.capture.capturing import summarise_cache as describe_cache
 from kd.capture.fidelity.bounds import LARGEST_Z
 from kd.capture.fidelity.live import LiveTeacher, TeacherLocation
 from kd.capture.fidelity.measure import FidelityMeasurement, choose_temperatures, measure_fidelity
-from kd.capture.fidelity.verdict import find_out_of_bounds, require_fidelity
+from kd.capture.fidelity.verdict import find_out_of_bounds, judge_fidelity
 from kd.capture.sampling import Randomness
+from kd.config.cache import CacheConfig
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import FidelityError
@@ -180,7 +180,7 @@ def test_another_teacher_fails(
 ) -> None:
     teacher = live(altered(tiny_teacher, tmp_path / "other", change))
     with pytest.raises(FidelityError, match="gold_error at temperature") as caught:
-        require_fidelity(stores[name], measure_fidelity(stores[name], teacher))
+        judge_fidelity(stores[name], measure_fidelity(stores[name], teacher), CacheConfig())
     assert str(stores[name].folder) in caught.value.detail
     assert "delete" in caught.value.remedy
 
@@ -383,7 +383,7 @@ def test_records_of_a_server_or_of_an_import_have_no_live_teacher(
 ) -> None:
     store = stores["topk"]
     identity = replace(store.identity, teacher=replace(store.identity.teacher, dtype="imported"))
-    imported = Cache(store.folder, replace(store.manifest, identity=identity), make_chunk_memory())
+    imported = Cache(store.folder, replace(store.manifest, identity=identity))
     with pytest.raises(FidelityError, match="no live teacher") as caught:
         TeacherLocation.find(imported, None, tmp_path)
     assert "kd cache verify" in caught.value.remedy

@@ -19,12 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.support.caches import make_cache, make_identity
 from cache.checking.verify import verify_cache
 from cache.manifest import FidelityOverride, Manifest
-from cache.reading.arrays import make_chunk_memory
 from cache.records import Sequences
 from cache.store import Cache, open_cache, read_manifest, replace_fidelity
-from cache.testing import make_cache, make_identity
 from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.fidelity.measure import FidelityMeasurement, measure_fidelity
 from kd.capture.fidelity.verdict import find_out_of_bounds
@@ -80,7 +79,7 @@ def as_bfloat16(store: Cache) -> Cache:
     """Return the cache as one of bfloat16: no other precision is as noisy as these tests."""
     teacher = replace(store.identity.teacher, dtype="bfloat16")
     manifest = replace(store.manifest, identity=replace(store.identity, teacher=teacher))
-    return Cache(store.folder, manifest, make_chunk_memory())
+    return Cache(store.folder, manifest)
 
 
 def judge(

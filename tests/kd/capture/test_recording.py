@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.support.caches import PROVENANCE, make_codec, make_identity
 from cache.checking.verify import verify_cache
 from cache.manifest import CacheIdentity, DataIdentity
 from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, make_cosine_basis
 from cache.store import Cache, open_cache
-from cache.testing import PROVENANCE, make_codec, make_identity
 from cache.writing.writer import open_writer
 from kd.capture import recording, sampling
 from kd.capture.recording import Recorder, SequenceStates

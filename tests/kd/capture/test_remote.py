@@ -206,17 +206,18 @@ def test_order_is_kept_while_several_are_in_flight(server, one_thread):
 def test_records_are_the_codecs(server):
     with teacher(server.url, k=5) as connected:
         tops = list(connected.read_top(PACKED, 7))
-        read = list(connected.read(PACKED, 7))
-    assert [count for count, _ in read] == [1] * len(PACKED)
-    for top, (_, records) in zip(tops, read, strict=True):
+        read = list(connected.deliver(PACKED, 7))
+    assert [each.sequences for each in read] == [1] * len(PACKED)
+    for top, each in zip(tops, read, strict=True):
+        records = each.encode()
         assert len(records) == len(top) and np.array_equal(records["top_ids"], top.ids)
         assert np.allclose(-TOP_STEP * records["top_logprobs"], top.logprobs, atol=TOP_STEP)
         assert np.allclose(-TOP_STEP * records["residual"], top.residual, atol=TOP_STEP)
         assert np.allclose(-KNOWN_STEP * records["known"][:, 0], top.gold, atol=KNOWN_STEP)
         assert (records["entropy"] == UNKNOWN_ENTROPY).all()
     with teacher(server.url, k=VOCABULARY) as connected:
-        ((_, records),) = connected.read(packed([[]], targets=0.1), 0)
-    assert (records["residual"] == UNKNOWN).all()
+        (each,) = connected.deliver(packed([[]], targets=0.1), 0)
+    assert (each.encode()["residual"] == UNKNOWN).all()
 
 
 # ---------------------------------------------------------------------- what is tried again
@@ -339,12 +340,12 @@ def test_a_trial_times_whole_rounds_of_answers(server, tiny_teacher, tmp_path, m
         return answer
 
     read = []
-    inner = RemoteTeacher.read
+    inner = RemoteTeacher.deliver
 
     def counted(self: RemoteTeacher, sequences: Sequences, first: int) -> Iterator[Any]:
-        for count, records in inner(self, sequences, first):
-            read.append(count)
-            yield count, records
+        for delivery in inner(self, sequences, first):
+            read.append(delivery.sequences)
+            yield delivery
 
     def seconds(concurrency: int) -> float:
         server.twists.clear()
@@ -366,7 +367,7 @@ def test_a_trial_times_whole_rounds_of_answers(server, tiny_teacher, tmp_path, m
         with open_trial(parse_config(job), tmp_path) as found:
             return found.estimate.seconds
 
-    monkeypatch.setattr(RemoteTeacher, "read", counted)
+    monkeypatch.setattr(RemoteTeacher, "deliver", counted)
     assert seconds(concurrency=6) >= 0.4 and len(read) == 6
     monkeypatch.setattr(trial, "SECONDS", 0.0)
     seconds(concurrency=3)
@@ -500,7 +501,7 @@ def test_a_wrong_answer_is_named_and_nothing_is_filled(server, twist, detail):
     server.twists.extend([lambda answer: answer, twist])
     where = f"^sequence 8, {'' if 'position' in detail else '.*'}{detail}"
     with teacher(server.url, concurrency=1) as connected:
-        reading = connected.read(sequences, 7)
+        reading = connected.deliver(sequences, 7)
         next(reading)
         with pytest.raises(ModelError, match=where) as caught:
             next(reading)
@@ -601,7 +602,7 @@ def test_a_stop_is_heard_while_the_server_is_silent(server, monkeypatch):
     server.twists.append(answer_late)
     with teacher(server.url, monitor=monitor) as connected:
         with pytest.raises(Interrupted):
-            list(connected.read(packed([[]]), 0))
+            list(connected.deliver(packed([[]]), 0))
         assert not answered.is_set(), "the stop did not wait for the answer"
         stopped.set()
     assert events and events[0].data["phase"] == f"waiting for {server.url}"

@@ -24,13 +24,13 @@ import yaml
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.support.caches import make_codec, make_identity
 from cache.checking.verify import verify_cache
 from cache.disk import hash_file, list_file_sizes
 from cache.profiles.table import PROFILES
 from cache.records import Records
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP
 from cache.store import open_cache
-from cache.testing import make_codec, make_identity
 from kd.capture import teacher as reading
 from kd.capture.plan import plan_capture, require_counters
 from kd.capture.recording import Recorder
@@ -173,7 +173,7 @@ def test_records_do_not_depend_on_the_batch_size(job: JobConfig, profile: str) -
 
     def read(batch_size: int) -> Records:
         teacher = Teacher(model, Recorder(head, codec, knots=4), batch_size)  # type: ignore[arg-type]
-        return Records.concatenate(records for _, records in teacher.read(sequences, first=11))
+        return Records.concatenate(each.encode() for each in teacher.deliver(sequences, first=11))
 
     whole = read(1)
     assert len(whole) == sequences.positions
@@ -229,10 +229,10 @@ def test_packed_chats_are_read_as_if_alone(tmp_path: Path) -> None:
     second = chat(8)
     text = Document(rng.integers(0, 300, 16).astype(np.uint32))
     other = Document(chat(8).ids, first.trained)
-    found = [
-        next(teacher.read(pack_documents(documents, options), 0))[1]["logprobs"].astype(np.float64)
-        for documents in ([first, second], [other, second], [first, second, text, text])
-    ]
+    texts = ([first, second], [other, second], [first, second, text, text])
+    packed = [pack_documents(documents, options) for documents in texts]
+    records = [next(teacher.deliver(sequences, 0)).encode() for sequences in packed]
+    found = [each["logprobs"].astype(np.float64) for each in records]
     answers = len(second.ids) - len(second.ids) // 2
     assert not np.allclose(found[0][:answers], found[1][:answers], atol=1e-2), (
         "another chat, another answer"

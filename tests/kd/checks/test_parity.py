@@ -34,7 +34,7 @@ from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.progress import Monitor
 from kd.stages.capture import run_precompute
-from kd.text.batches import CachedRecords, make_batch
+from kd.text.batches import make_batch
 from tests.support.kd.students import make_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,7 +84,7 @@ def targets_of(
         }
         (home / profile).mkdir()
         found = run_precompute(parse_config(job), home, home / profile, Monitor())
-        source = CachedRecords(open_cache(home / "caches" / found["cache"]["fingerprint"]))
+        source = open_cache(home / "caches" / found["cache"]["fingerprint"])
         return source, make_batch(*source.read(np.arange(source.train_count)))
 
     return take

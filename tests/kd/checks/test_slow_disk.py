@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.reading.disk import DiskReads
-from cache.store import open_cache
-from cache.testing import make_cache, make_identity
+from bench.support.caches import make_cache, make_identity
+from cache.reading.file_reads import DiskReads
+from cache.store import Cache, open_cache
 from kd.checks.slow_disk import STEPS, DiskWatch
 from kd.checks.watch import WARM_UP, StepSeconds
 from kd.progress import Event, Monitor
-from kd.text.batches import CachedRecords
 from kd.training.loop import train
 from tests.support.kd.students import make_llama
 from tests.support.kd.training import make_text_job
@@ -42,7 +41,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(Path, "read_bytes", read_slowly)
 
 
-def find_warnings(source: CachedRecords, run_folder: Path) -> list[str]:
+def find_warnings(source: Cache, run_folder: Path) -> list[str]:
     """Train from ``source``, and return the warnings of a slow disk."""
     told: list[str] = []
 
@@ -59,7 +58,7 @@ def test_a_slow_disk_is_named_once_with_its_rate_and_remedies(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_down(monkeypatch, folder)
-    source = CachedRecords(open_cache(folder, memory_bytes=0))
+    source = open_cache(folder, memory_bytes=0)
     (message,) = find_warnings(source, tmp_path / "run")
     known = source.disk_reads.bytes / source.disk_reads.seconds / 1e6
     found = re.search(r"gives ([\d.e-]+) MB/s", message)
@@ -77,7 +76,7 @@ def test_a_slow_disk_whose_cache_fits_into_memory_is_not_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_down(monkeypatch, folder)
-    source = CachedRecords(open_cache(folder))
+    source = open_cache(folder)
     source.read(np.arange(24))
     assert source.disk_reads.seconds > 0
     assert find_warnings(source, tmp_path / "run") == []

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cache.store import open_cache
+from cache.store import Cache, open_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.evaluation.comparison import TEACHER
@@ -25,7 +25,6 @@ from kd.models.saving import load_saved_student
 from kd.models.tokenizers import load_tokenizer
 from kd.progress import SILENT
 from kd.stages.capture import run_precompute
-from kd.text.batches import CachedRecords
 from kd.training.saved.state import TrainingProgress
 from tests.support.kd.references import by_hand, plain_logprobs
 from tests.support.packed_zoo import OURS, THEIRS, make_plain
@@ -43,7 +42,7 @@ UNREAD = ["deepseek_v2", "minicpm3"]
 @pytest.fixture(scope="module")
 def measured(
     tiny_teacher: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[JobConfig, Path, CachedRecords]:
+) -> tuple[JobConfig, Path, Cache]:
     """A job with the whole distributions of its teacher, on packed documents of many lengths."""
     home = tmp_path_factory.mktemp("home")
     rows = [f'{{"text": "{"Anne had a very good " * count}"}}' for count in (1, 2, 3, 4, 6)]
@@ -60,7 +59,7 @@ def measured(
         }
     )
     cached = run_precompute(config, home, home / "run", SILENT)["cache"]
-    return config, home, CachedRecords(open_cache(home / "caches" / cached["fingerprint"]))
+    return config, home, open_cache(home / "caches" / cached["fingerprint"])
 
 
 def save(kind: str, folder: Path) -> PreTrainedModel:
@@ -88,7 +87,7 @@ def save(kind: str, folder: Path) -> PreTrainedModel:
 )
 def test_a_report_has_the_figures_of_plain_transformers_on_documents_alone(
     kind: str,
-    measured: tuple[JobConfig, Path, CachedRecords],
+    measured: tuple[JobConfig, Path, Cache],
     tiny_teacher: Path,
     tmp_path: Path,
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP
+from cache.store import Cache
 from kd.config.evaluation import EvaluationConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, TokenizerMismatch
@@ -34,7 +35,7 @@ from kd.preflight.problems import require_no_problems
 from kd.progress import SILENT, Event, Monitor
 from kd.stages.capture import run_precompute
 from kd.stages.source import open_source
-from kd.text.batches import CachedRecords, PlainText
+from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
 from kd.training.loop import train
 from kd.training.saved.state import TrainingProgress
@@ -86,17 +87,17 @@ def test_the_held_out_records_are_read_a_batch_at_a_time(
 ) -> None:
     """Profile hidden keeps thousands of bytes per token; the report needs four."""
     source = trained.source
-    read = CachedRecords.read
+    read = Cache.read
     seen = []
-    assert isinstance(source, CachedRecords) and source.validation_count == 4
+    assert isinstance(source, Cache) and source.validation_count == 4
     _, whole = source.read(np.arange(source.train_count, source.train_count + 4))
 
-    def sparing(self: CachedRecords, indices: np.ndarray, draws: int = 0) -> Any:
+    def sparing(self: Cache, indices: np.ndarray, draws: int = 0) -> Any:
         assert len(indices) <= batch_size, "more than a batch at once"
         seen.extend(indices.tolist())
         return read(self, indices, draws)
 
-    monkeypatch.setattr(CachedRecords, "read", sparing)
+    monkeypatch.setattr(Cache, "read", sparing)
     facts = report_module._measure_teacher(source, batch_size)
     assert seen == list(range(source.train_count, source.train_count + 4))
     gold = whole["known"][:, 0].mean(dtype=np.float64)
@@ -290,7 +291,7 @@ def test_what_to_do_about_an_alarm_is_said_once() -> None:
 
 
 def test_the_teacher_is_the_one_whose_records_were_read(trained: Trained, tmp_path: Path) -> None:
-    store = trained.source.store
+    store = trained.source
     assert trained.config.teacher is not None
     other = trained.config.teacher.model_copy(update={"model": "elsewhere/other"})
     sealed = trained.config.cache.model_copy(update={"fingerprint": store.identity.fingerprint})

@@ -13,11 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from cache.manifest import CacheIdentity
-from cache.records import Records, Sequences
-from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, make_cosine_basis
-from cache.store import Cache, open_cache
-from cache.testing import (
+from bench.support.caches import (
     PROVENANCE,
     make_cache,
     make_codec,
@@ -25,6 +21,10 @@ from cache.testing import (
     make_lm_head,
     make_shard,
 )
+from cache.manifest import CacheIdentity
+from cache.records import Records, Sequences
+from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, make_cosine_basis
+from cache.store import Cache, open_cache
 from cache.writing.writer import open_writer
 from kd.errors import DataError
 from kd.exchange import distillkit, exporting

@@ -31,7 +31,7 @@ from kd.exchange.distillkit import Compression, encode_entries
 from kd.exchange.importing import ImportRequest, import_records
 from kd.loss.decoder import TargetDecoder
 from kd.progress import Monitor
-from kd.text.batches import CachedRecords, make_batch
+from kd.text.batches import make_batch
 from kd.training.preparing.requirements import require_entropies
 
 TOKENIZER = AUSTEN / "teacher"
@@ -405,11 +405,11 @@ def test_entropies_come_back_and_may_be_unknown(tmp_path: Path) -> None:
 
 def test_tokens_cannot_weigh_by_entropies_that_no_record_holds(tmp_path: Path) -> None:
     write_parquet(tmp_path / "source")
-    source = CachedRecords(imported("parquet", tmp_path / "source", tmp_path / "caches"))
+    source = imported("parquet", tmp_path / "source", tmp_path / "caches")
     job = {
         "kind": "train",
         "student": {"init": {"layers": 1, "hidden_size": 8, "tokenizer": "."}},
-        "cache": {"fingerprint": source.identity},
+        "cache": {"fingerprint": source.fingerprint},
         "train": {"max_steps": 1},
     }
     require_entropies(parse_config(job), source)
@@ -419,7 +419,7 @@ def test_tokens_cannot_weigh_by_entropies_that_no_record_holds(tmp_path: Path) -
 
 def test_training_sees_the_imported_distributions(tmp_path: Path) -> None:
     write_axolotl(tmp_path / "source")
-    source = CachedRecords(imported("axolotl", tmp_path / "source", tmp_path / "caches"))
+    source = imported("axolotl", tmp_path / "source", tmp_path / "caches")
     batch = make_batch(*source.read(np.arange(source.train_count)))
     target = (
         TargetDecoder.of(source, torch.device("cpu")).decode(batch.gold_N, batch.teacher).teacher

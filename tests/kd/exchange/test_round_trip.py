@@ -11,13 +11,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from bench.support.caches import make_codec, make_identity, make_lm_head, make_shard
 from bench.support.paths import AUSTEN
 from cache.manifest import FidelityRow, Provenance, TokenizerIdentity
 from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences, TailSums
 from cache.rounding import TOP_STEP, UNKNOWN
 from cache.store import Cache, open_cache
-from cache.testing import make_codec, make_identity, make_lm_head, make_shard
 from cache.writing.writer import open_writer
 from kd.errors import DataError, TokenizerMismatch
 from kd.exchange import exporting

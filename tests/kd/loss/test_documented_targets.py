@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from bench.support.caches import make_cache, make_codec, make_identity
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity
 from kd.loss.sparse_targets import SparseTarget, decode_tempered, decode_threshold
 from kd.loss.whole_targets import decode_top
 from tests.support.formats.page_reader import (

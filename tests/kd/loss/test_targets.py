@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.support.caches import make_cache, make_identity
+from bench.support.caches import make_codec as codec_identity
 from cache.codec import Codec
 from cache.rounding import (
     ENTROPY_STEP,
@@ -25,8 +27,6 @@ from cache.rounding import (
     round_to_bfloat16,
 )
 from cache.store import open_cache
-from cache.testing import make_cache, make_identity
-from cache.testing import make_codec as codec_identity
 from kd.config.train import TrainConfig
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import compute_distillation_loss
@@ -35,7 +35,7 @@ from kd.loss.sparse_targets import SparseTarget, decode_tempered, decode_thresho
 from kd.loss.targets import subtract_target_
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget, decode_lm_head, decode_top
 from kd.models.lm_head import LMHead
-from kd.text.batches import CachedRecords, make_batch
+from kd.text.batches import make_batch
 from kd.text.steps.reading import read_training_batches
 from tests.support.kd.references import (
     KEPT,
@@ -623,8 +623,8 @@ def test_the_decoder_of_a_source() -> None:
 def test_a_cache_becomes_targets(profile: str, tmp_path: Path) -> None:
     """Records from the disk, read in random order and in every draw, make chunks for the loss."""
     sampled = {"draws": 2} if profile in ("threshold", "tempered") else {}
-    source = CachedRecords(
-        open_cache(make_cache(tmp_path, make_identity(codec=codec_identity(profile, **sampled))))
+    source = open_cache(
+        make_cache(tmp_path, make_identity(codec=codec_identity(profile, **sampled)))
     )
     decoder = TargetDecoder.of(source, CPU)
     (batch,) = next(read_training_batches(source, TrainConfig(max_steps=1, batch_size=5), range(1)))

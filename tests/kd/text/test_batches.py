@@ -13,16 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.support.caches import make_cache, make_codec, make_identity, make_records, make_sequences
 from cache.codec import Codec
-from cache.reading.disk import DiskReads
+from cache.reading.file_reads import DiskReads
 from cache.records import Records, Sequences
 from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
-from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity, make_records, make_sequences
+from cache.store import Cache, open_cache
 from kd.config.data import DataConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError
-from kd.text.batches import Batch, CachedRecords, PlainText, make_batch
+from kd.text.batches import Batch, PlainText, make_batch
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, measure_text_lengths, pack_documents
 from kd.text.steps import reading
@@ -224,7 +224,7 @@ def test_plain_text_reads_both_splits_by_number():
     assert (source.train_count, source.validation_count, source.codec) == (5, 3, None)
     assert np.array_equal(source.read(np.array([4, 0]))[0].tokens, train.tokens[[4, 0]])
     assert np.array_equal(source.read(np.array([7, 5]))[0].tokens, validation.tokens[[2, 0]])
-    assert source.identity != PlainText(Corpus(validation, train)).identity
+    assert source.fingerprint != PlainText(Corpus(validation, train)).fingerprint
 
 
 # ---------------------------------------------------------------------- reading ahead
@@ -505,7 +505,7 @@ class CachedLike:
     shard_sequences: int = 2
     sequence_bytes: int = 64
     disk_reads: DiskReads | None = None
-    identity: str = "given"
+    fingerprint: str = "given"
 
     @property
     def train_count(self) -> int:
@@ -519,12 +519,12 @@ class CachedLike:
 
 
 @pytest.fixture(scope="module", params=["threshold", "tempered", "topk", "dense", "hidden"])
-def sealed(request, tmp_path_factory) -> CachedRecords:
+def sealed(request, tmp_path_factory) -> Cache:
     """A real cache of 21 training sequences over shards of four."""
     identity = make_identity(
         train_sequences=21, validation_sequences=3, codec=make_codec(request.param)
     )
-    return CachedRecords(open_cache(make_cache(tmp_path_factory.mktemp("caches"), identity)))
+    return open_cache(make_cache(tmp_path_factory.mktemp("caches"), identity))
 
 
 def entropies_one_by_one(source) -> np.ndarray:

@@ -15,10 +15,10 @@ from kd.config.data import DatasetSpec
 from kd.errors import DataError
 from kd.text.chat.chat import Chat
 from kd.text.corpus import Corpus, describe_held_out, load_corpus
-from kd.text.files import find_files
 from kd.text.packing import Document, pack_documents
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import find_documents, read_documents
+from kd.text.text_files import find_files
 from tests.support.kd.text import (
     ROWS,
     TEXTS,

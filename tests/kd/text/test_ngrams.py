@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.support.caches import make_cache, make_codec, make_identity
 from cache.records import Sequences
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity
 from kd.text import ngrams
-from kd.text.batches import CachedRecords, PlainText
+from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
 from kd.text.ngrams import NGrams, count_ngrams
 
@@ -93,7 +93,7 @@ def test_only_the_beginning_of_a_long_text_is_counted(monkeypatch: pytest.Monkey
 def test_a_cache_and_its_text_are_counted_alike(tmp_path: Path) -> None:
     """The training sequences only; a shard may hold held-out ones, too."""
     store = open_cache(make_cache(tmp_path, make_identity(codec=make_codec("threshold"))))
-    source = CachedRecords(store)
+    source = store
     size = store.identity.tokenizer.vocabulary_size
     whole = store.read(range(len(store)))[0]
     train = whole.select(slice(0, source.train_count))

@@ -15,7 +15,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 def test_a_permutation_is_one_to_one_and_its_inverse_undoes_it(count, seed, epoch, purpose):
     permutation = KeyedPermutation.draw(count, seed, epoch, purpose)
     numbers = np.arange(count)
-    found = permutation.apply(numbers)
+    found = permutation[numbers]
     assert np.array_equal(np.sort(found), numbers)
     assert np.array_equal(permutation.invert(found), numbers)
 
@@ -24,10 +24,10 @@ def test_a_permutation_is_one_to_one_and_its_inverse_undoes_it(count, seed, epoc
 def test_a_permutation_of_any_size_is_computed_for_one_number_alone(count, seed):
     permutation = KeyedPermutation.draw(count, seed, 3, 1)
     numbers = np.array([0, 1, count // 2, count - 1])
-    found = permutation.apply(numbers)
+    found = permutation[numbers]
     assert ((found >= 0) & (found < count)).all() and len(set(found.tolist())) == 4
     assert np.array_equal(permutation.invert(found), numbers)
-    assert permutation.apply(numbers[2:3])[0] == found[2]
+    assert permutation[numbers[2:3]][0] == found[2]
 
 
 @pytest.mark.long
@@ -36,7 +36,7 @@ def test_each_number_comes_to_each_place_equally_often(count):
     """Chi squared of each number's places over many keys, with ``count - 1`` degrees of freedom."""
     draws = 4000
     found = np.array(
-        [KeyedPermutation.draw(count, seed, 0, 0).apply(np.arange(count)) for seed in range(draws)]
+        [KeyedPermutation.draw(count, seed, 0, 0)[np.arange(count)] for seed in range(draws)]
     )
     for number in (0, count // 2, count - 1):
         seen = np.bincount(found[:, number], minlength=count)
@@ -46,9 +46,7 @@ def test_each_number_comes_to_each_place_equally_often(count):
 
 
 def test_all_orders_of_a_few_numbers_come_about_equally_often():
-    found = [
-        tuple(KeyedPermutation.draw(4, seed, 0, 0).apply(np.arange(4))) for seed in range(4800)
-    ]
+    found = [tuple(KeyedPermutation.draw(4, seed, 0, 0)[np.arange(4)]) for seed in range(4800)]
     seen = [found.count(order) for order in set(found)]
     assert len(seen) == 24 and min(seen) > 100 and max(seen) < 320  # 200 expected
 

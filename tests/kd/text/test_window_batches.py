@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from bench.support.caches import make_cache, make_codec, make_identity
 from cache import shard
 from cache.reading.arrays import ArrayFolder
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity
 from kd.config.train import TrainConfig
-from kd.text.batches import CachedRecords, make_batch
+from kd.text.batches import make_batch
 from kd.text.shuffling import EpochWindows
 from kd.text.steps import order as ordering
 from kd.text.steps.order import list_step_indices
@@ -49,7 +49,7 @@ def same(one, other) -> bool:
 
 
 def test_each_epoch_reads_every_training_sequence_once_with_a_draw_of_its_own(folder):
-    source = CachedRecords(open_cache(folder))
+    source = open_cache(folder)
     steps = 3 * TRAIN // 4 + 1
     micro = [
         each for step in read_training_batches(source, options(), range(steps)) for each in step
@@ -67,10 +67,10 @@ def test_each_epoch_reads_every_training_sequence_once_with_a_draw_of_its_own(fo
 @pytest.mark.parametrize("threads", [0, 3])
 def test_any_step_resumes_to_the_same_batches(folder, threads):
     chosen = options(dataloader_num_workers=threads, dataloader_memory=0)
-    source = CachedRecords(open_cache(folder, memory_bytes=0))
+    source = open_cache(folder, memory_bytes=0)
     whole = list(read_training_batches(source, chosen, range(20)))
     for start in (1, 7, 8, 15, 19):
-        again = CachedRecords(open_cache(folder))
+        again = open_cache(folder)
         rest = list(read_training_batches(again, options(), range(start, 20)))
         for found, expected in zip(rest, whole[start:], strict=True):
             assert all(map(same, found, expected))
@@ -87,7 +87,7 @@ def count_decoded(folder, order: str, memory_bytes: int, monkeypatch) -> tuple[i
 
     with monkeypatch.context() as patch:
         patch.setattr(ArrayFolder, "_decode", watched)
-        source = CachedRecords(open_cache(folder, memory_bytes=memory_bytes))
+        source = open_cache(folder, memory_bytes=memory_bytes)
         steps = range(source.train_count // 6)
         list(read_training_batches(source, options(order, batch_size=3), steps))
     return len(decoded), len(set(decoded))
@@ -106,8 +106,8 @@ def test_a_cache_larger_than_memory_is_decoded_once_an_epoch(folder, monkeypatch
 
 def test_the_order_is_that_of_the_source_on_every_machine(folder):
     """Neither memory nor threads have a part in it."""
-    assert ordering.choose_window(CachedRecords(open_cache(folder))) == (4, 2)
-    source = CachedRecords(open_cache(folder, memory_bytes=0))
+    assert ordering.choose_window(open_cache(folder)) == (4, 2)
+    source = open_cache(folder, memory_bytes=0)
     assert ordering.choose_window(source) == (4, 2)
 
 
@@ -125,7 +125,7 @@ def test_a_window_of_any_profile_takes_the_bytes_it_may(name, tmp_path, monkeypa
     identity = make_identity(2048, 64, 64, 0, LARGE[name])
     identity = replace(identity, codec=replace(identity.codec, shard_sequences=32))
     store = open_cache(make_cache(tmp_path, identity))
-    source = CachedRecords(store)
+    source = store
     store.read(range(64))
     whole = store._memory.size
     estimate = source.sequence_bytes
@@ -147,7 +147,7 @@ def test_a_cache_with_shards_larger_than_memory_is_decoded_little_more_than_once
     folder = make_cache(
         tmp_path, replace(identity, codec=replace(identity.codec, shard_sequences=384))
     )
-    source = CachedRecords(open_cache(folder))
+    source = open_cache(folder)
     quarter = 768 * source.sequence_bytes // 4
     decoded, different = count_decoded(folder, "windows", quarter, monkeypatch)
     assert decoded > 1.5 * different, "by tokens alone"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
-from cache.store import open_cache
+from cache.store import Cache, open_cache
 from kd.capture.capturing import capture_cache
 from kd.capture.plan import plan_capture
 from kd.config.jobfile import parse_config
@@ -24,7 +24,6 @@ from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import load_model
 from kd.models.precision import Precision
 from kd.progress import SILENT
-from kd.text.batches import CachedRecords
 from kd.training.evaluate import choose_evaluation_temperature, evaluate_student, score_positions
 from tests.support.kd.references import by_hand, plain_logprobs
 from tests.support.kd.students import make_llama
@@ -35,9 +34,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def source(
-    tiny_teacher: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> CachedRecords:
+def source(tiny_teacher: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Cache:
     home = tmp_path_factory.mktemp("home")
     job = {
         "kind": "precompute",
@@ -53,7 +50,7 @@ def source(
     job["data"]["validation_fraction"] = 0.1
     planned = plan_capture(parse_config(job))
     capture_cache(planned, home / "caches", SILENT)
-    return CachedRecords(open_cache(home / "caches" / planned.identity.fingerprint))
+    return open_cache(home / "caches" / planned.identity.fingerprint)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +59,7 @@ def student() -> LlamaForCausalLM:
 
 
 def run(
-    student: LlamaForCausalLM, source: CachedRecords, temperature: float, **options: Any
+    student: LlamaForCausalLM, source: Cache, temperature: float, **options: Any
 ) -> dict[str, Any]:
     student.train()  # evaluate switches dropout off by itself
     precision = Precision.choose("fp32", CPU)
@@ -82,7 +79,7 @@ def run(
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_every_mean_is_that_of_the_models(
-    source: CachedRecords, student: LlamaForCausalLM, tiny_teacher: Path, temperature: float
+    source: Cache, student: LlamaForCausalLM, tiny_teacher: Path, temperature: float
 ) -> None:
     sequences, _ = source.read(
         np.arange(source.train_count, source.train_count + source.validation_count)

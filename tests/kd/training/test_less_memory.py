@@ -22,7 +22,6 @@ from kd.models.saving import load_saved_student, save_student
 from kd.preflight.problems import Machine, find_problems
 from kd.progress import SILENT
 from kd.stages.capture import run_precompute
-from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
 from kd.training.resume.identity import (
@@ -70,7 +69,7 @@ def test_a_base_in_bfloat16_learns_as_one_in_float32(
     ):
         config = make_job(tiny_teacher, tiny_text, base, precision=precision)
         summary = run_precompute(config, tmp_path, tmp_path, SILENT)["cache"]
-        source = CachedRecords(open_cache(tmp_path / "caches" / summary["fingerprint"]))
+        source = open_cache(tmp_path / "caches" / summary["fingerprint"])
         torch.manual_seed(0)
         student = build_student(config.student, tokenizer, 32, config.teacher_files)
         dtypes = {each.dtype for each in student.parameters() if not each.requires_grad}

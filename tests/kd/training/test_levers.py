@@ -30,7 +30,6 @@ from kd.models.tokenizers import get_vocabulary_size
 from kd.parallel.strategies import WholeLoss
 from kd.progress import SILENT, Monitor
 from kd.stages.capture import run_precompute
-from kd.text.batches import CachedRecords
 from kd.tracking.metrics import read_metrics
 from kd.training.lookahead import LookAhead
 from kd.training.loop import train
@@ -69,9 +68,7 @@ class Taught:
         self, config: JobConfig, folder: Path, monitor: Monitor = SILENT
     ) -> dict[str, Tensor]:
         """The weights that training leaves."""
-        source = CachedRecords(
-            open_cache(self.home / "caches" / self.fingerprints[config.cache.profile])
-        )
+        source = open_cache(self.home / "caches" / self.fingerprints[config.cache.profile])
         assert config.train is not None
         torch.manual_seed(config.train.seed)
         student = build_student(config.student, self.tokenizer, 32, config.teacher_files)
@@ -430,7 +427,7 @@ def test_the_slope_that_looks_ahead_is_that_of_the_loss(
 
     It has the teacher's part too, which sampled records have in their weights.
     """
-    source = CachedRecords(open_cache(taught.home / "caches" / taught.fingerprints[profile]))
+    source = open_cache(taught.home / "caches" / taught.fingerprints[profile])
     torch.manual_seed(0)
     student = build_student(taught.config().student, taught.tokenizer, 32).eval()
     head = find_lm_head(student, get_vocabulary_size(taught.tokenizer))

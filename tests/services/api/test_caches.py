@@ -12,12 +12,12 @@ from threading import Thread
 
 import pytest
 
+from bench.support.caches import make_cache
 from bench.support.harness import Parts, make_config
 from bench.support.waiting import wait_until
 from cache.manifest import FidelityRow
 from cache.reading.usage import exclude_readers, held, locate_use
 from cache.store import replace_fidelity
-from cache.testing import make_cache
 from cache.writing.writer import open_writer
 from kd.client.wire.service import Device, WorkerState
 from services.store.jobs.records import make_job_id

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.support.caches import make_cache
 from bench.support.harness import Parts, make_config
 from cache.store import read_manifest
-from cache.testing import make_cache
 from cache.writing.writer import open_writer
 from kd.client.wire.service import WorkerState
 from kd.files import write_json

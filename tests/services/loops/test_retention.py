@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from bench.support.caches import make_cache
 from bench.support.harness import Parts
 from bench.support.waiting import wait_until
 from cache.errors import StorageError
-from cache.testing import make_cache
 from services.loops import retention
 from services.loops.reconciler import Reconciler
 from services.loops.retention import NightlyRetention

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.support.caches import make_codec, make_identity
 from bench.support.faults import small_disk
 from bench.support.harness import Parts
 from cache.disk import storage_errors
 from cache.errors import StorageError
-from cache.testing import make_codec, make_identity
 from kd.capture.estimate.storage import require_space
 from kd.files import Disk
 from services.settings import Settings

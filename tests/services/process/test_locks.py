@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from bench.support.caches import make_cache
 from bench.support.paths import ROOT
 from cache import disk
 from cache.disk import require_locks
 from cache.reading.usage import exclude_readers, held, is_read
-from cache.testing import make_cache
 
 #: A C library's call of a file system without locks, and of one whose locks always say yes.
 NONE = "#include <errno.h>\nint flock(int f, int o) { errno = %s; return -1; }"

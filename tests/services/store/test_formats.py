@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from redis.exceptions import ResponseError
 
+from bench.support.caches import make_cache
 from bench.support.harness import Parts, make_config
 from cache.disk import locked, write_file
 from cache.manifest import FORMAT_VERSION, sign_json, verify_json
-from cache.testing import make_cache
 from kd.client.wire.service import WorkerState
 from kd.errors import TrainingError
 from kd.files import LOCK, MARK, write_json
-from kd.text.stored.shards import FORMAT as TEXT_FORMAT
-from kd.text.stored.shards import INPUTS
+from kd.text.stored.shard_files import FORMAT as TEXT_FORMAT
+from kd.text.stored.shard_files import INPUTS
 from kd.training.saved.state_file import FORMAT, STATE, read_format, read_state
 from services.settings import Settings
 from services.store import key_file

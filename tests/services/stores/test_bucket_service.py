@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from bench.stores.proxy import Proxy
 from bench.stores.server import KEYS, Server
+from bench.support.caches import make_cache
 from bench.support.harness import Parts
 from bench.support.waiting import wait_until
 from cache.remote.address import bind_caches
-from cache.testing import make_cache
 from services.settings import Settings
 from services.terminal.exit_codes import FAILED
 from tests.support.commands import kd

@@ -25,11 +25,11 @@ import torch
 import yaml
 from redis.exceptions import RedisError
 
+from bench.support.caches import make_cache, make_identity
 from bench.support.harness import Parts, is_alive, make_body
 from bench.support.paths import AUSTEN, ROOT
 from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.disk import locked
-from cache.testing import make_cache, make_identity
 from kd.client.errors import Refused, Unreachable
 from kd.face.version import read_version
 from kd.files import write_json

@@ -144,7 +144,7 @@ DRY_RUN = """
 import json, sys
 from pathlib import Path
 from fastapi.testclient import TestClient
-from cache.testing import make_cache
+from bench.support.caches import make_cache
 from services.api.app import create_app
 from services.settings import Settings
 

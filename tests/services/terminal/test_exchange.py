@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from bench.support.caches import make_cache, make_codec, make_identity
 from bench.support.paths import ROOT
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity
 from tests.support.commands import kd
 
 TOKENIZER = ROOT / "examples" / "austen" / "teacher"

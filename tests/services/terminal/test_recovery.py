@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.caches import make_cache, make_identity
 from bench.support.harness import Parts, make_config
 from cache.disk import locked, sum_file_sizes
-from cache.testing import make_cache, make_identity
 from kd.files import LOCK, write_json
 from services.settings import Settings
 from services.store.jobs.records import make_job_id

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.caches import fill_cache, make_cache, make_codec, make_identity
 from bench.support.harness import Parts, make_config
 from bench.support.waiting import wait_until
 from cache.checking.verify import verify_cache
 from cache.manifest import CacheIdentity, TokenizerProbe
 from cache.store import open_cache, read_manifest
-from cache.testing import fill_cache, make_cache, make_codec, make_identity
 from cache.writing.writer import open_writer
 from services.store.jobs.leases import EventBatch
 from services.terminal.commands.upkeep import find_embedded_url

@@ -26,7 +26,7 @@ from kd.parallel.group import ALONE, Group
 from kd.parallel.strategies import collect_weights
 from kd.progress import SILENT, Event, Monitor
 from kd.stages.capture import run_precompute
-from kd.text.batches import CachedRecords, PlainText
+from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
 from kd.tracking.metrics import read_metrics
 from kd.training.loop import train
@@ -93,7 +93,7 @@ def train_student(
     build = build_student if group.leads else build_hollow_student
     student = build(config.student, tokenizer, 32, config.teacher_files)
     student = student.to(getattr(torch, dtype))
-    source = CachedRecords(open_cache(Path(cache)))
+    source = open_cache(Path(cache))
     warnings: list[str] = []
     spoils: list[int] = []
     asked = Monitor() if stop is None else stop_after(stop)

@@ -12,7 +12,7 @@ import pytest
 
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
-from kd.text.chats import EncodedChat, encode_chats
+from kd.text.chat_tokens import EncodedChat, encode_chats
 from kd.text.packing import Document
 from kd.text.reading.contents import TextFile
 from kd.text.reading.notes import TextNotes

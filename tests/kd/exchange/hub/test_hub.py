@@ -15,9 +15,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from bench.support.caches import make_cache, make_identity
 from bench.support.paths import ROOT
 from cache.checking.verify import verify_cache
-from cache.testing import make_cache, make_identity
 from tests.support.caches import content
 from tests.support.commands import KD, kd
 from tests.support.hub.fake_hub import TOKEN, FakeHub

@@ -11,7 +11,7 @@ from transformers import ByT5Tokenizer, CTRLTokenizer
 
 from kd.errors import DataError
 from kd.text.chat.chat import Chat, Completion
-from kd.text.chats import encode_completion
+from kd.text.chat_tokens import encode_completion
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import FoundDocument
 from tests.support.kd.text import encode_chat

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from bench.support.paths import AUSTEN
 from kd.progress import Monitor
 from kd.text.corpus import load_corpus, open_corpus
-from kd.text.pieces import separate_texts
 from kd.text.reading.notes import TextNotes
+from kd.text.text_encoder import separate_texts
 from tests.support.kd.text import config, encode_documents, rows, write
 
 END = "<|endoftext|>"
@@ -38,8 +38,8 @@ def load(source, tokenizer, texts=None, **changes):
 def test_stories_joined_by_the_end_token_are_those_of_rows(
     tmp_path, stories, tokenizer, monkeypatch, packing, between
 ):
-    monkeypatch.setattr("kd.text.pieces.PIECE_CHARACTERS", 300)
-    monkeypatch.setattr("kd.text.pieces.BATCH_CHARACTERS", 700)
+    monkeypatch.setattr("kd.text.text_encoder.PIECE_CHARACTERS", 300)
+    monkeypatch.setattr("kd.text.text_encoder.BATCH_CHARACTERS", 700)
     monkeypatch.setattr("kd.text.reading.contents._CHUNK", 97)
     monkeypatch.setattr("kd.text.tokens.BLOCK_SEQUENCES", 2)
     (tmp_path / "joined.txt").write_text(between.join(stories), encoding="utf-8")
@@ -137,7 +137,7 @@ def test_each_place_of_a_text_is_counted_once(tmp_path, stories, tokenizer, monk
     """Also where its reading is interrupted after each shard."""
     from kd.errors import Interrupted
 
-    monkeypatch.setattr("kd.text.stored.shards.SHARD_TOKENS", 64 * 4)
+    monkeypatch.setattr("kd.text.stored.shard_files.SHARD_TOKENS", 64 * 4)
     monkeypatch.setattr("kd.text.packing.BLOCK_SEQUENCES", 2)
     monkeypatch.setattr("kd.text.tokens.BLOCK_SEQUENCES", 2)
     bad = [{"text": story} for story in stories] + [{"text": f"a{END}b <|pad|>"}, {"text": None}]

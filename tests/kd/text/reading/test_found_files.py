@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kd.errors import DataError
-from kd.text.files import find_files, list_stored_texts
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import find_documents
+from kd.text.text_files import find_files, list_stored_texts
 from tests.support.kd.text import config, documents, write
 from tests.support.users import not_as_root
 
@@ -77,7 +77,7 @@ def test_each_name_is_read_or_named_with_its_reason(folder, pattern):
 
 def test_a_bucket_has_the_rule_of_a_folder(folder, monkeypatch):
     listing = type("Listing", (), {"objects": dict.fromkeys(NAMES)})
-    monkeypatch.setattr("kd.text.files.list_stored", lambda url: listing)
+    monkeypatch.setattr("kd.text.text_files.list_stored", lambda url: listing)
     names, left_out = list_stored_texts("s3://bucket/data")
     assert sorted(names) == list_names(find_files(str(folder)), folder)
     assert {name for each in left_out.values() for name in each} == {

@@ -78,7 +78,7 @@ def test_a_piece_never_changes_its_size():
 
 
 def test_a_stored_text_has_the_hash_of_its_sequences(tokenizer, tiny_text, tmp_path, monkeypatch):
-    monkeypatch.setattr("kd.text.stored.shards.SHARD_TOKENS", 16 * 20)
+    monkeypatch.setattr("kd.text.stored.shard_files.SHARD_TOKENS", 16 * 20)
     stored = open_corpus(config(train=str(tiny_text)), tokenizer, tmp_path, size=2048)
     whole = Corpus(*(part.select(slice(None)) for part in (stored.train, stored.validation)))
     parts = (stored.train, stored.validation)

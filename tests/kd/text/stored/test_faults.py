@@ -18,7 +18,7 @@ from cache.errors import StorageError
 from kd.errors import DataError
 from kd.progress import Monitor
 from kd.text.corpus import open_corpus
-from kd.text.stored.shards import INPUTS, MANIFEST, list_stores, locate_seal, locate_shard
+from kd.text.stored.shard_files import INPUTS, MANIFEST, list_stores, locate_seal, locate_shard
 from tests.support.kd.text import config
 
 #: Tokenizes the files of a folder into a store below another one; the options are for the tests.
@@ -26,7 +26,7 @@ CHILD = """
 import resource, sys, time
 from pathlib import Path
 import datasets
-import kd.text.stored.shards as shards
+import kd.text.stored.shard_files as shards
 import kd.text.stored.writing as writing
 from kd.models.tokenizers import load_tokenizer
 from kd.text.corpus import open_corpus
@@ -122,7 +122,7 @@ def test_a_text_takes_a_small_part_of_its_tokens_in_memory(tmp_path):
 
 @pytest.fixture
 def small_shards(monkeypatch) -> None:
-    monkeypatch.setattr("kd.text.stored.shards.SHARD_TOKENS", 16 * 20)
+    monkeypatch.setattr("kd.text.stored.shard_files.SHARD_TOKENS", 16 * 20)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from kd.progress import Event, Monitor
 from kd.text.batches import PlainText
 from kd.text.corpus import load_corpus, open_corpus
 from kd.text.stored.places import BEGINNING, Cursor, Mark, TextPlace
-from kd.text.stored.shards import Layout, list_stores
+from kd.text.stored.shard_files import Layout, list_stores
 from kd.text.stored.view import StoredSequences, TokenStore
 from tests.support.kd.text import config, write
 
@@ -33,12 +33,12 @@ CHATML = (
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Let shards, blocks and batches of pieces be small, so that a short text has many."""
-    monkeypatch.setattr("kd.text.stored.shards.SHARD_TOKENS", 16 * 20)
+    monkeypatch.setattr("kd.text.stored.shard_files.SHARD_TOKENS", 16 * 20)
     monkeypatch.setattr("kd.text.packing.BLOCK_SEQUENCES", 3)
     monkeypatch.setattr("kd.text.tokens.BLOCK_SEQUENCES", 3)
     monkeypatch.setattr("kd.text.tokens._TEXTS_AT_ONCE", 2)
-    monkeypatch.setattr("kd.text.pieces.PIECE_CHARACTERS", 40)
-    monkeypatch.setattr("kd.text.pieces.BATCH_CHARACTERS", 300)
+    monkeypatch.setattr("kd.text.text_encoder.PIECE_CHARACTERS", 40)
+    monkeypatch.setattr("kd.text.text_encoder.BATCH_CHARACTERS", 300)
     # Else the clock decides which of two stores still calls its files young.
     monkeypatch.setattr("kd.text.stored.inputs._YOUNG_NS", 10**20)
 
@@ -218,7 +218,7 @@ def stored(tmp_path_factory, tokenizer, tiny_text):
     folder = tmp_path_factory.mktemp("stored")
     options = config(sequence_length=12, train=str(tiny_text), validation_fraction=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kd.text.stored.shards.SHARD_TOKENS", 12 * 7)
+        patch.setattr("kd.text.stored.shard_files.SHARD_TOKENS", 12 * 7)
         corpus = open_corpus(options, tokenizer, folder, size=2048)
     return TokenStore(corpus.train.store.folder), load_corpus(options, tokenizer).train
 
@@ -294,7 +294,7 @@ def test_a_store_is_read_by_the_page_of_its_format(stored):
 def test_the_text_of_the_example_keeps_its_digest(tokenizer, tmp_path, monkeypatch):
     """It is part of the fingerprint of the demo's cache, which others may have captured before."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("kd.text.stored.shards.SHARD_TOKENS", 100_000)
+    monkeypatch.setattr("kd.text.stored.shard_files.SHARD_TOKENS", 100_000)
     data = load_config(AUSTEN / "job.yaml").data
     corpus = open_corpus(data, tokenizer, tmp_path, size=2048)
     assert corpus.compute_sha256() == (

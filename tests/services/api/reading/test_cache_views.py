@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.support.caches import make_cache, make_codec, make_identity, make_shard
 from bench.support.harness import Parts, make_config
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.inspection import compute_cache_stats
@@ -20,7 +21,6 @@ from cache.reading.usage import held
 from cache.rounding import ENTROPY_STEP
 from cache.shards.names import locate_seal, name_shard
 from cache.store import open_cache
-from cache.testing import make_cache, make_codec, make_identity, make_shard
 from cache.writing.writer import open_writer
 from kd.client.wire.jobs import Job
 from kd.config.jobfile import parse_config

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from bench.support.caches import make_cache, make_identity
 from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
@@ -22,13 +23,12 @@ from cache.checking.verify import verify_cache
 from cache.disk import locked
 from cache.reading.usage import held, hold_for, locate_use, read_last_use
 from cache.store import open_cache
-from cache.testing import make_cache, make_identity
 from cache.writing.writer import open_writer
 from kd.config.data import DataConfig
 from kd.face.inputs import describe_text
 from kd.files import LOCK, write_json
 from kd.text.corpus import Corpus, open_corpus
-from kd.text.stored.shards import list_stores, locate_lock
+from kd.text.stored.shard_files import list_stores, locate_lock
 from services.loops.teams import TeamRules
 from services.settings import DAY_SECONDS, Settings
 from services.store.jobs.leases import EventBatch

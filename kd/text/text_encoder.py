@@ -1,9 +1,9 @@
 """A long text -> token ids, piece by piece, the same ids as of the whole text.
 
 A tokenizer needs some 175 bytes for each character that it reads at once. So a long text is cut at
-places where its ids cannot change (seams.py), a few pieces are tokenized at once in the threads of
-the library, and only their ids are kept. Where a tokenizer has no such places, the text stays
-whole.
+places where its ids cannot change (cut_points.py), a few pieces are tokenized at once in the
+threads of the library, and only their ids are kept. If a tokenizer has no such places, the text
+stays whole.
 
 Shapes: N tokens.
 """
@@ -13,15 +13,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kd.progress import SILENT, Monitor, Notice
-from kd.text.chats import TOKENIZER_OPTIONS
+from kd.text.chat_tokens import TOKENIZER_OPTIONS
+from kd.text.cut_points import CONTEXT, CutPoints, NoCutError, find_cut_points
 from kd.text.reading.notes import TextNotes
-from kd.text.seams import CONTEXT, NoSeamError, Seams, find_seams
 from kd.text.stored.places import BEGINNING, TextPlace
 
 if TYPE_CHECKING:
@@ -80,14 +80,15 @@ class TextEncoder:
         self.why_whole: str | None = None
         self._monitor = monitor
         self._notes = TextNotes() if notes is None else notes
-        self._seams: Seams | None = None
+        self._cuts: CutPoints | None = None
         self._before = self._after = _NOTHING
         self._is_special = np.zeros(1, bool)
         try:
-            self._before, self._after = map(_to_array, _find_special_ids(tokenizer))
+            ends = _find_special_ids(tokenizer)
+            self._before, self._after = (np.asarray(ids, np.uint32) for ids in ends)
             self._is_special = _mark_special_ids(tokenizer)
-            self._seams = find_seams(tokenizer)
-        except NoSeamError as error:
+            self._cuts = find_cut_points(tokenizer)
+        except NoCutError as error:
             self.why_whole = str(error)
 
     def encode(
@@ -113,10 +114,10 @@ class TextEncoder:
             yield self.finish(list(zip(batch, ids, strict=True)), where, at)
 
     def _cut(self, chunks: Iterator[str]) -> Iterator[str]:
-        """Cut one document into pieces; it stays whole if the tokenizer has no seams."""
-        if self._seams is None:
+        """Cut one document into pieces; it stays whole if the tokenizer has no cut points."""
+        if self._cuts is None:
             return iter(["".join(chunks)])
-        return cut_text(chunks, self._seams, PIECE_CHARACTERS)
+        return cut_text(chunks, self._cuts, PIECE_CHARACTERS)
 
     def finish(
         self, pieces: list[tuple[Piece, NDArray[np.uint32]]], where: str, place: TextPlace
@@ -124,7 +125,7 @@ class TextEncoder:
         """Return the parts of documents that ``pieces`` with their ids (N,) make, with their ends.
 
         What the tokenizer puts before and after every text is not put where the text has it. A text
-        of white space alone has no part: it is one piece, since no cut lies in white space.
+        of only white space has no part: it is one piece, since no cut lies in white space.
         """
         said = [(piece, ids) for piece, ids in pieces if piece.text.strip()]
         self._note_special(said, where, place)
@@ -162,14 +163,14 @@ class TextEncoder:
     def encode_short(self, texts: list[str]) -> list[NDArray[np.uint32]] | None:
         """Encode ``texts`` of at most ``PIECE_CHARACTERS`` characters each, at once; ids (N,) each.
 
-        They are without what ``finish`` adds. None if a text has to be read alone.
+        They are without what ``finish`` adds. None if each text has to be read by itself.
         """
-        return None if self._seams is None else self.encode_pieces(texts)
+        return None if self._cuts is None else self.encode_pieces(texts)
 
     def _warn_if_long(self, text: str, place: str) -> None:
         if len(text) > LONG_CHARACTERS:
             reason = "it has no white space at which to cut it"
-            if self._seams is None:
+            if self._cuts is None:
                 reason = f"the tokenizer cannot be cut: {self.why_whole}"
             self._monitor.emit(
                 "warning",
@@ -180,18 +181,16 @@ class TextEncoder:
 
     def encode_pieces(self, pieces: list[str]) -> list[NDArray[np.uint32]]:
         """Encode ``pieces`` in the threads of the library; nothing but their ids is made."""
-        if self._seams is None:
-            return [self._encode_whole(text) for text in pieces]
+        if self._cuts is None:
+            found = [self.tokenizer(text, **TOKENIZER_OPTIONS)["input_ids"] for text in pieces]
+            begin, end = len(self._before), len(self._after)
+            return [np.asarray(ids[begin : len(ids) - end], np.uint32) for ids in found]
         library = self.tokenizer.backend_tokenizer
         # Others may have called the tokenizer with padding since the last batch.
         library.no_truncation()
         library.no_padding()
         encoded = library.encode_batch_fast(pieces, add_special_tokens=False)
-        return [_to_array(each.ids) for each in encoded]
-
-    def _encode_whole(self, text: str) -> NDArray[np.uint32]:
-        ids = _to_array(self.tokenizer(text, **TOKENIZER_OPTIONS)["input_ids"])
-        return ids[len(self._before) : len(ids) - len(self._after)]
+        return [np.asarray(each.ids, np.uint32) for each in encoded]
 
 
 def separate_texts(chunks: Iterable[str], separator: str) -> Iterator[Iterator[str]]:
@@ -228,7 +227,7 @@ def _mark_ends(texts: Iterable[Iterator[str]]) -> Iterator[Piece]:
         yield Piece(held, begins, True)
 
 
-def cut_text(chunks: Iterable[str], seams: Seams, size: int) -> Iterator[str]:
+def cut_text(chunks: Iterable[str], cut_points: CutPoints, size: int) -> Iterator[str]:
     """Cut the text that ``chunks`` make up into pieces of ``size`` characters or a little more."""
     held = ""
     searched = 0  # no cut lies in held[size:searched]
@@ -236,11 +235,11 @@ def cut_text(chunks: Iterable[str], seams: Seams, size: int) -> Iterator[str]:
         held += chunk
         begin = 0
         while True:
-            place = seams.find(held, max(begin + size, searched))
+            place = cut_points.find(held, max(begin + size, searched))
             if place is None:
                 break
             yield held[begin:place]
-            begin = place + seams.drops_space
+            begin = place + cut_points.drops_space
             searched = 0
         held = held[begin:]
         searched = max(len(held) - CONTEXT - 2, 0)
@@ -266,7 +265,7 @@ def _group(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def _find_special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the ids that the tokenizer puts before and after every text.
 
-    Raises ``NoSeamError`` if they cannot be told from those of the text.
+    Raises ``NoCutError`` if they cannot be told from those of the text.
     """
     plain = list(tokenizer("a", add_special_tokens=False, **TOKENIZER_OPTIONS)["input_ids"])
     whole = list(tokenizer("a", **TOKENIZER_OPTIONS)["input_ids"])
@@ -275,7 +274,7 @@ def _find_special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], li
         place for place in range(len(whole) - size + 1) if whole[place : place + size] == plain
     ]
     if size == 0 or len(found) != 1:
-        raise NoSeamError("its special tokens cannot be told from those of a text")
+        raise NoCutError("its special tokens cannot be told from those of a text")
     return whole[: found[0]], whole[found[0] + size :]
 
 
@@ -290,7 +289,3 @@ def _mark_special_ids(tokenizer: PreTrainedTokenizerBase) -> NDArray[np.bool_]:
     marked = np.zeros(max(ids, default=0) + 2, bool)
     marked[list(ids)] = True
     return marked
-
-
-def _to_array(ids: Any) -> NDArray[np.uint32]:
-    return np.asarray(ids, np.uint32)

@@ -17,7 +17,6 @@ import numpy as np
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity, list_differences
 from cache.reading.usage import hold_for
-from cache.records import Sequences
 from cache.store import Cache, open_cache
 from cache.writing.writer import CacheWriter
 from kd.capture.plan import CapturePlan
@@ -43,9 +42,9 @@ def adopt_known_shards(
 ) -> None:
     """Take all shards that the cache ``cache.extends`` below ``root`` has in common with the plan.
 
-    Does nothing for a job that extends no cache. Raises ``ConfigError`` where the cache is not
+    Does nothing for a job that extends no cache. Raises ``ConfigError`` if the cache is not
     there, is of another teacher or other settings, or its text is not the beginning of the plan's,
-    and ``CacheCorrupt`` where one of its shards is damaged.
+    and ``CacheCorrupt`` if one of its shards is damaged.
     """
     name = plan.options.extends
     if name is None:
@@ -59,7 +58,17 @@ def adopt_known_shards(
     for index in range(count):
         monitor.check("while shards were taken from another cache")
         monitor.report_alive()
-        _require_same_sequences(plan, source, index)
+        numbers = np.asarray(plan.identity.shard_range(index))
+        theirs, _ = source.read(numbers)
+        ours = plan.corpus.train.select(numbers)
+        pairs = (
+            (ours.tokens, theirs.tokens),
+            (ours.document_start, theirs.document_start),
+            (ours.target_mask, theirs.target_mask),
+        )
+        differs = np.any([(one != other).any(axis=1) for one, other in pairs], axis=0)
+        if differs.any():
+            refuse([_OTHER_TEXT.format(number=int(numbers[differs.argmax()]))])
         writer.adopt_shard(source, index)
     if source.manifest.first_tails.digest:
         writer.adopt_tail_sums(source)
@@ -102,22 +111,3 @@ def list_extension_problems(wanted: CacheIdentity, source: Cache) -> list[str]:
     if source.manifest.tail_mean.digest and not source.manifest.first_tails.digest:
         return [_NO_SUMS]
     return []
-
-
-def _require_same_sequences(plan: CapturePlan, source: Cache, index: int) -> None:
-    """Raise ``ConfigError`` where shard ``index`` has other sequences in the plan's text."""
-    numbers = np.asarray(plan.identity.shard_range(index))
-    theirs, _ = source.read(numbers)
-    differs = _compare(plan.corpus.train.select(numbers), theirs)
-    if differs.any():
-        refuse([_OTHER_TEXT.format(number=int(numbers[differs.argmax()]))])
-
-
-def _compare(ours: Sequences, theirs: Sequences) -> np.ndarray:
-    """Return which sequences differ, (S,)."""
-    pairs = (
-        (ours.tokens, theirs.tokens),
-        (ours.document_start, theirs.document_start),
-        (ours.target_mask, theirs.target_mask),
-    )
-    return np.any([(one != other).any(axis=1) for one, other in pairs], axis=0)

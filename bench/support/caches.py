@@ -1,10 +1,12 @@
-"""Small random data that is valid, for the tests of this project and of its users.
+"""Small caches of random data, for tests and benches.
 
 S   sequences       L   tokens of a sequence       V   vocabulary size       N   positions
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,17 @@ from cache.manifest import (
     TokenizerIdentity,
     TokenizerProbe,
 )
+from cache.profiles.profile import Reading
+from cache.profiles.sampled import Sample
 from cache.profiles.table import PROFILES
-from cache.profiles.whole import EXAMPLE_WIDTH
+from cache.profiles.topk import TopReading
+from cache.profiles.whole import DenseReading, HiddenReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
 from cache.writing.writer import CacheWriter, open_writer
+
+#: Width of the hidden states.
+_WIDTH = 6
 
 PROVENANCE = Provenance("tiny", "main", (TokenizerProbe("It was", (3, 5)),), {"eos": 0})
 
@@ -80,17 +88,79 @@ def make_records(seed: int, positions: int, codec: Codec) -> Records:
     logits_NV = rng.normal(0, 3, (positions, codec.vocabulary_size))
     logp_NV = logits_NV - np.log(np.exp(logits_NV).sum(1, keepdims=True))
     places = RecordPositions(np.zeros(positions, np.int64), np.arange(positions))
-    # Token 0 stands for the gold token.
+    return codec.encode(make_reading(rng, codec, logp_NV), places)
+
+
+def make_reading(rng: np.random.Generator, codec: Codec, logp_NV: NDArray[Any]) -> Reading:
+    """Make a reading of the distributions ``logp_NV``, of the class of the codec's profile."""
+    return _READERS[codec.rules.reading](rng, codec, logp_NV)
+
+
+def _read_sample(rng: np.random.Generator, codec: Codec, logp_NV: NDArray[Any]) -> Sample:
+    """Take every token above the threshold, and one to four others in each draw, at random."""
+    free_NV = np.ones(logp_NV.shape, bool)
+    free_NV[:, [0, *codec.always_keep]] = False
+    head_NV = free_NV & (np.exp(logp_NV) > codec.threshold)
+    tail_count = rng.integers(1, 5, len(logp_NV))
+    others = [np.flatnonzero(row) for row in free_NV & ~head_NV]
+    picks = [
+        np.stack([rng.choice(ids, count, replace=False) for _ in range(codec.draws)], axis=1)
+        for ids, count in zip(others, tail_count.tolist(), strict=True)
+    ]
+    tail_ids = np.concatenate([np.empty((0, codec.draws), np.int64), *picks])
+    found = Sample(
+        **_read_known(codec, logp_NV),
+        head_count=head_NV.sum(1),
+        head_ids=np.nonzero(head_NV)[1],
+        head_logprobs=logp_NV[head_NV],
+        tail_count=tail_count,
+        tail_ids=tail_ids,
+    )
+    if not codec.rules.keeps_partition:
+        return found
+    rows_M1 = np.repeat(np.arange(len(logp_NV)), tail_count)[:, None]
+    partition = rng.normal(-2, 1, (len(logp_NV), 4, 2))  # at four knots
+    return replace(found, tail_logprobs=logp_NV[rows_M1, tail_ids], partition=partition)
+
+
+def _read_top(_: np.random.Generator, codec: Codec, logp_NV: NDArray[Any]) -> TopReading:
+    """Take the K most probable tokens."""
+    ids = np.argsort(-logp_NV, axis=1)[:, : codec.k]
+    logprobs = np.take_along_axis(logp_NV, ids, 1)
+    residual = np.log(np.maximum(1 - np.exp(logprobs).sum(1), 1e-12))
+    known = _read_known(codec, logp_NV)
+    known["known_logprobs"] = known["known_logprobs"][:, :1]
+    return TopReading(**known, ids=ids, logprobs=logprobs, residual=residual)
+
+
+def _read_all(_: np.random.Generator, codec: Codec, logp_NV: NDArray[Any]) -> DenseReading:
+    return DenseReading(**_read_known(codec, logp_NV), logprobs=logp_NV)
+
+
+def _read_states(rng: np.random.Generator, codec: Codec, logp_NV: NDArray[Any]) -> HiddenReading:
+    """Make random states, which do not belong to the distributions."""
+    states = rng.normal(size=(len(logp_NV), _WIDTH))
+    return HiddenReading(**_read_known(codec, logp_NV), states=states)
+
+
+def _read_known(codec: Codec, logp_NV: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """Return what the readings of all profiles have; token 0 stands for the gold token."""
     known = logp_NV[:, [0, *codec.always_keep]]
-    reading = codec.rules.make_example(rng, codec, known, logp_NV)
-    return codec.encode(reading, places)
+    return {"known_logprobs": known, "entropy": -(np.exp(logp_NV) * logp_NV).sum(1)}
+
+
+#: Makes a reading of the distributions (N, V), by the class of the reading.
+_READERS: dict[type[Reading], Callable[[np.random.Generator, Codec, NDArray[Any]], Reading]] = {
+    Sample: _read_sample,
+    TopReading: _read_top,
+    DenseReading: _read_all,
+    HiddenReading: _read_states,
+}
 
 
 def make_lm_head(vocabulary_size: int) -> dict[str, NDArray[Any]]:
     """Make a random LM head, for hidden caches."""
-    weight = (
-        np.random.default_rng(7).normal(size=(vocabulary_size, EXAMPLE_WIDTH)).astype(np.float32)
-    )
+    weight = np.random.default_rng(7).normal(size=(vocabulary_size, _WIDTH)).astype(np.float32)
     return {"weight": weight, "bias": np.zeros(0, np.float32), "transform": np.array([1.0, 0.0])}
 
 

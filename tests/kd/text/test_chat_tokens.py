@@ -14,7 +14,7 @@ from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.text.chat.calls import read_tools
 from kd.text.chat.chat import Chat
-from kd.text.chats import encode_chats
+from kd.text.chat_tokens import encode_chats
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import FoundDocument, read_documents
 from tests.support.kd.text import encode_chat, encode_documents

@@ -68,7 +68,7 @@ class EntryPieces:
         self._folder = folder
         self._index = index
         self._identity = identity
-        self._kept: KeptValues[bytes] = KeptValues(_KEPT_PIECES, lambda _: 1)
+        self._kept: KeptValues[bytes] = KeptValues(_KEPT_PIECES)
 
     def __len__(self) -> int:
         return self._index.totals.shards
@@ -96,17 +96,16 @@ class EntryPieces:
         totals = ShardTotals()
         for piece in range(len(self._index.sha256)):
             try:
-                totals += self._sum(piece)
+                shards = self._index.shard_range(piece)
+                first, last = (
+                    self._identity.shard_range(number) for number in (shards[0], shards[-1])
+                )
+                totals += layout.sum_piece(self._read(piece), last.stop - first.start)
             except CacheCorrupt as error:
                 lines.append(f"{name_piece(piece)}: {error.detail}")
         if not lines and totals != self._index.totals:
             lines.append(f"{PIECES}: the entries add up to {totals}, not to {self._index.totals}")
         return lines
-
-    def _sum(self, piece: int) -> ShardTotals:
-        shards = self._index.shard_range(piece)
-        first, last = (self._identity.shard_range(number) for number in (shards[0], shards[-1]))
-        return layout.sum_piece(self._read(piece), last.stop - first.start)
 
     def _read(self, piece: int) -> bytes:
         path = self._folder / name_piece(piece)

@@ -17,9 +17,9 @@ from tokenizers import (
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from bench.support.paths import AUSTEN
-from kd.text.pieces import Piece, TextEncoder, cut_text
-from kd.text.seams import CONTEXT, NoSeamError, find_seams, split_alternatives
+from kd.text.cut_points import CONTEXT, NoCutError, find_cut_points, split_alternatives
 from kd.text.stored.places import BEGINNING
+from kd.text.text_encoder import Piece, TextEncoder, cut_text
 from tests.support.kd.tokenizers import (
     KINDS,
     MARKS,
@@ -57,7 +57,7 @@ def in_chunks(text: str, size: int) -> Iterator[str]:
 
 def encode_pieces(text: str, size: int, tokenizer: PreTrainedTokenizerBase) -> tuple[list, int]:
     """Encode ``text`` in pieces of at least ``size`` characters; return the ids and the pieces."""
-    pieces = list(cut_text(in_chunks(text, 3 * size + 7), find_seams(tokenizer), size))
+    pieces = list(cut_text(in_chunks(text, 3 * size + 7), find_cut_points(tokenizer), size))
     ids = tokenizer(pieces, add_special_tokens=False)["input_ids"]
     return list(itertools.chain(*ids)), len(pieces)
 
@@ -173,21 +173,21 @@ WORDS = {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False)}
     ],
 )  # fmt: skip
 def test_a_tokenizer_that_may_connect_words_is_not_cut(steps, reason):
-    with pytest.raises(NoSeamError, match=reason):
-        find_seams(with_steps(**steps))
+    with pytest.raises(NoCutError, match=reason):
+        find_cut_points(with_steps(**steps))
 
 
 def test_no_cut_lies_where_a_token_of_the_vocabulary_may_span_it():
     """The only token with a character before a space begins with b."""
-    seams = find_seams(with_steps(normalizer=MARKS))
-    assert seams.find("aaa b " * 20, 3) == 3
-    assert seams.find("aab a" + "aab a" * 20, 3) is None
+    cut_points = find_cut_points(with_steps(normalizer=MARKS))
+    assert cut_points.find("aaa b " * 20, 3) == 3
+    assert cut_points.find("aab a" + "aab a" * 20, 3) is None
 
 
 def test_no_cut_lies_beside_an_added_token_that_takes_the_space():
-    seams = find_seams(with_steps(added=[AddedToken("stop", rstrip=True)], **WORDS))
-    assert seams.find("full stop and" + "." * CONTEXT, 5) is None
-    assert seams.find("full hall and" + "." * CONTEXT, 5) == 9
+    cut_points = find_cut_points(with_steps(added=[AddedToken("stop", rstrip=True)], **WORDS))
+    assert cut_points.find("full stop and" + "." * CONTEXT, 5) is None
+    assert cut_points.find("full hall and" + "." * CONTEXT, 5) == 9
 
 
 def test_alternatives_are_told_from_bars_in_classes_and_groups():

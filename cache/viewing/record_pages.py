@@ -102,7 +102,13 @@ def read_page(
     shown = range(min(start, len(places_N)), min(start + limit, len(places_N)))
     name: NameToken = texts.get_text if texts is not None else lambda token_id: ""
     tokens = tokens_1L[0].tolist()
-    columns = _read_columns(opened, row, shown)
+    rules = opened.codec.rules
+    if rules.sampled:
+        # The ids of a sequence are coded together, so it is decoded whole.
+        columns = opened.read(row)[1].slice(shown.start, shown.stop)
+    else:
+        names = ("known", "entropy", *rules.shown)
+        columns = Records(opened.read_columns(row, names, shown))
     places = places_N[shown.start : shown.stop].tolist()
     records = (
         _show(opened.codec, columns, number, tokens[place : place + 2], place, name)
@@ -123,16 +129,6 @@ def read_page(
         document_starts=tuple((first + np.flatnonzero(starts_1L[0, first:last])).tolist()),
         records=tuple(records),
     )
-
-
-def _read_columns(opened: Cache, row: range, shown: range) -> Records:
-    """Read the columns of the records ``shown`` of one sequence."""
-    codec = opened.codec
-    if codec.rules.sampled:
-        # The ids of a sequence are coded together, so it is decoded whole.
-        return opened.read(row)[1].slice(shown.start, shown.stop)
-    names = ("known", "entropy", *codec.rules.shown)
-    return Records(opened.read_columns(row, names, shown))
 
 
 def _show(

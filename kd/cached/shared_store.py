@@ -12,10 +12,9 @@ from cache.errors import CacheNotFound
 from cache.reading.usage import hold_for
 from cache.remote.address import read_binding
 from cache.shards.names import FINGERPRINT
-from cache.store import open_cache
+from cache.store import Cache, open_cache
 from kd.files import find_caches
 from kd.loss.decoder import TargetDecoder
-from kd.text.batches import CachedRecords
 
 #: The data folder of a service and of ``kd run``, where KD_HOME does not name another.
 DEFAULT_HOME = "potstill-data"
@@ -32,15 +31,15 @@ class SharedStore:
         self.folder = folder
         self.memory_bytes = memory_bytes
         self._process = 0
-        self._source: CachedRecords | None = None
+        self._source: Cache | None = None
         self._decoder: TargetDecoder | None = None
 
-    def open(self) -> CachedRecords:
+    def open(self) -> Cache:
         """Return the records, opened by this process; raises as ``open_cache`` does."""
         if self._source is None or self._process != os.getpid():
             store = open_cache(self.folder, memory_bytes=self.memory_bytes)
             hold_for(store, self.folder)
-            self._process, self._source, self._decoder = os.getpid(), CachedRecords(store), None
+            self._process, self._source, self._decoder = os.getpid(), store, None
         return self._source
 
     def make_decoder(self) -> TargetDecoder:
@@ -58,7 +57,7 @@ def find_cache_folder(name: str | Path, home: str | Path | None) -> Path:
     """Return the folder of a cache, from its path or from its fingerprint.
 
     A fingerprint is looked up in ``home``/caches. The default of ``home`` is the environment
-    variable KD_HOME, else potstill-data. Raises ``CacheNotFound`` where there is no such folder.
+    variable KD_HOME, else potstill-data. Raises ``CacheNotFound`` if there is no such folder.
     """
     path = Path(name).expanduser()
     if path.is_dir():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.caches import PROVENANCE, fill_cache, make_cache, make_identity, make_shard
 from cache.checking.listing import list_caches
 from cache.checking.verify import find_extras, verify_cache
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch
@@ -23,11 +24,10 @@ from cache.manifest import (
 )
 from cache.operations import find_garbage
 from cache.shards.entries import ShardEntry, ShardTotals, decode_row, encode_piece, sum_piece
+from cache.shards.manifest_pieces import EntryPieces, write_pieces
 from cache.shards.names import MANIFEST
-from cache.shards.pieces import EntryPieces, write_pieces
-from cache.shards.runs import ShardRuns
+from cache.shards.shard_runs import ShardRuns
 from cache.store import measure_cache_bytes, open_cache, read_manifest, replace_fidelity
-from cache.testing import PROVENANCE, fill_cache, make_cache, make_identity, make_shard
 from cache.writing.writer import open_writer
 from tests.support.caches import captured, child, content, equal, flip
 
@@ -110,7 +110,7 @@ def test_only_the_pieces_that_are_needed_are_read(
 
 
 def test_the_pieces_in_memory_are_few(pieced: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache.shards.pieces._KEPT_PIECES", 1)
+    monkeypatch.setattr("cache.shards.manifest_pieces._KEPT_PIECES", 1)
     opened = open_cache(pieced)
     assert isinstance(opened.entries, EntryPieces)
     assert len(list(opened.entries)) == 6
@@ -234,7 +234,7 @@ from pathlib import Path
 from cache.manifest import CacheIdentity
 from cache.shards import entries
 from cache.writing.writer import open_writer
-from cache.testing import fill_cache
+from bench.support.caches import fill_cache
 
 entries.PIECE_SHARDS = 2
 deadly = int(sys.argv[3])

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from cache.records import Sequences
 from kd.config.jobfile import parse_config
 from kd.text.batches import PlainText
-from kd.text.bytes import compute_bits_per_byte, count_held_out_bytes, count_target_bytes
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
+from kd.text.text_bytes import compute_bits_per_byte, count_held_out_bytes, count_target_bytes
 
 TEXTS = [
     "It is a truth universally acknowledged,",
@@ -82,7 +82,7 @@ def test_only_targets_count(tokenizer: Any) -> None:
 def test_the_held_out_text_is_counted_and_not_the_training_text(
     tokenizer: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("kd.text.bytes._SEQUENCES_AT_ONCE", 2)
+    monkeypatch.setattr("kd.text.text_bytes._SEQUENCES_AT_ONCE", 2)
     train = pack_documents([Document(ids_of(tokenizer, TEXTS[0]))], data_config(8))
     held_out = pack_documents([Document(ids_of(tokenizer, TEXTS[2]))], data_config(8))
     assert len(held_out) > 4

@@ -41,7 +41,7 @@ from kd.text.stored.places import Cursor
 
 #: The version of the format. A store of another version is refused. Raise it, too, if a change to
 #: the packing gives the same text other sequences, or if ``SHARD_TOKENS`` or the constants of
-#: ``kd.text.pieces`` change: a store that is half written then has other places.
+#: ``kd.text.text_encoder`` change: a store that is half written then has other places.
 FORMAT = 1
 #: Tokens of a shard, about: what an interruption loses, and what is in memory at once.
 SHARD_TOKENS = 1 << 22
@@ -109,13 +109,11 @@ class ShardArrays:
 
     def read(self, rows: Any) -> Sequences:
         """Return the sequences at ``rows`` (an index array or a slice), in that order."""
-        return Sequences(
-            self.tokens[rows].astype(np.uint32),
-            *map(self._unpack, (self.starts[rows], self.mask[rows])),
+        starts, mask = (
+            np.unpackbits(bits[rows], axis=1, count=self.tokens.shape[1]).view(bool)
+            for bits in (self.starts, self.mask)
         )
-
-    def _unpack(self, bits: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        return np.unpackbits(bits, axis=1, count=self.tokens.shape[1]).view(bool)
+        return Sequences(self.tokens[rows].astype(np.uint32), starts, mask)
 
 
 @dataclass(frozen=True)

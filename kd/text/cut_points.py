@@ -24,7 +24,7 @@ Why no step connects the sides:
                      a cut only if a token of the vocabulary has the two characters next to each
                      other; a cut is made where there is no such token.
 
-Everything else is not cut: ``find_seams`` says why.
+Everything else is not cut: ``find_cut_points`` says why.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+#: A step of a normalizer or pre-tokenizer, as the library writes it as JSON.
+Step = dict[str, Any]
 #: Characters on each side of a cut that are normalized to try it.
 CONTEXT = 32
 #: What SentencePiece writes for a space.
@@ -86,24 +88,24 @@ _DROP_SPACE = frozenset(["BertPreTokenizer", "Whitespace", "WhitespaceSplit"])
 _PLACES = re.compile(r"(?<=\S)(?=[ \n]\S)|(?<=\S\n)(?=[^\W\d_])")
 
 
-class NoSeamError(Exception):
+class NoCutError(Exception):
     """The tokenizer connects any two parts of a text; the message says in which step."""
 
 
 @dataclass(frozen=True)
-class Seams:
+class CutPoints:
     """Where texts can be cut for one tokenizer.
 
     ``lines``: whether also after a line feed. ``drops_space``: whether the space at a cut is left
-    out, because the normalizer puts one before each text. ``alone``: whether white space never
-    reaches the model, so that the kind of it does not matter. ``barred_ends`` and
+    out, because the normalizer puts one before each text. ``words_only``: whether white
+    space never reaches the model, so that the kind of it does not matter. ``barred_ends`` and
     ``barred_begins``: characters that may not stand before and after a cut.
     """
 
     backend: Tokenizer
     lines: bool
     drops_space: bool
-    alone: bool
+    words_only: bool
     barred_ends: frozenset[str]
     barred_begins: frozenset[str]
     known_ends: frozenset[str] | None
@@ -114,16 +116,16 @@ class Seams:
         The last ``CONTEXT`` characters are not searched: they are needed to try a cut.
         """
         places = _PLACES.finditer(text, max(start, 2), max(len(text) - CONTEXT, 0))
-        return next((each.start() for each in places if self._is_seam(text, each.start())), None)
+        return next((each.start() for each in places if self._is_cut(text, each.start())), None)
 
-    def _is_seam(self, text: str, place: int) -> bool:
+    def _is_cut(self, text: str, place: int) -> bool:
         before = text[max(place - CONTEXT, 0) : place]
         after = text[place : place + CONTEXT]
         if text[place - 1] == "\n":
-            return self.lines and self._is_line_seam(before, after)
-        return self._is_space_seam(before, after)
+            return self.lines and self._is_line_cut(before, after)
+        return self._is_space_cut(before, after)
 
-    def _is_space_seam(self, before: str, after: str) -> bool:
+    def _is_space_cut(self, before: str, after: str) -> bool:
         end = before[-1]
         if self.drops_space:
             begin = after[1]
@@ -135,13 +137,13 @@ class Seams:
             return False
         if {end, left[-1]} & (self.barred_ends | {MARK}):
             return False
-        if self.alone:
+        if self.words_only:
             return right[0].isspace()
         if left[-1].isspace() or (self.known_ends is not None and left[-1] not in self.known_ends):
             return False
         return right[0] in (" ", MARK)
 
-    def _is_line_seam(self, before: str, after: str) -> bool:
+    def _is_line_cut(self, before: str, after: str) -> bool:
         left = self._normalize(before)
         right = self._normalize(after)
         return (
@@ -157,10 +159,10 @@ class Seams:
         return str(normalizer.normalize_str(text)) if normalizer is not None else text
 
 
-def find_seams(tokenizer: PreTrainedTokenizerBase) -> Seams:
-    """Find where texts can be cut for ``tokenizer``; raises ``NoSeamError`` if nowhere."""
+def find_cut_points(tokenizer: PreTrainedTokenizerBase) -> CutPoints:
+    """Find where texts can be cut for ``tokenizer``; raises ``NoCutError`` if nowhere."""
     if not getattr(tokenizer, "is_fast", False):
-        raise NoSeamError("it is not one of the library tokenizers")
+        raise NoCutError("it is not one of the library tokenizers")
     backend: Tokenizer = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
     normalizers = _list_steps(backend.normalizer, "normalizers")
     steps = _list_steps(backend.pre_tokenizer, "pretokenizers")
@@ -171,30 +173,30 @@ def find_seams(tokenizer: PreTrainedTokenizerBase) -> Seams:
     ends = _bar(each.content[-1:] for each in added if each.rstrip or prepends)
     begins = _bar(each.content[:1] for each in added if each.lstrip or prepends)
     if backend.model.__class__.__name__ == "BPE" and backend.model.dropout:
-        raise NoSeamError("its BPE drops merges at random")
+        raise NoCutError("its BPE drops merges at random")
     if _has_no_words(steps, normalizers):
         known = _find_known_ends(backend)
-        return Seams(backend, False, prepends, False, ends, begins, known)
+        return CutPoints(backend, False, prepends, False, ends, begins, known)
     if prepends:
-        raise NoSeamError("its normalizer puts a mark before each text")
-    lines, alone = _check_words(steps)
-    if alone and any(token.content.isspace() for token in added):
-        raise NoSeamError("it has added tokens that are white space")
-    return Seams(backend, lines, False, alone, ends, begins, None)
+        raise NoCutError("its normalizer puts a mark before each text")
+    lines, words_only = _check_words(steps)
+    if words_only and any(token.content.isspace() for token in added):
+        raise NoCutError("it has added tokens that are white space")
+    return CutPoints(backend, lines, False, words_only, ends, begins, None)
 
 
-def _list_steps(step: Any, parts: str) -> list[dict[str, Any]]:
+def _list_steps(step: Any, parts: str) -> list[Step]:
     """Return the steps of a normalizer or pre-tokenizer in order, each as its JSON."""
     if step is None:
         return []
     try:
         state = json.loads(step.__getstate__())
     except Exception as error:  # one written in Python has no JSON
-        raise NoSeamError("a step of it is written in Python") from error
+        raise NoCutError("a step of it is written in Python") from error
     return _flatten(state, parts)
 
 
-def _flatten(state: dict[str, Any], parts: str) -> list[dict[str, Any]]:
+def _flatten(state: Step, parts: str) -> list[Step]:
     if state["type"] != "Sequence":
         return [state]
     return [step for part in state[parts] for step in _flatten(part, parts)]
@@ -204,7 +206,7 @@ def _flatten(state: dict[str, Any], parts: str) -> list[dict[str, Any]]:
 
 
 def _check_added_tokens(added: list[AddedToken], backend: Tokenizer) -> None:
-    """Raise ``NoSeamError`` if an added token could span a cut."""
+    """Raise ``NoCutError`` if an added token could span a cut."""
     normalizer = backend.normalizer
     for token in added:
         content = token.content
@@ -213,21 +215,19 @@ def _check_added_tokens(added: list[AddedToken], backend: Tokenizer) -> None:
         for written in (content, normalized.removeprefix(MARK)):
             spaces = [each.isspace() or each == MARK for each in written]
             if any(spaces) and not all(spaces):
-                raise NoSeamError(f"its added token {content!r} holds white space")
+                raise NoCutError(f"its added token {content!r} holds white space")
         if content.isspace() and (token.lstrip or token.rstrip):
-            raise NoSeamError(f"its added token {content!r} takes the white space around it")
+            raise NoCutError(f"its added token {content!r} takes the white space around it")
 
 
 def _bar(characters: Iterable[str]) -> frozenset[str]:
-    return frozenset().union(*map(_list_cases, characters))
+    """Return ``characters`` in both cases, as a normalizer may change them before they compare."""
+    return frozenset(
+        case for each in characters for case in (each, *each.lower(), *each.upper()) if case
+    )
 
 
-def _list_cases(character: str) -> set[str]:
-    """Return ``character`` in both cases, as a normalizer may change it before it is compared."""
-    return {character, *character.lower(), *character.upper()} - {""}
-
-
-def _check_normalizers(steps: list[dict[str, Any]]) -> bool:
+def _check_normalizers(steps: list[Step]) -> bool:
     """Return whether the normalizer puts a mark before each text; refuse one that is not known."""
     for step in steps:
         kind = step["type"]
@@ -238,12 +238,12 @@ def _check_normalizers(steps: list[dict[str, Any]]) -> bool:
         if kind == "Replace" and _is_local_pattern(step["pattern"]):
             continue
         if kind not in _LOCAL_NORMALIZERS:
-            raise NoSeamError(f"its normalizer {kind} may look at the whole text")
+            raise NoCutError(f"its normalizer {kind} may look at the whole text")
     prepends = any(step["type"] == "Prepend" for step in steps)
     if prepends and not all(
         step["type"] == "Prepend" or step.get("pattern") == {"String": " "} for step in steps
     ):
-        raise NoSeamError("its normalizer puts a mark before each text, and changes the text")
+        raise NoCutError("its normalizer puts a mark before each text, and changes the text")
     return prepends
 
 
@@ -258,7 +258,7 @@ def _is_local_pattern(pattern: dict[str, str]) -> bool:
 # ---------------------------------------------------------------------- pre-tokenizer
 
 
-def _has_no_words(steps: list[dict[str, Any]], normalizers: Iterable[dict[str, Any]]) -> bool:
+def _has_no_words(steps: list[Step], normalizers: Iterable[Step]) -> bool:
     """Return whether the pre-tokenizer gives the model a whole text as one word."""
     marked = any(
         step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == MARK
@@ -273,10 +273,10 @@ def _has_no_words(steps: list[dict[str, Any]], normalizers: Iterable[dict[str, A
     return marked and step["type"] == "Split" and step["pattern"] == {"String": " "}
 
 
-def _check_words(steps: list[dict[str, Any]]) -> tuple[bool, bool]:
+def _check_words(steps: list[Step]) -> tuple[bool, bool]:
     """Return whether lines can be cut, and whether white space is dropped.
 
-    Raises ``NoSeamError`` unless a step cuts words at white space, after steps that change nothing
+    Raises ``NoCutError`` unless a step cuts words at white space, after steps that change nothing
     there.
     """
     for number, step in enumerate(steps):
@@ -291,20 +291,17 @@ def _check_words(steps: list[dict[str, Any]]) -> tuple[bool, bool]:
         if kind == "Split" and _cuts_words(step):
             return _is_plain(later), False
         if not _leaves_space(step):
-            raise NoSeamError(f"its pre-tokenizer {kind} may connect words: {_describe(step)}")
-    raise NoSeamError("its pre-tokenizer does not cut words at spaces")
+            written = str(next(iter(step.get("pattern", {}).values()), step))[:60]
+            raise NoCutError(f"its pre-tokenizer {kind} may connect words: {written}")
+    raise NoCutError("its pre-tokenizer does not cut words at spaces")
 
 
-def _is_plain(steps: list[dict[str, Any]]) -> bool:
+def _is_plain(steps: list[Step]) -> bool:
     """Return whether no step depends on where in a text its word stands."""
     return all(step["type"] in ("ByteLevel", "Digits", "Punctuation", "Split") for step in steps)
 
 
-def _describe(step: dict[str, Any]) -> str:
-    return str(next(iter(step.get("pattern", {}).values()), step))[:60]
-
-
-def _leaves_space(step: dict[str, Any]) -> bool:
+def _leaves_space(step: Step) -> bool:
     """Return whether a step cuts at no white space and depends on none."""
     if step["type"] == "Digits":
         return True
@@ -319,7 +316,7 @@ def _leaves_space(step: dict[str, Any]) -> bool:
     )
 
 
-def _cuts_words(step: dict[str, Any]) -> bool:
+def _cuts_words(step: Step) -> bool:
     """Return whether all alternatives of a regex are known, and one takes any white space."""
     alternatives = split_alternatives(step["pattern"].get("Regex", ""))
     isolates = (step["behavior"], step["invert"]) in (("Isolated", False), ("Removed", True))
@@ -355,10 +352,10 @@ def _find_known_ends(backend: Tokenizer) -> frozenset[str]:
     """
     model = backend.model
     if model.__class__.__name__ != "BPE":
-        raise NoSeamError(f"its {model.__class__.__name__} model reads a text as one word")
+        raise NoCutError(f"its {model.__class__.__name__} model reads a text as one word")
     affixes = (model.continuing_subword_prefix, model.end_of_word_suffix)
     if model.ignore_merges or any(affixes):
-        raise NoSeamError("its BPE model treats the ends of a text in its own way")
+        raise NoCutError("its BPE model treats the ends of a text in its own way")
     vocabulary = backend.get_vocab(with_added_tokens=False)
     joined = {
         character
@@ -368,5 +365,5 @@ def _find_known_ends(backend: Tokenizer) -> frozenset[str]:
     }
     single = {token for token in vocabulary if len(token) == 1}
     if MARK not in single:
-        raise NoSeamError("its BPE model has no token for a space")
+        raise NoCutError("its BPE model has no token for a space")
     return frozenset(single - joined - {MARK})

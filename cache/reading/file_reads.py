@@ -39,7 +39,7 @@ class DiskReads:
         return data
 
     def restore(self, _path: Path, _sealed: FileDigest) -> bytes | None:
-        """Return the content of a file that was found damaged, from elsewhere; here is nothing."""
+        """Return None: a damaged file of a folder has no other copy."""
         return None
 
     def count(self, size: int, seconds: float) -> None:
