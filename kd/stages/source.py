@@ -67,7 +67,7 @@ def open_source(
     warn_of_overruled(store, monitor)
     note_missing_tail(config, store, monitor)
     require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store), note=monitor.note)
-    require_served(config, store.codec)
+    require_served(config.loss, store.codec)
     source = CachedRecords(store)
     adopt_chat_template(tokenizer, config, source, monitor)
     return tokenizer, source

@@ -68,7 +68,7 @@ def report_step(run: Run, step: Step) -> None:
     alarms = run.watch.observe_step(step.loss, step.ce_loss, step.grad_norm, seconds)
     run.log.write_verdicts(progress.step, alarms)
     slow_disk = run.disk_watch.observe_step(step.tokens, seconds)
-    scale_alarm = run.scale_watch.describe_alarm() if run.config.checks.alarms else None
+    scale_alarm = run.scale_watch.describe_alarm() if run.checks.alarms else None
     for alarm in (temperature.describe_alarm(), scale_alarm, slow_disk):
         if alarm is not None:
             run.monitor.emit("warning", message=alarm)
@@ -191,7 +191,7 @@ def evaluate_now(run: Run, in_float32: bool = False) -> dict[str, Any]:
 
     units: UnitWatch | None = None
     # Hooks would make a compiled student compile anew.
-    looks = run.config.checks.alarms and run.options.compile == "none"
+    looks = run.checks.alarms and run.options.compile == "none"
 
     def call(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore | None:
         nonlocal units

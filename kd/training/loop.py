@@ -20,7 +20,8 @@ the newest one that is whole.
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,26 +84,42 @@ def train(
     them. Raises ``TrainingError`` where the loss is not finite, spikes too often, differs from a
     dense one or finds no memory, and ``Interrupted`` after a checkpoint when a stop is asked for.
     """
-    options = config.require_train()
-    # Trackers are closed after an error too: open ones would disturb the next run of this process,
-    # for example the next trial of a search.
-    with ExitStack() as closing:
-        trackers = Trackers(monitor)
-        closing.callback(trackers.finish)
-        monitor = add_trackers(monitor, trackers)
-
-        run = prepare(config, source, student, vocabulary, run_dir, monitor, group)
+    with tracked_run(config, source, student, vocabulary, run_dir, monitor, group) as run:
         run.uploads = uploads
         run.samples = samples
-        if group.leads:
-            trackers.start(config, options.report_to, run_dir, run.log.first)
         run.clock.restore(run.progress.phases)
-        with memory_errors(options, str(run.memory)):
+        with memory_errors(run.options, str(run.memory)):
             check_start(run)
         finish_evaluation(run)
         run_loop(run)
         finish(run)
         return run.progress
+
+
+@contextmanager
+def tracked_run(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    vocabulary: int,
+    run_dir: Path,
+    monitor: Monitor,
+    group: Group,
+) -> Iterator[Run]:
+    """Prepare a run whose numbers go to the trackers of the job, which the end of the block closes.
+
+    They are closed after an error too: open ones would disturb the next run of this process, for
+    example the next trial of a search.
+    """
+    trackers = Trackers(monitor)
+    monitor = add_trackers(monitor, trackers)
+    try:
+        run = prepare(config, source, student, vocabulary, run_dir, monitor, group)
+        if group.leads:
+            trackers.start(config, run.options.report_to, run_dir, run.log.first)
+        yield run
+    finally:
+        trackers.finish()
 
 
 def check_start(run: Run) -> None:
@@ -147,7 +164,7 @@ def compare_losses(run: Run) -> Verdict:
     A batch whose dense loss is not finite compares nothing, and will be left out: then the batch
     after it is taken, as often as the job may leave one out.
     """
-    for batch in run.read_next_batches(1 + run.config.checks.max_skipped):
+    for batch in run.read_next_batches(1 + run.checks.max_skipped):
         inputs = (batch, run.progress.step, PARITY_TOKENS)
         verdict = share_verdict(run, call_whole(run.loss_module, run.loss.check_parity, *inputs))
         if math.isfinite(verdict.facts["loss"]):

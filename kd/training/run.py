@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
-from kd.config.job import JobConfig
+from kd.config.checks import ChecksConfig
 from kd.config.train import TrainConfig
 from kd.memory.parallel import RankMemory
 from kd.models.layers import group_layers
@@ -44,9 +44,11 @@ class Run:
     from an earlier one.
     """
 
-    config: JobConfig
     #: The job's train section; its micro-batch becomes smaller where memory runs out.
     options: TrainConfig
+    checks: ChecksConfig
+    #: Whether the student began with random weights.
+    is_fresh: bool
     source: Source
     folder: Path
     monitor: Monitor

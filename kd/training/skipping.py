@@ -51,7 +51,7 @@ def skip_batch(run: Run, step: Step) -> None:
     numbers = sorted({number for number, _ in faulty})
     if not is_batch_at_fault(run, step, len(faulty)):
         raise make_error(run, step, f"{where} No other text is free of this fault.")
-    if len(run.progress.skipped) >= run.config.checks.max_skipped:
+    if len(run.progress.skipped) >= run.checks.max_skipped:
         raise make_error(run, step, f"{where} {describe_sequences(numbers)}")
     step.left_out = True
     run.progress.step += 1
@@ -157,7 +157,7 @@ def describe_sequences(numbers: list[int]) -> str:
 
 def make_error(run: Run, step: Step, where: str) -> NotFinite:
     """The error of a run that cannot go on without this batch."""
-    most = run.config.checks.max_skipped
+    most = run.checks.max_skipped
     skipped = run.progress.skipped
     newest = checkpoint.find_newest_checkpoint(run.checkpoints)
     last_good = f"The last good checkpoint is {newest}. " if newest is not None else ""
@@ -174,7 +174,7 @@ def make_error(run: Run, step: Step, where: str) -> NotFinite:
 def make_skip_verdict(run: Run, step: Step, where: str) -> Verdict:
     """The verdict on a batch that is left out, with its number among those of the run."""
     skipped = run.progress.skipped
-    most = run.config.checks.max_skipped
+    most = run.checks.max_skipped
     facts: dict[str, Any] = {
         **skipped[-1],
         "loss": step.loss,

@@ -224,14 +224,12 @@ def is_reported(run: Run, step: Step) -> bool:
 
 def check_first_step(run: Run, step: Step) -> list[Verdict]:
     """The verdicts on the loss and the gradients of the first backward pass."""
-    config = run.config
-    if not config.checks.alarms:
+    if not run.checks.alarms:
         return []
-    fresh = config.student is not None and config.student.init is not None
     scaled = run.loss.precision.scales_loss
     tokens_N = torch.cat([each.tokens_BL.flatten()[each.rows_N] for each in step.micro_batches])
     return [
-        check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, fresh),
+        check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, run.is_fresh),
         check_gradients(run.student, scaled, run.group, tokens_N),
     ]
 

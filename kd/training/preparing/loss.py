@@ -20,38 +20,39 @@ from kd.training.preparing.setting import TrainingSetting
 from kd.training.step_loss import StepLoss
 
 
-def make_loss(setting: TrainingSetting, lm_head: LMHead) -> StepLoss:
+def make_loss(
+    setting: TrainingSetting, config: LossConfig, options: TrainConfig, lm_head: LMHead
+) -> StepLoss:
     """Make the loss that a step of the job computes.
 
     Raises ``ConfigError`` if the records cannot serve it.
     """
-    config = setting.config
     source = setting.source
     device = setting.device
     decoder = TargetDecoder.of(source, device)
     require_served(config, source.codec)
     require_entropies(config, source)
-    steps = count_total_steps(setting.options, source.train_count)
+    steps = count_total_steps(options, source.train_count)
     features = None
-    if config.loss.features.weight > 0 and decoder.lm_head is not None:
+    if config.features.weight > 0 and decoder.lm_head is not None:
         student_width = lm_head.weight.shape[1]
         teacher_width = decoder.lm_head.weight.shape[1]
-        features = FeatureLoss.of(config.loss.features, student_width, teacher_width).to(device)
+        features = FeatureLoss.of(config.features, student_width, teacher_width).to(device)
     return StepLoss(
-        config=config.loss,
+        config=config,
         student=setting.student,
         device=device,
         lm_head=lm_head,
         decoder=decoder,
-        objective=Objective.of(config.loss),
-        temperature=TemperatureControl.of(config.loss.temperature, steps),
+        objective=Objective.of(config),
+        temperature=TemperatureControl.of(config.temperature, steps),
         features=features,
-        routers=find_router_balance(setting.student, config.loss.router_balance),
+        routers=find_router_balance(setting.student, config.router_balance),
         precision=setting.precision,
-        logits_chunk=setting.options.logits_chunk,
+        logits_chunk=options.logits_chunk,
         steps=steps,
         clock=Stopwatch(device),
-        control=_make_control(config.loss, source, lm_head, device),
+        control=_make_control(config, source, lm_head, device),
     )
 
 
