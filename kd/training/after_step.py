@@ -24,7 +24,6 @@ from kd.progress import SILENT, make_interruption
 from kd.text.batches import Batch
 from kd.tracking.scalars import StepWork, measure_memory, name_scalars
 from kd.training import checkpoint
-from kd.training.compiling import CompileReport
 from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
 from kd.training.evaluate import BatchScore, choose_evaluation_temperature, evaluate_student
 from kd.training.run import Run
@@ -117,39 +116,33 @@ def report_scalars(run: Run, step: Step) -> None:
     named = {name: rates[id(parameters[0])] for name, parameters in run.layers}
     named |= {name: rate for (name, _), rate in zip(run.groups, step.learning_rates, strict=True)}
     named = join_stages(run, named)
+    loss_scale: dict[str, float] = {}
+    if run.loss.precision.scales_loss:
+        loss_scale["loss_scale/scale"] = step.loss_scale
+        loss_scale["loss_scale/overflowed_steps"] = run.scale_watch.skipped
     run.log.write_scalars(
         run.progress.step,
         run.speed.report()
         | measure_memory(run.device)
         | name_scalars("grad_norm", step.layer_norms | step.group_norms)
         | name_scalars("learning_rate", named)
-        | report_loss_scale(run, step),
+        | loss_scale,
     )
 
 
-def report_loss_scale(run: Run, step: Step) -> dict[str, float]:
-    """Return the loss scale, and how many steps overflowed so far; empty without a scale."""
-    if not run.loss.precision.scales_loss:
-        return {}
-    return {
-        "loss_scale/scale": step.loss_scale,
-        "loss_scale/overflowed_steps": run.scale_watch.skipped,
-    }
-
-
 def report_compilation(run: Run) -> None:
-    """After the first step of this process, report what was compiled and where the graph breaks."""
+    """After the first step of this process, report what was compiled and where the graph breaks.
+
+    A graph that breaks is no error, but it loses speed.
+    """
     if run.compilation is None:
         return
-    run.log.write_verdicts(run.progress.step, [check_compilation(run.compilation.report())])
-    run.compilation = None
-
-
-def check_compilation(report: CompileReport) -> Verdict:
-    """The verdict on a compilation; a graph that breaks is no error, but it loses speed."""
+    report = run.compilation.report()
     facts = {"graphs": report.graphs, "breaks": list(report.breaks)}
     remedy = "" if not report.breaks else "See TORCH_LOGS=graph_breaks for the places."
-    return Verdict("compile", not report.breaks, f"{report}.", remedy, facts)
+    verdict = Verdict("compile", not report.breaks, f"{report}.", remedy, facts)
+    run.log.write_verdicts(run.progress.step, [verdict])
+    run.compilation = None
 
 
 # ---------------------------------------------------------------------- evaluation

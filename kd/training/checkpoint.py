@@ -23,8 +23,7 @@ the same number of threads.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from cache.manifest import sign_json, verify_json
 from kd.errors import TrainingError
 from kd.files import locate_temporary, whole_folder
 from kd.optim.schedules import scale_rates
-from kd.parallel.group import Group
 from kd.parallel.sharded_files import write_shards
 from kd.progress import replace_nonfinite
 from kd.training.saved.restoring import FILES, restore, restore_weights
@@ -75,7 +73,9 @@ def _write_checkpoint(
         numbers = {
             name: each for stage in state.group.gather(numbers) for name, each in stage.items()
         }
-    with _writing_folder(final, state.group) as partial:
+    # Rank 0 makes the folder, and gives it its name.
+    place = whole_folder(final) if state.group.leads else nullcontext(locate_temporary(final))
+    with place as partial:
         if is_sharded(state):
             state.group.wait()  # until the folder is there
             model = collect_model_tensors(state.model)
@@ -104,16 +104,6 @@ def _write_checkpoint(
             },
         }
         write_file(partial / STATE, sign_json(content))
-
-
-@contextmanager
-def _writing_folder(final: Path, group: Group) -> Iterator[Path]:
-    """Yield the folder that becomes ``final``; rank 0 makes it, and gives it its name."""
-    if not group.leads:
-        yield locate_temporary(final)
-        return
-    with whole_folder(final) as partial:
-        yield partial
 
 
 def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:

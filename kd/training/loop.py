@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -130,32 +129,24 @@ def check_start(run: Run) -> None:
     Raises ``TrainingError`` where the two losses differ.
     """
     if run.progress.first_evaluation is None:
-        run.progress.first_evaluation = evaluate_now(run, in_float32=run.group.alone)
-        warn_of_empty_evaluation(run, run.progress.first_evaluation)
+        found = evaluate_now(run, in_float32=run.group.alone)
+        run.progress.first_evaluation = found
+        # The first token of a document and of a sequence has none before it in its sequence.
+        if run.source.validation_count and "validation_loss" not in found:
+            run.monitor.emit(
+                "warning",
+                message=(
+                    f"Held-out sequences: {run.source.validation_count}, and none has a token to "
+                    "predict. So this run has no held-out loss: its report has no perplexity, and "
+                    "early stopping and the schedule reduce_lr_on_plateau have no effect. Give "
+                    "data.validation, or raise data.validation_fraction."
+                ),
+            )
     verdict = compare_losses(run)
     # A resumed run checks again, but writes no second line into its history.
     if run.progress.step == 0:
         run.log.write_verdicts(0, [verdict])
     verdict.require()
-
-
-def warn_of_empty_evaluation(run: Run, found: dict[str, Any]) -> None:
-    """Warn where sequences are held out and none of them has a token to predict.
-
-    The first token of a document and of a sequence has none before it in its sequence.
-    """
-    count = run.source.validation_count
-    if count == 0 or "validation_loss" in found:
-        return
-    run.monitor.emit(
-        "warning",
-        message=(
-            f"Held-out sequences: {count}, and none has a token to predict. So this run has no "
-            "held-out loss: its report has no perplexity, and early stopping and the schedule "
-            "reduce_lr_on_plateau have no effect. Give data.validation, or raise "
-            "data.validation_fraction."
-        ),
-    )
 
 
 def compare_losses(run: Run) -> Verdict:
@@ -166,18 +157,14 @@ def compare_losses(run: Run) -> Verdict:
     """
     for batch in run.read_next_batches(1 + run.checks.max_skipped):
         inputs = (batch, run.progress.step, PARITY_TOKENS)
-        verdict = share_verdict(run, call_whole(run.loss_module, run.loss.check_parity, *inputs))
+        own = call_whole(run.loss_module, run.loss.check_parity, *inputs)
+        # Only the last stage of a pipeline has one.
+        shared = Verdict(**run.group.gather(own and asdict(own))[-1]) if run.group.staged else own
+        assert shared is not None, "a rank that is no stage has a verdict of its own"
+        verdict = shared
         if math.isfinite(verdict.facts["loss"]):
             break
     return verdict
-
-
-def share_verdict(run: Run, own: Verdict | None) -> Verdict:
-    """Return the verdict of the last rank where only the last stage has one, else the own one."""
-    if not run.group.staged:
-        assert own is not None
-        return own
-    return Verdict(**run.group.gather(own and asdict(own))[-1])
 
 
 def run_loop(run: Run) -> None:

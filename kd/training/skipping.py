@@ -43,11 +43,21 @@ def skip_batch(run: Run, step: Step) -> None:
     if run.group.staged:
         # A gradient of one sequence alone would need a schedule of its own for each.
         raise make_error(run, step, "With train.strategy pipeline the batch is not searched.")
-    faulty = find_faulty_sequences(run, step)
-    batches = [batch for _, batch in faulty] or [
-        batch.to(run.device) for batch in step.micro_batches
+    # Every rank tries all sequences of the step, in the same order.
+    faulty = [
+        (number, batch.to(run.device))
+        for number, batch in read_step_sequences(run.source, run.options, step.number)
+        if not is_sound(run, step, batch.to(run.device))
     ]
-    where = locate_fault(run, step, batches)
+    if is_sharded(run.loss_module):
+        # The search looks at single modules, whose weights no rank has.
+        where = "With train.strategy fsdp the place of the fault is not searched."
+    else:
+        batches = [batch for _, batch in faulty] or [
+            batch.to(run.device) for batch in step.micro_batches
+        ]
+        compute_loss = partial(compute_mean_loss, run, step)
+        where = locate_nonfinite(run.student, batches, run.loss.precision, compute_loss)
     numbers = sorted({number for number, _ in faulty})
     if not is_batch_at_fault(run, step, len(faulty)):
         raise make_error(run, step, f"{where} No other text is free of this fault.")
@@ -59,28 +69,6 @@ def skip_batch(run: Run, step: Step) -> None:
     verdict = make_skip_verdict(run, step, where)
     run.log.write_verdicts(run.progress.step, [verdict])
     run.monitor.emit("warning", message=verdict.message)
-
-
-def locate_fault(run: Run, step: Step, batches: list[Batch]) -> str:
-    """Say which part of the student first computes a number that is not finite."""
-    if is_sharded(run.loss_module):
-        # It looks at single modules, whose weights no rank has.
-        return "With train.strategy fsdp the place of the fault is not searched."
-    return locate_nonfinite(
-        run.student, batches, run.loss.precision, lambda batch: compute_mean_loss(run, step, batch)
-    )
-
-
-def find_faulty_sequences(run: Run, step: Step) -> list[tuple[int, Batch]]:
-    """The sequences of ``step`` whose loss or gradient alone is not finite, with their numbers.
-
-    Every rank tries all of them, in the same order.
-    """
-    return [
-        (number, batch.to(run.device))
-        for number, batch in read_step_sequences(run.source, run.options, step.number)
-        if not is_sound(run, step, batch.to(run.device))
-    ]
 
 
 def is_batch_at_fault(run: Run, step: Step, faulty: int) -> bool:
@@ -119,20 +107,14 @@ def is_sound(run: Run, step: Step, batch: Batch) -> bool:
     if not finite or enough:
         reshard(run.loss_module)
         return finite
-    gradients = (
-        compute_part_gradients(run, loss)
-        if sharded
-        else torch.autograd.grad(loss, run.trained, allow_unused=True)
-    )
+    gradients: Iterable[Tensor | None]
+    if sharded:
+        loss.backward()
+        gradients = [each.grad for each in run.trained]  # the parts that this rank has
+        drop_gradients(run)
+    else:
+        gradients = torch.autograd.grad(loss, run.trained, allow_unused=True)
     return not run.group.any(not are_finite(each for each in gradients if each is not None))
-
-
-def compute_part_gradients(run: Run, loss: Tensor) -> list[Tensor]:
-    """The parts that this rank has of the gradients of ``loss``."""
-    loss.backward()
-    gradients = [each.grad for each in run.trained if each.grad is not None]
-    drop_gradients(run)
-    return gradients
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:

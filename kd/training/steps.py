@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -154,18 +154,13 @@ def forward_backward(run: Run, step: Step) -> None:
             with run.clock.phase("stages"):
                 run.loss_module.run_step(step.micro_batches, compute_share)
         else:
-            add_gradients(run, step, compute_share)
+            for number, micro_batch in enumerate(step.micro_batches, start=1):
+                with synchronising(run.loss_module, last=number == len(step.micro_batches)):
+                    share = compute_share(micro_batch.to(run.device))
+                    with run.clock.phase("backward"):
+                        run.state.scaler.scale(share).backward()
     sums = run.group.add_(sums)
     step.loss, step.kd_loss, step.ce_loss, step.entropy = (sums / step.tokens).tolist()
-
-
-def add_gradients(run: Run, step: Step, compute_share: Callable[[Batch], Tensor]) -> None:
-    """Compute the loss of one micro-batch after the other, and add up the gradients."""
-    for number, micro_batch in enumerate(step.micro_batches, start=1):
-        with synchronising(run.loss_module, last=number == len(step.micro_batches)):
-            share = compute_share(micro_batch.to(run.device))
-            with run.clock.phase("backward"):
-                run.state.scaler.scale(share).backward()
 
 
 def measure_gradients(run: Run, step: Step) -> None:
@@ -176,34 +171,25 @@ def measure_gradients(run: Run, step: Step) -> None:
     step.loss_scale = float(run.state.scaler.get_scale())
     run.state.scaler.unscale_(run.state.optimizer)
     if is_reported(run, step):
-        measure_norms(run, step)
+        # The groups of stages are parts, whose norms tell nothing of the whole.
+        groups = [] if run.group.staged else run.groups
+        norms = compute_gradient_norms([*run.layers, *groups])
+        step.group_norms = {name: norms.pop(name) for name, _ in groups}
+        step.layer_norms = join_stages(run, norms)
     # Before clipping, which turns all gradients into 0 where the norm is infinite.
     first = step.number == len(run.progress.skipped)
     verdicts = check_first_step(run, step) if first else []
     if run.options.adaptive_clipping is not None:
         clip_rows(run.clipped, run.options.adaptive_clipping)
     limit = run.options.max_grad_norm or math.inf
-    step.grad_norm = float(clip_gradients(run, limit))
+    # By the common norm of all ranks.
+    if isinstance(run.loss_module, StageLoss):
+        norm = run.loss_module.clip_(run.trained, limit)
+    else:
+        norm = make_whole(nn.utils.clip_grad_norm_(run.trained, limit))
+    step.grad_norm = float(norm)
     if is_finite(run, step):
         run.log.write_verdicts(step.number, verdicts)
-
-
-def measure_norms(run: Run, step: Step) -> None:
-    """Measure the norm of the gradient in each layer, and in each group of the optimiser.
-
-    The groups of stages are parts, whose norms tell nothing of the whole.
-    """
-    groups = [] if run.group.staged else run.groups
-    norms = compute_gradient_norms([*run.layers, *groups])
-    step.group_norms = {name: norms.pop(name) for name, _ in groups}
-    step.layer_norms = join_stages(run, norms)
-
-
-def clip_gradients(run: Run, limit: float) -> Tensor:
-    """Clip the gradients of all ranks by their common norm, and return the norm before it."""
-    if isinstance(run.loss_module, StageLoss):
-        return run.loss_module.clip_(run.trained, limit)
-    return make_whole(nn.utils.clip_grad_norm_(run.trained, limit))
 
 
 def join_stages(run: Run, own: dict[str, float]) -> dict[str, float]:
