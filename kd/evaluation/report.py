@@ -360,21 +360,13 @@ def _describe_cache(report: Report) -> str:
     if report.get("bytes_per_token") is None:
         return ""
     entries = report["entries_per_token"]  # 0 where a record is no list of entries
+    overruled = report.get("overruled")  # of a cache that differs from its teacher
     return (
         f"- Cache: {report['bytes_per_token']:.1f} bytes per token on disk, everything included"
         + (f", for {entries:.1f} entries per token" if entries else "")
         + f" (`{report['fingerprint']}`)."
-        + _describe_overruled(report)
+        + (f" **{FidelityOverride(**overruled).describe()}**" if overruled else "")
     )
-
-
-def _describe_overruled(report: Report) -> str:
-    """Return the verdict on a cache that differs from its teacher; empty for a faithful cache."""
-    overruled = report.get("overruled")
-    if not overruled:
-        return ""
-    verdict = FidelityOverride(overruled["noise"], tuple(overruled["problems"]), overruled["field"])
-    return f" **{verdict.describe()}**"
 
 
 def _describe_speed(report: Report) -> str:

@@ -72,7 +72,7 @@ def report_step(run: Run, step: Step) -> None:
         if alarm is not None:
             run.monitor.emit("warning", message=alarm)
     if temperature.learned:
-        run.log.write_temperature(progress.step, temperature.report())
+        run.log.write_line("temperature", progress.step, **temperature.report())
     run.speed.count(
         StepWork(
             tokens=step.tokens,
@@ -92,8 +92,9 @@ def report_metrics(run: Run, step: Step) -> None:
     """Write the step's line of metrics.jsonl, and the gradient's norm in each group of layers."""
     # The step has waited for the device already, so that reading its clock costs nothing.
     run.clock.read_pending()
-    run.log.write_training(
-        step=run.progress.step,
+    run.log.write_line(
+        "metrics",
+        run.progress.step,
         loss=step.loss,
         kd_loss=step.kd_loss if run.source.codec is not None else None,
         ce_loss=step.ce_loss,
@@ -120,13 +121,14 @@ def report_scalars(run: Run, step: Step) -> None:
     if run.loss.precision.scales_loss:
         loss_scale["loss_scale/scale"] = step.loss_scale
         loss_scale["loss_scale/overflowed_steps"] = run.scale_watch.skipped
-    run.log.write_scalars(
+    run.log.write_line(
+        "scalars",
         run.progress.step,
-        run.speed.report()
-        | measure_memory(run.device)
-        | name_scalars("grad_norm", step.layer_norms | step.group_norms)
-        | name_scalars("learning_rate", named)
-        | loss_scale,
+        **run.speed.report(),
+        **measure_memory(run.device),
+        **name_scalars("grad_norm", step.layer_norms | step.group_norms),
+        **name_scalars("learning_rate", named),
+        **loss_scale,
     )
 
 
@@ -220,10 +222,10 @@ def evaluate_now(run: Run, in_float32: bool = False) -> dict[str, Any]:
         shares = units.find_dead_shares()
         found["dead_units"] = sum(shares.values()) / len(shares)
         run.log.write_verdicts(run.progress.step, run.watch.observe_units(shares))
-    run.log.write_evaluation(run.progress.step, found)
+    run.log.write_line("evaluation", run.progress.step, **found)
     run.log.write_verdicts(run.progress.step, run.watch.observe_evaluation(found))
     if texts:
-        run.log.write_samples(run.progress.step, texts)
+        run.log.write_line("samples", run.progress.step, texts=texts)
     return found
 
 
