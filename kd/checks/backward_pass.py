@@ -60,22 +60,19 @@ def locate_in_backward(student: nn.Module, compute_loss: Callable[[], Tensor]) -
         node.register_hook(partial(_examine, birth, node))
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     if birth.operation:
-        return _describe(birth, spans, student)
+        name = spans.find_module(birth.number)
+        place = f" in {name} ({type(student.get_submodule(name)).__name__})" if name else ""
+        return (
+            "All modules, weights and the loss are finite. The first gradient that is not finite "
+            f"is made in the backward pass by {birth.operation}{place}, from gradients that are "
+            "finite."
+        )
     if birth.seen or not all(is_finite(each) for each in gradients if each is not None):
         return (
             "All modules, weights and the loss are finite, but a gradient is not. "
             "Which operation made it is not known."
         )
     return None
-
-
-def _describe(birth: _Birth, spans: _Spans, student: nn.Module) -> str:
-    name = spans.find_module(birth.number)
-    place = f" in {name} ({type(student.get_submodule(name)).__name__})" if name else ""
-    return (
-        "All modules, weights and the loss are finite. The first gradient that is not finite is "
-        f"made in the backward pass by {birth.operation}{place}, from gradients that are finite."
-    )
 
 
 @contextmanager

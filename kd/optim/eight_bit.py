@@ -37,12 +37,9 @@ class EightBitAdamW(AdamW8bit):
     def step(self, closure: Any = None) -> None:
         """Take a step of every parameter that has a gradient."""
         assert closure is None, "the loop computes gradients itself"
-        device = self.param_groups[0]["params"][0].device
-        as_written = torch.compiler.set_stance("force_eager")
-        with (
-            _rates_as_tensors(self.param_groups),
-            as_written if device.type == "cpu" else nullcontext(),
-        ):
+        on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
+        stance = torch.compiler.set_stance("force_eager") if on_cpu else nullcontext()
+        with _rates_as_tensors(self.param_groups), stance:
             super().step()
 
 
@@ -66,6 +63,5 @@ def join_state(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     state begin below 0.
     """
     qmap = parts["qmap"]
-    return OptimState8bit(
-        parts["codes"], parts["scale"], qmap, signed=bool(qmap[0] < 0), dtype=dtype
-    )
+    signed = bool(qmap[0] < 0)
+    return OptimState8bit(parts["codes"], parts["scale"], qmap, signed=signed, dtype=dtype)

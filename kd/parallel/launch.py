@@ -83,18 +83,10 @@ def run_in_ranks(
 @contextmanager
 def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run torchrun for the length of the block; it is killed where the block raises."""
+    # -P keeps the working folder out of the path: it may hold a folder named kd.
+    command = [sys.executable, "-P", "-m", "kd.parallel.agent"]
     process = subprocess.Popen(
-        # -P keeps the working folder out of the path: it may hold a folder named kd.
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "kd.parallel.agent",
-            str(folder),
-            str(count),
-            module,
-            str(os.getpid()),
-        ],
+        [*command, str(folder), str(count), module, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": build_path(), "PYTHONUNBUFFERED": "1"},

@@ -146,7 +146,7 @@ def _fit_micro_batch(
 
     found = find_fitting_micro_batch(options, attempt)
     # Devices may have different amounts of free memory.
-    found = resize_micro_batch(options, state.group.find_least(found.batch_size))
+    found = resize_micro_batch(options, min(state.group.gather(found.batch_size)))
     if found != options:
         message = f"batch_size {options.batch_size} does not fit: {found.batch_size} is used."
         setting.monitor.emit("warning", message=message)
