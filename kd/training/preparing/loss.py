@@ -37,7 +37,7 @@ def make_loss(
     if config.features.weight > 0 and decoder.lm_head is not None:
         student_width = lm_head.weight.shape[1]
         teacher_width = decoder.lm_head.weight.shape[1]
-        features = FeatureLoss.of(config.features, student_width, teacher_width).to(device)
+        features = FeatureLoss(config.features, student_width, teacher_width).to(device)
     return StepLoss(
         config=config,
         student=setting.student,
@@ -45,7 +45,7 @@ def make_loss(
         lm_head=lm_head,
         decoder=decoder,
         objective=Objective.of(config),
-        temperature=TemperatureControl.of(config.temperature, steps),
+        temperature=TemperatureControl(config.temperature, steps),
         features=features,
         routers=find_router_balance(setting.student, config.router_balance),
         precision=setting.precision,
