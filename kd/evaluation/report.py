@@ -63,15 +63,10 @@ def make_report(
         **_describe_progress(config, progress, saved),
     }
     if run is not None:
-        report |= {
-            **_read_training(run),
-            "notices": [
-                each.to_json() for each in keep_notices(run.training / NOTICES, run.monitor)
-            ],
-        }
-        report |= evaluate_in_depth(
-            config, source, saved, run, with_start=config.evaluation.teacher
-        )
+        notices = keep_notices(run.training / NOTICES, run.monitor)
+        report |= _read_training(run) | {"notices": [each.to_json() for each in notices]}
+        with_start = config.evaluation.teacher
+        report |= evaluate_in_depth(config, source, saved, run, with_start=with_start)
     report = replace_nonfinite(report | _measure_bits(report))
     return report | judge_report(report)
 
@@ -167,14 +162,10 @@ def _read_training(run: EvaluationContext) -> Report:
     lines = read_metrics(run.training / "metrics.jsonl")
     # Lines of checks and evaluations have no temperature.
     temperatures = [each["temperature"] for each in lines if each.get("temperature") is not None]
-    verdicts = [
-        {key: line[key] for key in ("step", "check", "ok", "message", "remedy")}
-        for line in lines
-        if "check" in line
-    ]
+    shown = ("step", "check", "ok", "message", "remedy")
     return {
         "temperature_at_end": temperatures[-1] if temperatures else None,
-        "checks": verdicts,
+        "checks": [{key: line[key] for key in shown} for line in lines if "check" in line],
         "profile": read_json(run.training / "profile.json"),
     }
 
@@ -235,9 +226,8 @@ def write_report(run_dir: Path, report: Report) -> None:
 def render_report(report: Report) -> str:
     """The report as Markdown."""
     lines = [f"# {report['name']}", "", *format_verdict(report), _describe_training(report), ""]
-    lines += format_model_table(
-        _gather_models(report), (report.get("evaluation") or {}).get("top_k", 0)
-    )
+    top_k = (report.get("evaluation") or {}).get("top_k", 0)
+    lines += format_model_table(_gather_models(report), top_k)
     facts = (
         _describe_quality(report),
         _describe_closeness(report),

@@ -129,13 +129,20 @@ def score_models(models: Mapping[str, EvaluatedModel], batch: Batch) -> dict[str
             parts.append(
                 {name: _score(q_NV, batch.gold_N[rows]) for name, q_NV in logprobs.items()}
             )
-            divergences += [
-                _compute_kl(widen_logprobs(logprobs[TEACHER], q_NV.shape[1]), q_NV)
-                for name, q_NV in logprobs.items()
-                if TEACHER in logprobs and name != TEACHER
-            ]
+            for name, q_NV in logprobs.items():
+                if TEACHER in logprobs and name != TEACHER:
+                    p_NV = widen_logprobs(logprobs[TEACHER], q_NV.shape[1])
+                    # A token with p = 0 adds nothing, whatever its q is.
+                    terms_NV = torch.where(p_NV.isneginf(), 0.0, p_NV.exp() * (p_NV - q_NV))
+                    divergences.append(terms_NV.sum(1))
     return {
-        "models": {name: _join(part[name] for part in parts) for name in models},
+        "models": {
+            name: {
+                column: _round(torch.cat([part[name][column] for part in parts]))
+                for column in parts[0][name]
+            }
+            for name in models
+        },
         "kl": _round(torch.cat(divergences)) if divergences else None,
     }
 
@@ -151,17 +158,6 @@ def _score(q_NV: Tensor, gold_N: Tensor) -> dict[str, Tensor]:
         "top_ids": top.indices,
         "top_logprobs": top.values,
     }
-
-
-def _compute_kl(p_NV: Tensor, q_NV: Tensor) -> Tensor:
-    """KL(p || q) of each position (N,); a token with p = 0 adds nothing, whatever its q is."""
-    terms_NV = torch.where(p_NV.isneginf(), 0.0, p_NV.exp() * (p_NV - q_NV))
-    return terms_NV.sum(1)
-
-
-def _join(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Any]:
-    found = list(parts)
-    return {name: _round(torch.cat([part[name] for part in found])) for name in found[0]}
 
 
 def _round(values: Tensor) -> list[Any]:
