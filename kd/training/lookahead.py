@@ -94,15 +94,11 @@ def _move_parameters(
 
 def _compute_dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """The sum of all products, in float64, of which no more than ``DOT_ELEMENTS`` exist at once."""
-    parts = [
-        x_n.double() @ y_n.double()
-        for x, y in zip(a, b, strict=True)
-        for x_n, y_n in zip(
-            x.detach().flatten().split(DOT_ELEMENTS),
-            y.detach().flatten().split(DOT_ELEMENTS),
-            strict=True,
-        )
-    ]
+    parts = []
+    for pair in zip(a, b, strict=True):
+        x_parts, y_parts = (each.detach().flatten().split(DOT_ELEMENTS) for each in pair)
+        for x_n, y_n in zip(x_parts, y_parts, strict=True):
+            parts.append(x_n.double() @ y_n.double())
     return float(torch.stack(parts).sum())
 
 

@@ -118,7 +118,12 @@ def require_same_job(config: JobConfig, run_dir: Path) -> None:
     earlier = _load_earlier_job(run_dir)
     if earlier is None or earlier.train is None:
         return
-    free = _list_free_fields(config)
+    # The fields in which a longer run may differ from the one that it continues.
+    may_change: Set[str] = frozenset()
+    if config.resume is not None:
+        rates = RATE_FIELDS if config.resume.schedule == "restart" else frozenset[str]()
+        may_change = LENGTH_FIELDS | rates
+    free = {f"train.{name}" for name in may_change}
     changed = [
         *_list_changed_fields(_dump_shaping_fields(earlier), _dump_shaping_fields(config)),
         *_list_changed_capture_fields(earlier, config),
@@ -130,14 +135,6 @@ def require_same_job(config: JobConfig, run_dir: Path) -> None:
             f"Give another run folder (--run-dir) or another name, or delete {run_dir} to start "
             "over. The section resume continues a finished run for more steps.",
         )
-
-
-def _list_free_fields(config: JobConfig) -> set[str]:
-    """The dotted names of the fields in which a longer run may differ from the one it continues."""
-    if config.resume is None:
-        return set()
-    free = LENGTH_FIELDS | (RATE_FIELDS if config.resume.schedule == "restart" else frozenset())
-    return {f"train.{name}" for name in free}
 
 
 def _load_earlier_job(run_dir: Path) -> JobConfig | None:
