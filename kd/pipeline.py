@@ -68,16 +68,11 @@ from kd.training.resume.identity import require_same_job
 LOG = "log.txt"
 
 
-def run_search(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
-    """Train many students from the sealed cache, to find the best settings."""
-    return search_students(config, home, run_dir, monitor, run_train)
-
-
 #: What runs each stage of the table of kinds, by the name of its task.
 TASKS: dict[str, Callable[[JobConfig, Path, Path, Monitor], dict[str, Any]]] = {
     "capture": run_precompute,
     "train": run_train,
-    "search": run_search,
+    "search": partial(search_students, train_student=run_train),
     "verify": run_verify,
     "fidelity": run_fidelity,
 }

@@ -57,13 +57,9 @@ def check_gradients(
 
 def _find_faults(student: nn.Module, scaled: bool) -> dict[str, list[str]]:
     """The names of the trained parameters, and of those whose gradient has each kind of fault."""
-    trained = {
-        name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad
-    }
-    missing = [name for name, parameter in trained.items() if parameter.grad is None]
-    present = {
-        name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None
-    }
+    trained = {name: each for name, each in student.named_parameters() if each.requires_grad}
+    missing = [name for name, each in trained.items() if each.grad is None]
+    present = {name: each.grad for name, each in trained.items() if each.grad is not None}
     # A NaN makes the largest magnitude NaN, so this one number shows zeros and faults alike.
     sizes = [
         make_whole(torch.linalg.vector_norm(gradient.detach().float(), math.inf))
@@ -71,11 +67,8 @@ def _find_faults(student: nn.Module, scaled: bool) -> dict[str, list[str]]:
     ]
     # One transfer for all of them: each transfer waits for the device.
     largest = dict(zip(present, torch.stack(sizes).tolist() if sizes else [], strict=True))
-    zero = [
-        name
-        for name, size in largest.items()
-        if size == 0.0 and not _is_unmoved_adapter(name, trained)
-    ]
+    silent = [name for name, size in largest.items() if size == 0.0]
+    zero = [name for name in silent if not _is_unmoved_adapter(name, trained)]
     wild = [] if scaled else [name for name, size in largest.items() if not math.isfinite(size)]
     return {"trained": list(trained), "missing": missing, "zero": zero, "not_finite": wild}
 

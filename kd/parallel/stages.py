@@ -174,7 +174,7 @@ class StageLoss(nn.Module):
         if not trains:
             return ScheduleGPipe(stage, count)
         # The loss is a sum already: nothing is divided by the number of micro-batches.
-        return Schedule1F1B(stage, count, _take_loss, scale_grads=False)
+        return Schedule1F1B(stage, count, lambda loss, _: loss, scale_grads=False)
 
     def _add_tied_gradients(self) -> None:
         """Let the first and the last stage have the whole gradient of a tied weight, bit for bit.
@@ -203,10 +203,6 @@ class _Task(nn.Module):
         assert self.work is not None
         # The first stage receives nothing: torch hands it the number.
         return self.work(None if self._leads else given, int(number))
-
-
-def _take_loss(loss: Tensor, number: Tensor) -> Tensor:
-    return loss
 
 
 def keep_owned(optimizer: torch.optim.Optimizer, owned: frozenset[Parameter]) -> None:

@@ -201,6 +201,12 @@ def read_newest_state(folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def read_best_step(folder: Path) -> int | None:
+    """The step of the best evaluation so far, by the newest state.json that is whole."""
+    newest = read_newest_state(folder)
+    return None if newest is None else newest["progress"].get("best_step")
+
+
 def prune_checkpoints(folder: Path, limit: int, keep_step: int | None) -> None:
     """Delete the oldest until ``limit`` are left, but never the newest nor ``keep_step``'s."""
     paths = list_checkpoints(folder)

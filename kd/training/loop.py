@@ -38,7 +38,7 @@ from kd.parallel.group import ALONE, Group
 from kd.parallel.strategies import call_whole
 from kd.progress import Monitor
 from kd.text.batches import Source
-from kd.text.steps.reading import TimedIterator
+from kd.text.steps.reading import TimedIterator, read_training_batches
 from kd.tracking.stopwatch import compute_utilisation
 from kd.tracking.trackers import Trackers, add_trackers
 from kd.training import checkpoint
@@ -155,7 +155,10 @@ def compare_losses(run: Run) -> Verdict:
     A batch whose dense loss is not finite compares nothing, and will be left out: then the batch
     after it is taken, as often as the job may leave one out.
     """
-    for batch in run.read_next_batches(1 + run.checks.max_skipped):
+    # These steps exist for a finished run too.
+    steps = range(run.progress.step, run.progress.step + 1 + run.checks.max_skipped)
+    readers = run.group.readers
+    for batch, *_ in read_training_batches(run.source, run.options, steps, readers):
         inputs = (batch, run.progress.step, PARITY_TOKENS)
         own = call_whole(run.loss_module, run.loss.check_parity, *inputs)
         # Only the last stage of a pipeline has one.

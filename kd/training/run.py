@@ -139,13 +139,3 @@ class Run:
         """The micro-batches of each step that is left."""
         steps = range(self.progress.step, self.steps)
         return read_training_batches(self.source, self.options, steps, self.group.readers)
-
-    def read_next_batches(self, count: int) -> Iterator[Batch]:
-        """The first micro-batch of each of the next ``count`` steps.
-
-        They exist for a finished run too.
-        """
-        steps = range(self.progress.step, self.progress.step + count)
-        group = self.group.readers
-        for micro_batches in read_training_batches(self.source, self.options, steps, group):
-            yield micro_batches[0]

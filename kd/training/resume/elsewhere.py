@@ -78,9 +78,7 @@ def _put_newest(run: StoredRun, newest: Path, limit: int, monitor: Monitor) -> N
         if run.has_checkpoint(newest):
             return
         run.put_checkpoint(newest, history.read_bytes() if history.exists() else b"")
-        state = checkpoint.read_newest_state(folder)
-        best = None if state is None else state["progress"].get("best_step")
-        run.prune_checkpoints(limit, best)
+        run.prune_checkpoints(limit, checkpoint.read_best_step(folder))
     except (StorageError, OSError) as error:
         monitor.emit("warning", message=describe_failed_upload(newest, error))
 
@@ -102,8 +100,7 @@ def _fetch_checkpoints(
             continue
         write_text(run_dir / HISTORY, run.read_history(found).decode())
         break
-    state = checkpoint.read_newest_state(folder)
-    best = None if state is None or not keep_best else state["progress"].get("best_step")
+    best = checkpoint.read_best_step(folder) if keep_best else None
     for found in stored:
         if found.step == best and not checkpoint.locate_checkpoint(folder, found.step).exists():
             _fetch_checkpoint(run, found, folder, report)
