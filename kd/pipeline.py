@@ -13,8 +13,8 @@
 
 kd/stages/capture.py makes the sealed cache, and kd/stages/training.py all that follows it. Three
 more tasks have no place in that line: a search trains many students (kd/search/trials.py), and
-kd/stages/checks.py compares a sealed cache with its digests, or with its teacher. The table in
-kd/config/kinds.py says which kind of job has which stages, and ``TASKS`` what runs them.
+kd/stages/cache_checks.py compares a sealed cache with its digests, or with its teacher. The table
+in kd/config/kinds.py says which kind of job has which stages, and ``TASKS`` what runs them.
 
 The pipeline knows nothing of HTTP, Redis or Celery. Each stage is idempotent: called again with the
 same folders it uses the sealed cache and goes on from the newest checkpoint, so that a job that
@@ -55,13 +55,13 @@ from kd.preflight.problems import Folders, Machine, require_no_problems
 from kd.preflight.stored_models import note_models
 from kd.progress import SILENT, Monitor
 from kd.search.trials import search_students
+from kd.stages.cache_checks import run_fidelity, run_verify
 from kd.stages.capture import run_precompute
-from kd.stages.checks import run_fidelity, run_verify
 from kd.stages.results import CHECKPOINTS
 from kd.stages.source import read_cache_inputs, select_cache_inputs
 from kd.stages.training import run_train
-from kd.tracking.loading import reported_loading
-from kd.training.resume.elsewhere import fetch_run, keeping_checkpoint
+from kd.tracking.loading_events import reported_loading
+from kd.training.resume.from_bucket import fetch_run, keeping_checkpoint
 from kd.training.resume.identity import require_same_job
 
 #: The log of a run, which is no result.

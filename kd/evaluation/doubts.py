@@ -14,8 +14,8 @@ from typing import Any
 from cache.perplexity import Interval, Perplexity
 from kd.capture.usefulness import describe_useless_teacher
 from kd.checks.verdict import Verdict
-from kd.evaluation.comparison import TEACHER
-from kd.evaluation.measure import BASELINE, BEFORE, STUDENT
+from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT
+from kd.evaluation.teacher_comparison import TEACHER
 from kd.evaluation.teacher_effect import CHECK, FEW_STEPS, REMEDY, judge_pair
 
 Report = Mapping[str, Any]

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from kd.addresses import HUB_ID
 from kd.config.job import JobConfig
-from kd.evaluation.measure import STUDENT
+from kd.evaluation.in_depth import STUDENT
 from kd.evaluation.report import Report, render_report
 from kd.files import read_json, write_json
 from kd.models.folder import (

@@ -31,8 +31,8 @@ from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
 from kd.config.loss import FeatureConfig, LearnedTemperature, Ramp
 from kd.errors import TrainingError
-from kd.evaluation.comparison import EvaluatedModel
 from kd.evaluation.floor import find_least_loss
+from kd.evaluation.teacher_comparison import EvaluatedModel
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective

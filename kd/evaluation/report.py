@@ -18,10 +18,10 @@ from cache.perplexity import BlockLosses
 from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
 from kd.capture.capturing import summarise_cache
 from kd.config.job import JobConfig
-from kd.evaluation.comparison import TEACHER, compare_with_records
 from kd.evaluation.doubts import PERPLEXITIES, find_perplexity, judge_teacher
-from kd.evaluation.measure import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
+from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
+from kd.evaluation.teacher_comparison import TEACHER, compare_with_records
 from kd.files import read_json, write_json, write_text
 from kd.models.precision import pick_device
 from kd.progress import NOTICES, keep_notices, replace_nonfinite

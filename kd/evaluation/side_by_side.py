@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kd.addresses import ModelSource
-from kd.evaluation.comparison import CHUNK_ELEMENTS, EvaluatedModel
+from kd.evaluation.teacher_comparison import CHUNK_ELEMENTS, EvaluatedModel
 from kd.files import format_bytes
 from kd.memory.model_memory import compute_rounded_share
 from kd.memory.step_memory import measure_free_memory, read_peak_memory, reset_peak_memory

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kd.kernels.rows import make_rows
+from kd.kernels.padded_rows import make_rows
 from kd.loss.sparse_targets import SparseTarget
 from kd.models.lm_head import LMHead
 

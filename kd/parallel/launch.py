@@ -26,7 +26,7 @@ from kd.errors import RankLost
 from kd.files import read_json, write_json
 from kd.parallel.agent import END_SIGNAL, FAILURES
 from kd.parallel.children import build_path, relay_events
-from kd.parallel.failures import RankError, read_first_failure
+from kd.parallel.rank_failures import RankError, read_first_failure
 from kd.progress import Event, Monitor
 
 #: The module of a rank; it is above this one, because it runs the pipeline.

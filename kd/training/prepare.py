@@ -25,10 +25,10 @@ from kd.tracking.scalars import SpeedMeter
 from kd.tracking.stopwatch import count_flops_per_token
 from kd.training.compiling import compile_student
 from kd.training.lookahead import LookAhead
-from kd.training.preparing.loss import make_loss
+from kd.training.preparing.first_state import restore_state
+from kd.training.preparing.job_loss import make_loss
 from kd.training.preparing.parts import StepParts
 from kd.training.preparing.setting import TrainingSetting, place_student
-from kd.training.preparing.state import restore_state
 from kd.training.preparing.student import change_layers, examine_student
 from kd.training.resume.identity import RunIdentity
 from kd.training.run import Run

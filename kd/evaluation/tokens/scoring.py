@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from cache.records import Sequences
-from kd.evaluation.comparison import CHUNK_ELEMENTS, TEACHER, EvaluatedModel
+from kd.evaluation.teacher_comparison import CHUNK_ELEMENTS, TEACHER, EvaluatedModel
 from kd.files import write_text
 from kd.loss.targets import widen_logprobs
 from kd.models.layers import find_device

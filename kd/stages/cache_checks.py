@@ -16,7 +16,7 @@ from kd.errors import FidelityError
 from kd.files import find_caches, write_json
 from kd.models.layers import stopping_forward
 from kd.progress import Monitor, Notice
-from kd.tracking.loading import reported_loading
+from kd.tracking.loading_events import reported_loading
 
 
 def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:

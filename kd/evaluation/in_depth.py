@@ -15,13 +15,6 @@ from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.config.teacher import TeacherConfig
 from kd.evaluation.baseline import build_starting_student, train_baseline
-from kd.evaluation.comparison import (
-    TEACHER,
-    TOP_K,
-    EvaluatedModel,
-    compare_models,
-    summarise_sums,
-)
 from kd.evaluation.plots import draw_plots
 from kd.evaluation.side_by_side import (
     ModelCost,
@@ -32,6 +25,13 @@ from kd.evaluation.side_by_side import (
     take_stored_precision,
 )
 from kd.evaluation.tasks import run_tasks
+from kd.evaluation.teacher_comparison import (
+    TEACHER,
+    TOP_K,
+    EvaluatedModel,
+    compare_models,
+    summarise_sums,
+)
 from kd.evaluation.tokens.scoring import FILE, write_tokens
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
