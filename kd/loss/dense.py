@@ -67,9 +67,8 @@ def _sum_terms(
     none = s_NV.new_zeros(())
     gold_N = targets.gold_N
     ce = F.cross_entropy(s_NV, gold_N, reduction="sum")
-    smooth = F.cross_entropy(
-        s_NV, gold_N, reduction="sum", label_smoothing=objective.label_smoothing
-    )
+    e = objective.label_smoothing
+    smooth = F.cross_entropy(s_NV, gold_N, reduction="sum", label_smoothing=e)
     z = objective.z_loss * s_NV.logsumexp(1).square().sum()
     kd = none if value_N is None else (compute_token_weights(targets, objective) * value_N).sum()
     # ``smooth`` includes the cross-entropy of the hard label; reports show the two apart.
@@ -107,13 +106,8 @@ def _compute_kl_of_entries(target: SparseTarget, logq_NV: Tensor) -> Tensor:
 def _compute_kl_of_top(target: TopTarget, logq_NV: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p || q) over K tokens and one bucket for the rest, and H(p) over the same."""
     inside = torch.zeros_like(logq_NV, dtype=torch.bool).scatter(1, target.ids_NK, True)
-    logq_NK1 = torch.cat(
-        [
-            logq_NV.gather(1, target.ids_NK),
-            logq_NV.masked_fill(inside, -torch.inf)[:, : target.vocabulary].logsumexp(1, True),
-        ],
-        1,
-    )
+    outside_NV = logq_NV.masked_fill(inside, -torch.inf)[:, : target.vocabulary]
+    logq_NK1 = torch.cat([logq_NV.gather(1, target.ids_NK), outside_NV.logsumexp(1, True)], 1)
     p_NK1 = torch.cat([target.p_NK, target.rest_N[:, None]], 1)
     entropy_N = torch.special.entr(p_NK1).sum(1)
     # 0 log 0 is 0: where K covers the vocabulary, the bucket has p = 0 and log q = -inf.
@@ -127,9 +121,8 @@ def compute_teacher_logits(target: DenseTarget | HiddenTarget) -> Tensor:
     states_ND = target.hidden_ND.double() * target.scale_N.double()[:, None]
     if target.cosines:
         # The basis is orthogonal, so a product with it inverts the transform.
-        states_ND = states_ND @ torch.from_numpy(make_cosine_basis(states_ND.shape[1])).to(
-            states_ND.device
-        )
+        basis_DD = torch.from_numpy(make_cosine_basis(states_ND.shape[1]))
+        states_ND = states_ND @ basis_DD.to(states_ND.device)
     return target.lm_head.compute_logits(states_ND)
 
 

@@ -197,16 +197,12 @@ def _average_scores(scores: list[Score], losses: BlockLosses) -> dict[str, Any]:
     with_teacher = any(score.kd is not None for score in scores)
     calibration = sum((score.calibration for score in scores[1:]), scores[0].calibration)
     shown = losses.perplexity and losses.perplexity.shown_interval
-    ends = (
-        {f"validation_perplexity_{name}": value for name, value in asdict(shown).items()}
-        if shown
-        else {}
-    )
+    ends = asdict(shown) if shown else {}
     return {
         "validation_loss": loss,
         "validation_perplexity": raise_e(loss),
         "validation_tokens": tokens,
-        **ends,
+        **{f"validation_perplexity_{name}": value for name, value in ends.items()},
         "validation_kl": kl if with_teacher else None,
         "validation_agreement": agreed / comparable if comparable else None,
         "validation_calibration_error": calibration.error,

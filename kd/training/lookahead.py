@@ -154,8 +154,7 @@ class LookAhead:
         return make_batch(*self.source.read(first + slots % count, slots // count))
 
     def _loss(self, batch: Batch, objective: Objective, temperature: float | Tensor) -> Tensor:
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             hidden_ND = compute_target_hidden_states(self.forward, batch, self.precision)
         lm_head = self.lm_head
         if not torch.is_grad_enabled():

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,12 +156,7 @@ def make_skip_verdict(run: Run, step: Step, where: str) -> Verdict:
     """The verdict on a batch that is left out, with its number among those of the run."""
     skipped = run.progress.skipped
     most = run.checks.max_skipped
-    facts: dict[str, Any] = {
-        **skipped[-1],
-        "loss": step.loss,
-        "grad_norm": step.grad_norm,
-        "skipped": len(skipped),
-    }
+    facts = skipped[-1] | {"loss": step.loss, "grad_norm": step.grad_norm, "skipped": len(skipped)}
     message = (
         f"At step {step.number + 1} the loss is {step.loss:.4g} and the gradient's norm "
         f"{step.grad_norm:.4g}, twice: its batch is left out ({len(skipped)} of at most {most}). "

@@ -115,9 +115,8 @@ def is_finite(run: Run, step: Step) -> bool:
     """Whether the loss and the gradient of the step are finite."""
     # The loss scaler skips a step whose gradients overflow, so in float16 an infinite norm is no
     # error.
-    return math.isfinite(
-        step.loss if run.loss.precision.scales_loss else step.loss + step.grad_norm
-    )
+    norm = 0.0 if run.loss.precision.scales_loss else step.grad_norm
+    return math.isfinite(step.loss + norm)
 
 
 def drop_gradients(run: Run) -> None:
@@ -254,9 +253,8 @@ def roll_back(run: Run, step: Step) -> bool:
     Raises ``TrainingError`` after more roll-backs than the job allows.
     """
     newest = checkpoint.find_newest_checkpoint(run.checkpoints)
-    verdict = run.watch.make_spike_verdict(
-        step.number + 1, step.loss, run.progress.rollbacks, newest
-    )
+    rollbacks = run.progress.rollbacks
+    verdict = run.watch.make_spike_verdict(step.number + 1, step.loss, rollbacks, newest)
     if verdict.ok:
         run.monitor.report_alive(stepping=False)
         run.state.optimizer.zero_grad(set_to_none=True)
