@@ -53,6 +53,7 @@ def make_report(
     With a ``run``, whose folder gets the plots, the report also has all that ``config.evaluation``
     requests. It holds no NaN.
     """
+    pace = round(progress.tokens / progress.seconds, 1) if progress.seconds else None
     report = {
         "name": config.name,
         "kind": config.kind,
@@ -60,7 +61,14 @@ def make_report(
         **config.loss.model_dump(mode="json", include={"alpha", "temperature", "divergence"}),
         **_measure_teacher(source, config.require_train().batch_size),
         **_measure_student(config, source, saved, progress, vocabulary),
-        **_describe_progress(config, progress, saved),
+        "steps": progress.step,
+        "kept_step": find_best_step(progress, config.require_train()) or progress.step,
+        "tokens": progress.tokens,
+        "skipped_batches": progress.skipped,
+        "parameters": saved.num_parameters(),
+        "train_seconds": round(progress.seconds, 1),
+        "train_tokens_per_second": pace,
+        "device": torch.cuda.get_device_name() if pick_device().type == "cuda" else "CPU",
     }
     if run is not None:
         notices = keep_notices(run.training / NOTICES, run.monitor)
@@ -138,23 +146,6 @@ def _read_interval(found: Report) -> Report | None:
     """The interval of a perplexity of few tokens, as an evaluation has it."""
     ends = {end: found.get(f"validation_perplexity_{end}") for end in ("low", "high")}
     return None if ends["low"] is None else ends
-
-
-def _describe_progress(
-    config: JobConfig, progress: TrainingProgress, saved: PreTrainedModel
-) -> Report:
-    """The length, size and speed of the training."""
-    pace = round(progress.tokens / progress.seconds, 1) if progress.seconds else None
-    return {
-        "steps": progress.step,
-        "kept_step": find_best_step(progress, config.require_train()) or progress.step,
-        "tokens": progress.tokens,
-        "skipped_batches": progress.skipped,
-        "parameters": saved.num_parameters(),
-        "train_seconds": round(progress.seconds, 1),
-        "train_tokens_per_second": pace,
-        "device": torch.cuda.get_device_name() if pick_device().type == "cuda" else "CPU",
-    }
 
 
 def _read_training(run: EvaluationContext) -> Report:

@@ -194,23 +194,19 @@ def measure_chunk(p_NV: Tensor, q_NV: Tensor, gold_N: Tensor, context_N: Tensor)
         context_N, 2 ** torch.arange(1, CONTEXT_SPANS, device=context_N.device), right=True
     )
     member_CN = nn.functional.one_hot(span_N, CONTEXT_SPANS).double().T
+    # Of the k most probable tokens, the share that both have.
+    k = min(TOP_K, p_NV.shape[1])
+    ours_NK, theirs_NK = q_NV.topk(k, dim=1).indices, p_NV.topk(k, dim=1).indices
     return ComparisonSums(
         ce=-q_NV.gather(1, gold_N[:, None]).sum(dtype=torch.float64),
         kl=kl_N.sum(),
         variation=(p_NV.exp() - q_NV.exp()).abs().sum(dtype=torch.float64) / 2,
         agreed=(place_N == p_NV.argmax(1)).double().sum(),
-        shared=_sum_top_k_overlap(p_NV, q_NV, min(TOP_K, p_NV.shape[1])),
+        shared=(ours_NK[:, :, None] == theirs_NK[:, None, :]).double().sum() / k,
         kl_C=member_CN @ kl_N,
         count_C=member_CN.sum(1),
         calibration=Calibration.of(best_N.exp(), place_N == gold_N),
     )
-
-
-def _sum_top_k_overlap(p_NV: Tensor, q_NV: Tensor, k: int) -> Tensor:
-    """The sum over positions of the share of the ``k`` most probable tokens in common."""
-    ours_NK = q_NV.topk(k, dim=1).indices
-    theirs_NK = p_NV.topk(k, dim=1).indices
-    return (ours_NK[:, :, None] == theirs_NK[:, None, :]).double().sum() / k
 
 
 def summarise_sums(

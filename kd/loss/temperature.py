@@ -204,28 +204,22 @@ class TemperatureControl(nn.Module):
                 assert config.target_entropy is not None, "the mode needs it"
                 return seen.entropy - config.target_entropy
             case "adversarial":
-                slope = self._reverse_gradient(config, step, seen)
+                # -c d loss / d log T per token, over the running mean of |T^2 D|: of one sampled
+                # record T^2 D may be below 0.
+                if math.isfinite(seen.kd):
+                    self.level.lerp_(_make_scalar(abs(seen.kd)), 1.0 - LEVEL_DECAY)
+                # The mean begins at 0; dividing by the weight of its terms corrects that, as in
+                # Adam.
+                level = self.level.item() / (1.0 - LEVEL_DECAY ** (self.taken.item() + 1))
+                grown = min(step / RAMP_STEPS, 1.0) if RAMP_STEPS else 1.0
+                gradient = self._leaf.grad if self._leaf is not None else None
+                d_loss = gradient.item() / seen.loss_scale if gradient is not None else 0.0
+                slope = -ADVERSARY_WEIGHT * grown * d_loss * self._used / max(level, 1e-6)
             case _:
                 if seen.lookahead_slope is None:
                     return None
                 slope = seen.lookahead_slope
         return slope + 2.0 * PRIOR * math.log(self._used / config.init)
-
-    def _reverse_gradient(
-        self, config: LearnedTemperature, step: int, seen: StepStatistics
-    ) -> float:
-        """-c d loss / d log T per token, over the running mean of |T^2 D|.
-
-        Of one sampled record T^2 D may be below 0, hence the magnitude.
-        """
-        if math.isfinite(seen.kd):
-            self.level.lerp_(_make_scalar(abs(seen.kd)), 1.0 - LEVEL_DECAY)
-        # The mean begins at 0; dividing by the weight of its terms corrects that, as in Adam.
-        level = self.level.item() / (1.0 - LEVEL_DECAY ** (self.taken.item() + 1))
-        grown = min(step / RAMP_STEPS, 1.0) if RAMP_STEPS else 1.0
-        gradient = self._leaf.grad if self._leaf is not None else None
-        d_loss = gradient.item() / seen.loss_scale if gradient is not None else 0.0
-        return -ADVERSARY_WEIGHT * grown * d_loss * self._used / max(level, 1e-6)
 
     def _move_theta(self, learning_rate: float) -> None:
         """One step of Adam (arXiv 1412.6980, algorithm 1), with |theta| <= ``FARTHEST_THETA``."""

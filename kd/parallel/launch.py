@@ -68,13 +68,21 @@ def run_in_ranks(
     with storage_errors(folder):
         remove_path(folder)  # an earlier process may have been killed
         make_folder(folder)
+    results: list[dict[str, Any]] = []
+
+    def listen(event: Event) -> None:
+        if event.type == "result":
+            results.append(event.data)
+        else:
+            monitor.listen(event)
+
     try:
         order.write(folder)
         with _running_agent(folder, count, module) as process:
-            result = _relay(process, monitor)
+            relay_events(process, listen, monitor.should_stop)
             code = process.wait()
-        if code == 0 and result is not None:
-            return result
+        if code == 0 and results:
+            return results[-1]
         raise _find_error(folder, code)
     finally:
         remove_path(folder)
@@ -99,20 +107,6 @@ def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()
-
-
-def _relay(process: subprocess.Popen[bytes], monitor: Monitor) -> dict[str, Any] | None:
-    """Pass on the events of rank 0 until all ranks have ended; returns its result."""
-    results: list[dict[str, Any]] = []
-
-    def listen(event: Event) -> None:
-        if event.type == "result":
-            results.append(event.data)
-        else:
-            monitor.listen(event)
-
-    relay_events(process, listen, monitor.should_stop)
-    return results[-1] if results else None
 
 
 def _find_error(folder: Path, code: int) -> Exception:

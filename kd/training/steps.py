@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from kd.checks.gradients import check_gradients, compute_gradient_norms
 from kd.checks.initial_loss import check_initial_loss
-from kd.checks.verdict import Verdict
 from kd.errors import OutOfMemory
 from kd.loss.fused import LossTerms
 from kd.loss.ramps import evaluate_ramp
@@ -177,7 +176,14 @@ def measure_gradients(run: Run, step: Step) -> None:
         step.layer_norms = join_stages(run, norms)
     # Before clipping, which turns all gradients into 0 where the norm is infinite.
     first = step.number == len(run.progress.skipped)
-    verdicts = check_first_step(run, step) if first else []
+    verdicts = []
+    if first and run.checks.alarms:
+        scaled = run.loss.precision.scales_loss
+        tokens_N = torch.cat([each.tokens_BL.flatten()[each.rows_N] for each in step.micro_batches])
+        verdicts = [
+            check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, run.is_fresh),
+            check_gradients(run.student, scaled, run.group, tokens_N),
+        ]
     if run.options.adaptive_clipping is not None:
         clip_rows(run.clipped, run.options.adaptive_clipping)
     limit = run.options.max_grad_norm or math.inf
@@ -205,18 +211,6 @@ def is_reported(run: Run, step: Step) -> bool:
     """Whether the step's metrics are written: every ``logging_steps`` steps, and at the end."""
     number = step.number + 1
     return number % run.options.logging_steps == 0 or number == run.steps
-
-
-def check_first_step(run: Run, step: Step) -> list[Verdict]:
-    """The verdicts on the loss and the gradients of the first backward pass."""
-    if not run.checks.alarms:
-        return []
-    scaled = run.loss.precision.scales_loss
-    tokens_N = torch.cat([each.tokens_BL.flatten()[each.rows_N] for each in step.micro_batches])
-    return [
-        check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, run.is_fresh),
-        check_gradients(run.student, scaled, run.group, tokens_N),
-    ]
 
 
 # ---------------------------------------------------------------------- steps that fail

@@ -173,15 +173,16 @@ def decode_each(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> dict[
 
     That is so for a part of a character, and for an id beyond the tokenizer's own.
     """
-    return {str(each): _decode_one(each, tokenizer) for each in ids}
-
-
-def _decode_one(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    name: Any = tokenizer.convert_ids_to_tokens(token)
-    if name is None:  # the id is beyond the tokenizer's own
-        return f"<{token}>"
-    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-    if not text or "\ufffd" in text:
-        return str(name)
-    # SentencePiece drops the space at the beginning of a text.
-    return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text
+    texts = {}
+    for token in ids:
+        name: Any = tokenizer.convert_ids_to_tokens(token)
+        if name is None:  # the id is beyond the tokenizer's own
+            texts[str(token)] = f"<{token}>"
+            continue
+        text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        if not text or "\ufffd" in text:
+            text = str(name)
+        elif name.startswith("\u2581") and not text.startswith(" "):
+            text = f" {text}"  # SentencePiece drops the space at the beginning of a text
+        texts[str(token)] = text
+    return texts

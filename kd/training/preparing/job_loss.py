@@ -13,7 +13,6 @@ from kd.loss.tail_control import TailControl
 from kd.loss.temperature import TemperatureControl
 from kd.models.lm_head import LMHead
 from kd.models.routers import find_router_balance
-from kd.text.batches import Source
 from kd.tracking.stopwatch import Stopwatch
 from kd.training.preparing.requirements import require_entropies, require_served
 from kd.training.preparing.setting import TrainingSetting
@@ -38,6 +37,13 @@ def make_loss(
         student_width = lm_head.weight.shape[1]
         teacher_width = decoder.lm_head.weight.shape[1]
         features = FeatureLoss(config.features, student_width, teacher_width).to(device)
+    # The cache's mean counts all positions alike, so it is of no use to a loss that does not.
+    useful = config.tail_control and config.entropy_weighting == 0.0
+    arrays = source.tail_mean() if useful and lm_head.weight.requires_grad else None
+    control = None
+    if arrays is not None:
+        dtype = torch.promote_types(lm_head.weight.dtype, torch.float32)
+        control = TailControl(arrays, lm_head.weight.shape[1], dtype).to(device)
     return StepLoss(
         config=config,
         student=setting.student,
@@ -52,23 +58,8 @@ def make_loss(
         logits_chunk=options.logits_chunk,
         steps=steps,
         clock=Stopwatch(device),
-        control=_make_control(config, source, lm_head, device),
+        control=control,
     )
-
-
-def _make_control(
-    config: LossConfig, source: Source, lm_head: LMHead, device: torch.device
-) -> TailControl | None:
-    """Make the control variate; None where the records or the loss have no use for one.
-
-    The cache's mean counts all positions alike, so it is of no use to a loss that does not.
-    """
-    useful = config.tail_control and config.entropy_weighting == 0.0
-    arrays = source.tail_mean() if useful and lm_head.weight.requires_grad else None
-    if arrays is None:
-        return None
-    dtype = torch.promote_types(lm_head.weight.dtype, torch.float32)
-    return TailControl(arrays, lm_head.weight.shape[1], dtype).to(device)
 
 
 def count_total_steps(options: TrainConfig, sequences: int) -> int:
