@@ -47,18 +47,18 @@ def prepare(
 ) -> Run:
     """Make everything that training needs, and restore the newest checkpoint in ``folder``.
 
-    What is done to ``student``, in the one order that works:
+    What is done to ``student``, and why in this order:
 
-        place      on the device, or in the host's memory where it may not fit the device
+        place      on the device, or in the host's memory where it may not fit: it runs there next
         examine    run it once, whole and in float32: the checks need all bits of it
-        round      to bfloat16, for precision bf16_pure
-        change     layers that multiply in float8, recompute or offload what they keep
-        allocate   values of its own on each rank, all those of rank 0 (fsdp does so by itself)
+        round      to bfloat16 (bf16_pure): after the checks, before anything refers to a weight
+        change     layers that multiply in float8, recompute or offload: before they are compiled
+        allocate   memory for the weights on the other ranks (fsdp does so by itself)
         compile    the layers as they are now
         share      replicate or shard the parameters: sharded ones are new parameters,
         optimise   so the optimiser comes after them
-        cut        the stage of this rank, out of the optimiser that knows the whole student
-        restore    parameters and state from the newest checkpoint
+        cut        keep the stage of this rank: the optimiser has seen the whole student
+        restore    parameters and state from the newest checkpoint: all objects exist now
 
     Rank 0 brings the values of the student. The students of other ranks may be hollow
     (``kd.models.loading.build_hollow_student``). Raises ``ConfigError`` where the cache cannot
