@@ -154,15 +154,11 @@ def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
     run = find_own_run(run_dir)
     if run is None:
         return
-    names = [name for name in list_file_sizes(run_dir) if is_result(name)]
+    first = {name: name.partition("/")[0] for name in list_file_sizes(run_dir)}
+    no_results = (CHECKPOINTS, LOG, HELPERS)
+    names = [name for name, top in first.items() if top[0] != "." and top not in no_results]
     report = partial(monitor.emit, "stage", stage=stage)
     run.publish_files(run_dir, names, lambda line: report(phase=line))
-
-
-def is_result(name: str) -> bool:
-    """Whether a file of a run folder is one of its results."""
-    first = name.partition("/")[0]
-    return not first.startswith(".") and first not in (CHECKPOINTS, LOG, HELPERS)
 
 
 def report_download(stage: str, monitor: Monitor, line: str) -> None:

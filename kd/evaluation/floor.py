@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kd.loss.dense import compute_dense_loss
 from kd.loss.objective import Objective
-from kd.loss.targets import Targets, TeacherTarget
+from kd.loss.targets import Targets
 from kd.loss.whole_targets import TopTarget
 from kd.models.lm_head import LMHead
 
@@ -72,14 +72,7 @@ def _make_target_mixture(targets: Targets, objective: Objective, vocabulary: int
     label_NV.scatter_add_(1, gold_N1, label_NV.new_full(gold_N1.shape, 1.0 - smoothing))
     if targets.teacher is None or objective.alpha == 1.0:
         return label_NV.clamp_(min=_LEAST_PROBABILITY)
-    p_NV = _decode_probabilities(targets.teacher, label_NV).clamp_(min=_LEAST_PROBABILITY)
-    p_NV = torch.softmax(p_NV.log() * float(targets.temperature), 1)
-    return torch.lerp(p_NV, label_NV, objective.alpha).clamp_(min=_LEAST_PROBABILITY)
-
-
-def _decode_probabilities(teacher: TeacherTarget, label_NV: Tensor) -> Tensor:
-    """The teacher's target (N, V) at its temperature, in float64."""
-    chunk = teacher.take_chunk(slice(0, len(label_NV)), torch.float64)
+    chunk = targets.teacher.take_chunk(slice(0, len(label_NV)), torch.float64)
     p_NV = torch.zeros_like(label_NV)
     chunk.subtract_(p_NV, -1.0)  # 0 - (-1) p
     if isinstance(chunk, TopTarget):
@@ -88,4 +81,6 @@ def _decode_probabilities(teacher: TeacherTarget, label_NV: Tensor) -> Tensor:
         if chunk.vocabulary is not None:  # rows without a token get no part of it
             outside_NV[:, chunk.vocabulary :] = 0.0
         p_NV += chunk.rest_N[:, None] * outside_NV / outside_NV.sum(1, keepdim=True)
-    return p_NV
+    log_NV = p_NV.clamp_(min=_LEAST_PROBABILITY).log()
+    p_NV = torch.softmax(log_NV * float(targets.temperature), 1)
+    return torch.lerp(p_NV, label_NV, objective.alpha).clamp_(min=_LEAST_PROBABILITY)

@@ -32,7 +32,24 @@ _PROMPT_CHARACTERS = 60
 def write_provenance(folder: Path, config: JobConfig, report: Report) -> None:
     """Write the model card (README.md), and the job with its report as distillation.json."""
     write_json(folder / PROVENANCE, {"job": config.model_dump(mode="json"), "report": report})
-    front = f"---\n{_gather_facts(folder, config, report).to_yaml()}\n---\n\n"
+    alone = not (folder / "config.json").is_file()  # an adapter without its base
+    start = find_start(config)
+    known = start is not None and not Path(start).exists()
+    languages = _read_own_card(config).get("language")
+    named = (source.path for source in config.data.train if not isinstance(source, str))
+    # Paths on this machine mean nothing to a reader of the card.
+    facts = ModelCardData(
+        base_model=start if known else None,
+        base_model_relation=("adapter" if alone else "finetune") if known else None,
+        license=find_licence(config),
+        language=languages if isinstance(languages, str | list) else None,
+        datasets=[path for path in dict.fromkeys(named) if not Path(path).exists()] or None,
+        library_name="peft" if alone else "transformers",
+        pipeline_tag="text-generation",
+        tags=["distillation", "knowledge-distillation", "potstill"],
+        distillation_teacher=report.get("teacher"),
+    )
+    front = f"---\n{facts.to_yaml()}\n---\n\n"
     told = render_report(report), _describe_limits(config, report), _describe_origin(config)
     page, *rest = (_hide_folders(text, config) for text in told)
     parts = (_hide_folders(front, config) + page, describe_use(folder, config, report), *rest)
@@ -47,26 +64,6 @@ def _hide_folders(text: str, config: JobConfig) -> str:
         if Path(name).name and (Path(name).is_absolute() or Path(name).exists()):
             text = text.replace(name, Path(name).name)
     return text
-
-
-def _gather_facts(folder: Path, config: JobConfig, report: Report) -> ModelCardData:
-    alone = not (folder / "config.json").is_file()  # an adapter without its base
-    start = find_start(config)
-    known = start is not None and not Path(start).exists()
-    languages = _read_own_card(config).get("language")
-    named = (source.path for source in config.data.train if not isinstance(source, str))
-    # Paths on this machine mean nothing to a reader of the card.
-    return ModelCardData(
-        base_model=start if known else None,
-        base_model_relation=("adapter" if alone else "finetune") if known else None,
-        license=find_licence(config),
-        language=languages if isinstance(languages, str | list) else None,
-        datasets=[path for path in dict.fromkeys(named) if not Path(path).exists()] or None,
-        library_name="peft" if alone else "transformers",
-        pipeline_tag="text-generation",
-        tags=["distillation", "knowledge-distillation", "potstill"],
-        distillation_teacher=report.get("teacher"),
-    )
 
 
 # ---------------------------------------------------------------------- where it comes from

@@ -42,8 +42,13 @@ def compute_dense_loss_from_logits(
     logq_NV = torch.log_softmax(s_NV if objective.teacher_only else s_NV / temperature, 1)
     match targets.teacher:
         case SparseTarget() as entries:
-            value_N = _compute_kl_of_entries(entries, logq_NV)
             entropy_N = entries.entropy_N
+            positions_N = torch.arange(len(logq_NV), device=logq_NV.device)
+            rows_E = torch.repeat_interleave(positions_N, entries.offsets_N1.diff())
+            places = (rows_E, entries.ids_E)
+            # Accumulate, because an always_keep id that is the gold token is an entry twice.
+            p_NV = torch.zeros_like(logq_NV).index_put(places, entries.weights_E, accumulate=True)
+            value_N = -(p_NV * logq_NV).sum(1) - entropy_N  # -sum_i w_i log q_i - H
         case TopTarget() as top:
             value_N, entropy_N = _compute_kl_of_top(top, logq_NV)
         case DenseTarget() | HiddenTarget() as whole:
@@ -89,18 +94,6 @@ def compute_token_weights(targets: Targets, objective: Objective) -> Tensor:
     weight_N = (1.0 + targets.entropy_N.double()) ** objective.entropy_weighting
     mean = weight_N[known_N].mean() if objective.mean_weight is None else objective.mean_weight
     return torch.where(known_N, weight_N / mean, 1.0)
-
-
-def _compute_kl_of_entries(target: SparseTarget, logq_NV: Tensor) -> Tensor:
-    """-sum_i w_i log q_i - H, (N,)."""
-    rows_E = torch.repeat_interleave(
-        torch.arange(len(logq_NV), device=logq_NV.device), target.offsets_N1.diff()
-    )
-    # Accumulate, because an always_keep id that is the gold token is an entry twice.
-    p_NV = torch.zeros_like(logq_NV).index_put(
-        (rows_E, target.ids_E), target.weights_E, accumulate=True
-    )
-    return -(p_NV * logq_NV).sum(1) - target.entropy_N
 
 
 def _compute_kl_of_top(target: TopTarget, logq_NV: Tensor) -> tuple[Tensor, Tensor]:

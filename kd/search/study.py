@@ -218,21 +218,18 @@ def end_as_twin(study: Study, trial: Trial, twin: FrozenTrial) -> None:
 
 def suggest_values(study: Study, trial: Trial, search: SearchConfig) -> Overrides:
     """Suggest the values of a trial; values that it already has stay the same."""
-    overrides = {}
+    overrides: Overrides = {}
     for dotted in sorted(search.space):
         # A sampler of its own for each field: a resumed trial draws the same values again.
         study.sampler = _make_sampler(search, trial.number, dotted)
-        overrides[dotted] = _suggest_value(trial, dotted, search.space[dotted])
+        dimension = search.space[dotted]
+        if dimension.choices is not None:
+            overrides[dotted] = trial.suggest_categorical(dotted, dimension.choices)
+        else:
+            low, high = list_ends(dimension)
+            suggest = trial.suggest_int if dimension.integer else trial.suggest_float
+            overrides[dotted] = suggest(dotted, low, high, log=dimension.log)
     return overrides
-
-
-def _suggest_value(trial: Trial, dotted: str, dimension: Dimension) -> Any:
-    if dimension.choices is not None:
-        return trial.suggest_categorical(dotted, dimension.choices)
-    low, high = list_ends(dimension)
-    if dimension.integer:
-        return trial.suggest_int(dotted, low, high, log=dimension.log)
-    return trial.suggest_float(dotted, low, high, log=dimension.log)
 
 
 def note_held_out_tokens(study: Study, tokens: int | None) -> None:

@@ -125,7 +125,12 @@ def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
             why = error.detail if isinstance(error, CacheCorrupt) else str(error)
             problems.append(f"checkpoint {path.name} is damaged and was skipped: {why}")
             continue
-        _require_same_job(path, content, identity)
+        if content["identity"] != identity:
+            raise TrainingError(
+                f"{path} was written by another job: its configuration, data or cache differ.",
+                "Give the job another name (or --run-dir), or delete this run folder to start "
+                "over.",
+            )
         restore(path, content, state)
         break
     return problems
@@ -226,11 +231,3 @@ def _load_verified_state(path: Path) -> dict[str, Any]:
                 "Delete the checkpoint: an older one is taken.",
             )
     return content
-
-
-def _require_same_job(path: Path, content: dict[str, Any], identity: str) -> None:
-    if content["identity"] != identity:
-        raise TrainingError(
-            f"{path} was written by another job: its configuration, data or cache differ.",
-            "Give the job another name (or --run-dir), or delete this run folder to start over.",
-        )

@@ -198,23 +198,19 @@ def finish(run: Run) -> None:
     """Write the profile, and leave in the student the weights that are to be saved."""
     # A run that found all its steps done keeps the profile of the process that took them.
     if run.meter.tokens:
-        write_profile(run)
+        # The seconds of each phase in all attempts, speed and peak memory.
+        progress = run.progress
+        tokens_per_second = progress.tokens / progress.seconds if progress.seconds else 0.0
+        profile = {
+            "phases": [phase.to_json() for phase in run.clock.table()],
+            "tokens_per_second": tokens_per_second,
+            "mfu": compute_utilisation(tokens_per_second, run.speed.flops_per_token, run.device),
+            "peak_memory_bytes": read_peak_memory(run.device),
+        }
+        if run.group.leads:
+            write_json(run.folder / "profile.json", profile)
+        run.monitor.emit("profile", **profile)
     best_step = find_best_step(run.progress, run.options)
     if best_step is not None:
         checkpoint.load_weights(checkpoint.locate_checkpoint(run.checkpoints, best_step), run.state)
     use_served_weights(run.student, run.state.optimizer, run.average)
-
-
-def write_profile(run: Run) -> None:
-    """Write profile.json: the seconds of each phase in all attempts, speed and peak memory."""
-    progress = run.progress
-    tokens_per_second = progress.tokens / progress.seconds if progress.seconds else 0.0
-    profile = {
-        "phases": [phase.to_json() for phase in run.clock.table()],
-        "tokens_per_second": tokens_per_second,
-        "mfu": compute_utilisation(tokens_per_second, run.speed.flops_per_token, run.device),
-        "peak_memory_bytes": read_peak_memory(run.device),
-    }
-    if run.group.leads:
-        write_json(run.folder / "profile.json", profile)
-    run.monitor.emit("profile", **profile)

@@ -41,7 +41,14 @@ def restore(path: Path, content: dict[str, Any], state: TrainState) -> None:
         # A run on a device without loss scaling saved nothing.
         if content["scaler"]:
             state.scaler.load_state_dict(content["scaler"])
-    _restore_random(load_file(path / FILES[3]), state.group.rank)
+    # A rank that the checkpoint does not know keeps its seed.
+    random = load_file(path / FILES[3])
+    cpu = random.get(name_random_state("cpu", state.group.rank))
+    cuda = random.get(name_random_state("cuda", state.group.rank))
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    if torch.cuda.is_available() and cuda is not None:
+        torch.cuda.set_rng_state(cuda)
     known = {each.name for each in fields(TrainingProgress)}
     saved = TrainingProgress(
         **{key: value for key, value in content["progress"].items() if key in known}
@@ -126,16 +133,6 @@ def _join_split_tensors(values: dict[str, Any], dtype: torch.dtype) -> None:
         from kd.optim.eight_bit import join_state
 
         values[key] = join_state(found, dtype)
-
-
-def _restore_random(tensors: dict[str, Tensor], rank: int) -> None:
-    """Restore this rank's generators; a rank that the checkpoint does not know keeps its seed."""
-    cpu = tensors.get(name_random_state("cpu", rank))
-    cuda = tensors.get(name_random_state("cuda", rank))
-    if cpu is not None:
-        torch.set_rng_state(cpu)
-    if torch.cuda.is_available() and cuda is not None:
-        torch.cuda.set_rng_state(cuda)
 
 
 def load_trained_weights(path: Path, model: nn.Module, group: Group = ALONE) -> None:
