@@ -154,9 +154,11 @@ def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
     run = find_own_run(run_dir)
     if run is None:
         return
-    first = {name: name.partition("/")[0] for name in list_file_sizes(run_dir)}
-    no_results = (CHECKPOINTS, LOG, HELPERS)
-    names = [name for name, top in first.items() if top[0] != "." and top not in no_results]
+    names = []
+    for name in list_file_sizes(run_dir):
+        top = name.partition("/")[0]
+        if not top.startswith(".") and top not in (CHECKPOINTS, LOG, HELPERS):
+            names.append(name)
     report = partial(monitor.emit, "stage", stage=stage)
     run.publish_files(run_dir, names, lambda line: report(phase=line))
 

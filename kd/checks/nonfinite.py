@@ -46,14 +46,13 @@ def locate_nonfinite(
     for name, parameter in student.named_parameters():
         if not is_finite(parameter):
             return f"The weight {name} is not finite."
-    device = student.device
-    with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for batch in batches:
-            if compute_loss is None:
-                break
-            found = locate_in_backward(student, partial(compute_loss, batch))
-            if found is not None:
-                return found
+    if compute_loss is not None:
+        devices = [student.device] if student.device.type == "cuda" else []
+        with torch.enable_grad(), torch.random.fork_rng(devices):
+            for batch in batches:
+                found = locate_in_backward(student, partial(compute_loss, batch))
+                if found is not None:
+                    return found
     return (
         "All modules and weights are finite. Which operation made the number that is not finite is "
         "not known."
