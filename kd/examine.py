@@ -16,7 +16,7 @@ from kd.capture.plan import settle_packing
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.errors import ConfigError, DataError, ModelError
-from kd.evaluation.measure import EvaluationContext, evaluate_in_depth
+from kd.evaluation.in_depth import EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
 from kd.evaluation.report import judge_report
 from kd.evaluation.teacher_effect import warn_of_verdict
@@ -31,7 +31,7 @@ from kd.progress import SILENT, Monitor, replace_nonfinite
 from kd.stages.source import adopt_cache_layout, open_source
 from kd.text.batches import PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
-from kd.tracking.loading import reported_loading
+from kd.tracking.loading_events import reported_loading
 
 Report = dict[str, Any]
 

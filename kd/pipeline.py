@@ -13,8 +13,8 @@
 
 kd/stages/capture.py makes the sealed cache, and kd/stages/training.py all that follows it. Three
 more tasks have no place in that line: a search trains many students (kd/search/trials.py), and
-kd/stages/checks.py compares a sealed cache with its digests, or with its teacher. The table in
-kd/config/kinds.py says which kind of job has which stages, and ``TASKS`` what runs them.
+kd/stages/cache_checks.py compares a sealed cache with its digests, or with its teacher. The table
+in kd/config/kinds.py says which kind of job has which stages, and ``TASKS`` what runs them.
 
 The pipeline knows nothing of HTTP, Redis or Celery. Each stage is idempotent: called again with the
 same folders it uses the sealed cache and goes on from the newest checkpoint, so that a job that
@@ -55,29 +55,24 @@ from kd.preflight.problems import Folders, Machine, require_no_problems
 from kd.preflight.stored_models import note_models
 from kd.progress import SILENT, Monitor
 from kd.search.trials import search_students
+from kd.stages.cache_checks import run_fidelity, run_verify
 from kd.stages.capture import run_precompute
-from kd.stages.checks import run_fidelity, run_verify
 from kd.stages.results import CHECKPOINTS
 from kd.stages.source import read_cache_inputs, select_cache_inputs
 from kd.stages.training import run_train
-from kd.tracking.loading import reported_loading
-from kd.training.resume.elsewhere import fetch_run, keeping_checkpoint
+from kd.tracking.loading_events import reported_loading
+from kd.training.resume.from_bucket import fetch_run, keeping_checkpoint
 from kd.training.resume.identity import require_same_job
 
 #: The log of a run, which is no result.
 LOG = "log.txt"
 
 
-def run_search(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
-    """Train many students from the sealed cache, to find the best settings."""
-    return search_students(config, home, run_dir, monitor, run_train)
-
-
 #: What runs each stage of the table of kinds, by the name of its task.
 TASKS: dict[str, Callable[[JobConfig, Path, Path, Monitor], dict[str, Any]]] = {
     "capture": run_precompute,
     "train": run_train,
-    "search": run_search,
+    "search": partial(search_students, train_student=run_train),
     "verify": run_verify,
     "fidelity": run_fidelity,
 }
@@ -159,15 +154,13 @@ def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
     run = find_own_run(run_dir)
     if run is None:
         return
-    names = [name for name in list_file_sizes(run_dir) if is_result(name)]
+    names = []
+    for name in list_file_sizes(run_dir):
+        top = name.partition("/")[0]
+        if not top.startswith(".") and top not in (CHECKPOINTS, LOG, HELPERS):
+            names.append(name)
     report = partial(monitor.emit, "stage", stage=stage)
     run.publish_files(run_dir, names, lambda line: report(phase=line))
-
-
-def is_result(name: str) -> bool:
-    """Whether a file of a run folder is one of its results."""
-    first = name.partition("/")[0]
-    return not first.startswith(".") and first not in (CHECKPOINTS, LOG, HELPERS)
 
 
 def report_download(stage: str, monitor: Monitor, line: str) -> None:

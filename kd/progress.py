@@ -184,14 +184,14 @@ class ShardRanges(Protocol):
 
     terms: RangeTerms | None
 
-    def open(self, terms: RangeTerms, shards: int, waiting: Callable[[], None]) -> None:
+    def open(self, terms: RangeTerms, shards: int, check_stop: Callable[[], None]) -> None:
         """Let workers take the ``shards`` of a capture, from now on; waits as ``take`` does."""
 
-    def take(self, waiting: Callable[[], None]) -> range | None:
+    def take(self, check_stop: Callable[[], None]) -> range | None:
         """Return the shards to capture next; an empty range where there are none now.
 
-        None: nothing is left for this worker to do. ``waiting`` is called while there is no answer,
-        and may raise to give up. Raises ``Interrupted`` if the capture must stop.
+        None: nothing is left for this worker to do. ``check_stop`` is called while there is no
+        answer, and may raise to give up. Raises ``Interrupted`` if the capture must stop.
         """
 
     def finish(self, shards: range, sequences: int) -> None:

@@ -33,8 +33,8 @@ def run_rank(work: Callable[[RankOrder, Monitor], dict[str, Any]]) -> None:
     # Before the imports, which take seconds: torchrun may be killed meanwhile.
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
     from kd.errors import Interrupted
-    from kd.parallel.failures import write_failure
     from kd.parallel.launch import RankOrder
+    from kd.parallel.rank_failures import write_failure
 
     rank = int(os.environ["RANK"])
     folder = Path(sys.argv[1])

@@ -45,7 +45,7 @@ from triton.runtime import driver
 
 from kd.capture.block_sizes import BLOCK, LOWEST
 from kd.kernels import triton_rows
-from kd.kernels.rows import make_rows
+from kd.kernels.padded_rows import make_rows
 from kd.loss.student_rows import StudentRows
 from kd.models.lm_head import LMHead
 

@@ -99,19 +99,19 @@ def estimate_whole(plan: CapturePlan) -> tuple[int, int]:
 
 
 def find_sealed_cache(
-    folder: Path, identity: CacheIdentity, waiting: Callable[[], None] | None = None
+    folder: Path, identity: CacheIdentity, check_stop: Callable[[], None] | None = None
 ) -> Cache | None:
     """Return the cache in ``folder`` if it is sealed and undamaged.
 
     None means that it must be captured, or that its damaged shards must be captured again.
-    ``waiting`` is called before each shard is read, and may raise to give up.
+    ``check_stop`` is called before each shard is read, and may raise to give up.
     """
     try:
         found = open_cache(folder, identity)
     except CacheError:
         return None
     hold_for(found, folder)  # no removal begins while every byte is read
-    return None if find_missing(found, waiting) else found
+    return None if find_missing(found, check_stop) else found
 
 
 def check_fidelity(
@@ -133,7 +133,7 @@ def check_fidelity(
         live = LiveTeacher.load(plan.identity, plan.teacher)
     began = time.monotonic()
     with stopping_forward(monitor, FIDELITY_STOP):
-        found = measure_fidelity(store, live, waiting=lambda: monitor.check(FIDELITY_STOP))
+        found = measure_fidelity(store, live, check_stop=lambda: monitor.check(FIDELITY_STOP))
     overruled = judge_fidelity(store, found, plan.options)
     monitor.emit(
         "stage",

@@ -26,7 +26,7 @@ from kd.capture.host_copy import HostCopy
 from kd.capture.sampling import Randomness, Sampler, make_sample, reduce_by_row, reduce_log_sum_exp
 from kd.errors import ModelError
 from kd.kernels.available import can_run_kernels
-from kd.kernels.rows import make_rows
+from kd.kernels.padded_rows import make_rows
 from kd.models.cosines import to_cosines
 from kd.models.lm_head import LMHead
 

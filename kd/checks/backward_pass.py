@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +35,14 @@ class _Spans:
     ended: list[tuple[str, int, int]] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
 
+    def begin(self, *_: Any) -> None:
+        """Note that a module begins: the number of the next operation of this thread."""
+        self.begun.append(int(_get_sequence_nr()))
+
+    def end(self, name: str, *_: Any) -> None:
+        """Note that the module ``name`` ends."""
+        self.ended.append((name, self.begun.pop(), int(_get_sequence_nr())))
+
     def find_module(self, number: int) -> str:
         """The innermost module that ran the operation ``number``; empty where none did."""
         # An inner module ends before the one that contains it.
@@ -49,8 +56,17 @@ def locate_in_backward(student: nn.Module, compute_loss: Callable[[], Tensor]) -
     its parameters hold stay as they are.
     """
     spans = _Spans()
+    handles = [
+        handle
+        for name, module in student.named_modules()
+        if name
+        for handle in (
+            module.register_forward_pre_hook(spans.begin),
+            module.register_forward_hook(partial(spans.end, name)),
+        )
+    ]
     # Compiled code runs no hooks, hence the eager stance.
-    with _measure_spans(student, spans), torch.compiler.set_stance("force_eager"):
+    with removing(handles), torch.compiler.set_stance("force_eager"):
         loss = compute_loss()
     if not is_finite(loss):
         return "All modules and weights are finite: the loss itself is not."
@@ -60,7 +76,13 @@ def locate_in_backward(student: nn.Module, compute_loss: Callable[[], Tensor]) -
         node.register_hook(partial(_examine, birth, node))
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     if birth.operation:
-        return _describe(birth, spans, student)
+        name = spans.find_module(birth.number)
+        place = f" in {name} ({type(student.get_submodule(name)).__name__})" if name else ""
+        return (
+            "All modules, weights and the loss are finite. The first gradient that is not finite "
+            f"is made in the backward pass by {birth.operation}{place}, from gradients that are "
+            "finite."
+        )
     if birth.seen or not all(is_finite(each) for each in gradients if each is not None):
         return (
             "All modules, weights and the loss are finite, but a gradient is not. "
@@ -69,53 +91,16 @@ def locate_in_backward(student: nn.Module, compute_loss: Callable[[], Tensor]) -
     return None
 
 
-def _describe(birth: _Birth, spans: _Spans, student: nn.Module) -> str:
-    name = spans.find_module(birth.number)
-    place = f" in {name} ({type(student.get_submodule(name)).__name__})" if name else ""
-    return (
-        "All modules, weights and the loss are finite. The first gradient that is not finite is "
-        f"made in the backward pass by {birth.operation}{place}, from gradients that are finite."
-    )
-
-
-@contextmanager
-def _measure_spans(student: nn.Module, spans: _Spans) -> Iterator[None]:
-    """Note the numbers of the operations of each module that runs in the block."""
-
-    def begin(*_: Any) -> None:
-        spans.begun.append(_read_sequence_number())
-
-    def end(name: str, *_: Any) -> None:
-        spans.ended.append((name, spans.begun.pop(), _read_sequence_number()))
-
-    handles = [
-        handle
-        for name, module in student.named_modules()
-        if name
-        for handle in (
-            module.register_forward_pre_hook(begin),
-            module.register_forward_hook(partial(end, name)),
-        )
-    ]
-    with removing(handles):
-        yield
-
-
-def _read_sequence_number() -> int:
-    """The number that autograd gives the next operation of this thread."""
-    return int(_get_sequence_nr())
-
-
 def _iterate_nodes(loss: Tensor) -> Iterator[Node]:
     """Each operation that ``loss`` came from, once; not the ends that hold the weights."""
-    waiting = [loss.grad_fn]
+    left = [loss.grad_fn]
     known = set()
-    while waiting:
-        node = waiting.pop()
+    while left:
+        node = left.pop()
         if node is None or node in known or hasattr(node, "variable"):
             continue
         known.add(node)
-        waiting += [each for each, _ in node.next_functions]
+        left += [each for each, _ in node.next_functions]
         yield node
 
 

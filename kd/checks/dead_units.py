@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,9 @@ class UnitWatch:
             for number, most in sorted(self.largest.items())
         }
 
-    def observe(self, number: int, inputs: Tensor) -> None:
-        """Record the inputs (..., C) of the projection of layer ``number``."""
-        most = inputs.detach().abs().flatten(0, -2).amax(0).float()
+    def observe(self, number: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Record the inputs (..., C) of ``module``, the projection of layer ``number``."""
+        most = inputs[0].detach().abs().flatten(0, -2).amax(0).float()
         seen = self.largest.get(number)
         self.largest[number] = most if seen is None else torch.maximum(seen, most)
 
@@ -60,13 +60,9 @@ def watching_units(student: PreTrainedModel) -> Iterator[UnitWatch]:
     width = student.config.get_text_config().hidden_size
     for number, layer in enumerate(find_decoder_layers(student)):
         projection = _find_projection(layer, width)
-        if projection is None:
-            continue
-
-        def observe(module: nn.Module, inputs: tuple[Any, ...], number: int = number) -> None:
-            watch.observe(number, inputs[0])
-
-        handles.append(projection.register_forward_pre_hook(observe))
+        if projection is not None:
+            look = partial(watch.observe, number)
+            handles.append(projection.register_forward_pre_hook(look))
     with removing(handles):
         yield watch
 

@@ -39,18 +39,27 @@ def check_gradients(
         stages = group.gather(found)
         # A tied weight is on two of them.
         found = {key: sorted({name for each in stages for name in each[key]}) for key in found}
-    return _judge(**found)
+    trained = found.pop("trained")
+    facts = {"parameters": len(trained), **found}
+    kinds = (
+        ("no gradient reaches", found["missing"]),
+        ("the gradient is 0 in", found["zero"]),
+        ("the gradient is not finite in", found["not_finite"]),
+    )
+    wrong = [f"{what} {format_names(names)}" for what, names in kinds if names]
+    if not wrong:
+        message = f"All {len(trained)} trained parameters have a gradient."
+        return Verdict("gradients", True, message, facts=facts)
+    message = f"After the first backward pass {'; '.join(wrong)}."
+    remedy = "A parameter that the loss does not reach is not trained: freeze it, or use it."
+    return Verdict("gradients", False, message, remedy, facts)
 
 
 def _find_faults(student: nn.Module, scaled: bool) -> dict[str, list[str]]:
     """The names of the trained parameters, and of those whose gradient has each kind of fault."""
-    trained = {
-        name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad
-    }
-    missing = [name for name, parameter in trained.items() if parameter.grad is None]
-    present = {
-        name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None
-    }
+    trained = {name: each for name, each in student.named_parameters() if each.requires_grad}
+    missing = [name for name, each in trained.items() if each.grad is None]
+    present = {name: each.grad for name, each in trained.items() if each.grad is not None}
     # A NaN makes the largest magnitude NaN, so this one number shows zeros and faults alike.
     sizes = [
         make_whole(torch.linalg.vector_norm(gradient.detach().float(), math.inf))
@@ -58,13 +67,10 @@ def _find_faults(student: nn.Module, scaled: bool) -> dict[str, list[str]]:
     ]
     # One transfer for all of them: each transfer waits for the device.
     largest = dict(zip(present, torch.stack(sizes).tolist() if sizes else [], strict=True))
-    zero = [
-        name
-        for name, size in largest.items()
-        if size == 0.0 and not _is_unmoved_adapter(name, trained)
-    ]
+    silent = [name for name, size in largest.items() if size == 0.0]
+    zero = [name for name in silent if not _is_unmoved_adapter(name, trained)]
     wild = [] if scaled else [name for name, size in largest.items() if not math.isfinite(size)]
-    return {"trained": list(trained), "missing": missing, "zero": zero, "wild": wild}
+    return {"trained": list(trained), "missing": missing, "zero": zero, "not_finite": wild}
 
 
 def _find_silent_rows(student: PreTrainedModel, tokens_N: Tensor) -> list[str]:
@@ -82,31 +88,6 @@ def _find_silent_rows(student: PreTrainedModel, tokens_N: Tensor) -> list[str]:
     # Where nothing has a gradient, the whole parameter is named.
     shown = format_names([str(token) for token in silent])
     return [f"{name} (the rows of tokens {shown})"] if silent and size_V.any() else []
-
-
-def _judge(trained: list[str], missing: list[str], zero: list[str], wild: list[str]) -> Verdict:
-    facts = {"parameters": len(trained), "missing": missing, "zero": zero, "not_finite": wild}
-    kinds = (
-        ("no gradient reaches", missing),
-        ("the gradient is 0 in", zero),
-        ("the gradient is not finite in", wild),
-    )
-    wrong = [f"{what} {format_names(names)}" for what, names in kinds if names]
-    if not wrong:
-        return Verdict(
-            "gradients",
-            True,
-            f"All {len(trained)} trained parameters have a gradient.",
-            facts=facts,
-        )
-    message = f"After the first backward pass {'; '.join(wrong)}."
-    return Verdict(
-        "gradients",
-        False,
-        message,
-        "A parameter that the loss does not reach is not trained: freeze it, or use it.",
-        facts,
-    )
 
 
 def compute_gradient_norms(

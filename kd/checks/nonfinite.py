@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,12 +41,21 @@ def locate_nonfinite(
         )
     finally:
         student.train(training)
+    if module is not None:
+        return module
+    for name, parameter in student.named_parameters():
+        if not is_finite(parameter):
+            return f"The weight {name} is not finite."
+    if compute_loss is not None:
+        devices = [student.device] if student.device.type == "cuda" else []
+        with torch.enable_grad(), torch.random.fork_rng(devices):
+            for batch in batches:
+                found = locate_in_backward(student, partial(compute_loss, batch))
+                if found is not None:
+                    return found
     return (
-        module
-        or _find_nonfinite_weight(student)
-        or _find_nonfinite_operation(student, batches, compute_loss)
-        or "All modules and weights are finite. Which operation made the number that is not finite "
-        "is not known."
+        "All modules and weights are finite. Which operation made the number that is not finite is "
+        "not known."
     )
 
 
@@ -54,20 +63,8 @@ def _find_nonfinite_module(
     student: PreTrainedModel, batch: Batch, precision: Precision | None
 ) -> str | None:
     found: list[str] = []
-    autocast = nullcontext() if precision is None else precision.autocast()
-    # Compiled code runs no hooks, hence the eager stance.
-    with _hook_modules(student, found), torch.compiler.set_stance("force_eager"), autocast:
-        compute_hidden_states(student, batch.tokens_BL, batch.packed)
-    return found[0] if found else None
 
-
-@contextmanager
-def _hook_modules(student: nn.Module, found: list[str]) -> Iterator[None]:
-    """Put a hook on every module that appends the first fault to ``found``.
-
-    An inner module ends before the module that contains it, so the innermost is reported.
-    """
-
+    # An inner module ends before the module that contains it, so the innermost is reported.
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not found and not all(map(is_finite, _iterate_tensors(output))):
             found.append(
@@ -81,8 +78,11 @@ def _hook_modules(student: nn.Module, found: list[str]) -> Iterator[None]:
         )
         for name, module in student.named_modules()
     ]
-    with removing(handles):
-        yield
+    autocast = nullcontext() if precision is None else precision.autocast()
+    # Compiled code runs no hooks, hence the eager stance.
+    with removing(handles), torch.compiler.set_stance("force_eager"), autocast:
+        compute_hidden_states(student, batch.tokens_BL, batch.packed)
+    return found[0] if found else None
 
 
 def _describe_module(name: str, module: nn.Module, sound_inputs: bool) -> str:
@@ -99,29 +99,6 @@ def _describe_module(name: str, module: nn.Module, sound_inputs: bool) -> str:
         "its inputs and its own weights are finite" if sound_inputs else "one of its inputs is not"
     )
     return f"The first output that is not finite is that of {where}; {cause}."
-
-
-def _find_nonfinite_weight(student: nn.Module) -> str | None:
-    for name, parameter in student.named_parameters():
-        if not is_finite(parameter):
-            return f"The weight {name} is not finite."
-    return None
-
-
-def _find_nonfinite_operation(
-    student: PreTrainedModel,
-    batches: Iterable[Batch],
-    compute_loss: Callable[[Batch], Tensor] | None,
-) -> str | None:
-    if compute_loss is None:
-        return None
-    device = student.device
-    with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for batch in batches:
-            found = locate_in_backward(student, partial(compute_loss, batch))
-            if found is not None:
-                return found
-    return None
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ from kd.loss.dense import (
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
-from kd.loss.targets import Targets, TeacherTarget, widen_logprobs
+from kd.loss.targets import Targets, widen_logprobs
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget
 from kd.models.lm_head import LMHead
 from kd.models.precision import float32_products
@@ -59,10 +59,23 @@ def check_parity(
     count = min(tokens, len(targets))
     hidden_ND = hidden_ND.detach()[:count]
     targets = take_first_positions(targets, count)
-    errors, loss = _compare(hidden_ND, lm_head, targets, objective) if count else ({}, 0.0)
-    allowed = {name: _choose_tolerance(name, hidden_ND.dtype) for name in errors}
-    worst = max(errors, key=lambda name: _rank_error(errors[name] / allowed[name]), default="loss")
-    limit = allowed.get(worst, 0.0)
+    errors: dict[str, float] = {}
+    loss = 0.0
+    if count:
+        with torch.enable_grad(), float32_products():
+            products_NV, fused = _run_fused(hidden_ND, lm_head, targets, objective)
+            dense = _run_dense(products_NV, hidden_ND, lm_head, targets, objective)
+        errors, loss = _compute_errors(fused, dense), dense.loss
+    allowed = dict.fromkeys(errors, TOLERANCE[hidden_ND.dtype])
+    # Both passes sum the loss from the same logits, in float32 or better.
+    allowed["loss"] = TOLERANCE[torch.promote_types(hidden_ND.dtype, torch.float32)]
+    # NaN is the worst error.
+    worst = max(
+        errors,
+        key=lambda name: (math.isnan(errors[name]), errors[name] / allowed[name]),
+        default="loss",
+    )
+    limit = allowed[worst] if errors else 0.0
     found = errors.get(worst, 0.0)
     ok = found <= limit  # also False for NaN
     message = (
@@ -74,48 +87,22 @@ def check_parity(
     return Verdict("parity", ok, message, "" if ok else _REMEDY, facts)
 
 
-def _compare(
-    hidden_ND: Tensor, lm_head: LMHead, targets: Targets, objective: Objective
-) -> tuple[dict[str, float], float]:
-    """The errors by name, and the loss of the dense pass."""
-    with torch.enable_grad(), float32_products():
-        products_NV, fused = _run_fused(hidden_ND, lm_head, targets, objective)
-        dense = _run_dense(products_NV, hidden_ND, lm_head, targets, objective)
-    return _compute_errors(fused, dense), dense.loss
-
-
-def _choose_tolerance(name: str, dtype: torch.dtype) -> float:
-    """The largest error allowed for ``name``.
-
-    The loss is summed in float32 or better, in any dtype of the products, and both passes sum it
-    from the same logits.
-    """
-    return TOLERANCE[torch.promote_types(dtype, torch.float32) if name == "loss" else dtype]
-
-
-def _rank_error(error: float) -> float:
-    """``error`` as a sort key: NaN is the worst."""
-    return math.inf if math.isnan(error) else error
-
-
 def take_first_positions(targets: Targets, count: int) -> Targets:
     """The targets of the first ``count`` positions."""
-    teacher = None if targets.teacher is None else _take_first_of_target(targets.teacher, count)
-    entropy_N = None if targets.entropy_N is None else targets.entropy_N[:count]
-    return replace(targets, gold_N=targets.gold_N[:count], teacher=teacher, entropy_N=entropy_N)
-
-
-def _take_first_of_target(teacher: TeacherTarget, count: int) -> TeacherTarget:
+    teacher = targets.teacher
     match teacher:
         case SparseTarget() | TopTarget():
-            return teacher.take_chunk(slice(0, count))  # their chunks are targets, too
+            teacher = teacher.take_chunk(slice(0, count))  # their chunks are targets, too
         case DenseTarget():
-            return replace(teacher, logprobs_NV=teacher.logprobs_NV[:count])
+            teacher = replace(teacher, logprobs_NV=teacher.logprobs_NV[:count])
         case HiddenTarget():
-            return replace(
+            teacher = replace(
                 teacher, hidden_ND=teacher.hidden_ND[:count], scale_N=teacher.scale_N[:count]
             )
-    raise TypeError(f"a target of kind {type(teacher).__name__} cannot be cut")
+        case other if other is not None:
+            raise TypeError(f"a target of kind {type(other).__name__} cannot be cut")
+    entropy_N = None if targets.entropy_N is None else targets.entropy_N[:count]
+    return replace(targets, gold_N=targets.gold_N[:count], teacher=teacher, entropy_N=entropy_N)
 
 
 #: Logits, loss or gradients, by name.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cache.reading.file_reads import DiskReads
 from kd.checks.watch import STARVATION_SHARE, WARM_UP, StepSeconds
-from kd.config.job import JobConfig
+from kd.config.train import TrainConfig
 from kd.text.steps.reading import count_loader_threads
 
 #: Steps over which rates are taken. Few, so that a slow disk is told at the start of a run.
@@ -20,13 +20,13 @@ DISK_SHARE = 0.5
 class DiskWatch:
     """The watch over the disk of one run, which warns once.
 
-    ``reads`` are those of the source; None if all sequences are in memory. Without
-    ``checks.alarms`` it is silent.
+    ``reads`` are those of the source. It is silent if they are None: all sequences are in memory,
+    or the job wants no alarms.
     """
 
-    def __init__(self, config: JobConfig, reads: DiskReads | None) -> None:
-        self._train = config.require_train()
-        self._reads = reads if config.checks.alarms else None
+    def __init__(self, options: TrainConfig, reads: DiskReads | None) -> None:
+        self._train = options
+        self._reads = reads
         self._steps = 0
         self._begin()
 

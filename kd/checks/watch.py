@@ -27,7 +27,8 @@ from typing import Any
 
 from kd.checks.dead_units import check_dead_units, find_dead_layers
 from kd.checks.verdict import Verdict, format_names
-from kd.config.job import JobConfig
+from kd.config.checks import ChecksConfig
+from kd.config.train import TrainConfig
 from kd.text.steps.reading import count_loader_threads
 
 #: Decay of the moving average: it forgets a loss in about ten steps.
@@ -82,10 +83,9 @@ class StepSeconds:
 class TrainingWatch:
     """The watch over one run. ``state`` and ``restore`` carry it over checkpoints."""
 
-    def __init__(self, config: JobConfig) -> None:
-        assert config.train is not None, "JobConfig refuses a training job without a train section"
-        self._checks = config.checks
-        self._train = config.train
+    def __init__(self, checks: ChecksConfig, options: TrainConfig) -> None:
+        self._checks = checks
+        self._train = options
         self._state = _State()
         self._steps = 0
         self._waited = self._worked = 0.0

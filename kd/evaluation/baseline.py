@@ -85,13 +85,11 @@ def train_baseline(
     student = build_starting_student(config, tokenizer)
     plain = make_cross_entropy_job(config)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
-    train(plain, source, student, vocabulary, run_dir / "baseline", _forward_heard_events(monitor))
-    return student
 
-
-def _forward_heard_events(monitor: Monitor) -> Monitor:
     def listen(event: Event) -> None:
         if event.type in _FORWARDED_EVENTS:
             monitor.listen(event)
 
-    return Monitor(listen, monitor.should_stop)
+    own = Monitor(listen, monitor.should_stop)
+    train(plain, source, student, vocabulary, run_dir / "baseline", own)
+    return student

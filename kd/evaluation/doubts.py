@@ -14,8 +14,8 @@ from typing import Any
 from cache.perplexity import Interval, Perplexity
 from kd.capture.usefulness import describe_useless_teacher
 from kd.checks.verdict import Verdict
-from kd.evaluation.comparison import TEACHER
-from kd.evaluation.measure import BASELINE, BEFORE, STUDENT
+from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT
+from kd.evaluation.teacher_comparison import TEACHER
 from kd.evaluation.teacher_effect import CHECK, FEW_STEPS, REMEDY, judge_pair
 
 Report = Mapping[str, Any]
@@ -41,7 +41,16 @@ def judge_teacher(report: Report) -> Verdict | None:
         pair = (models[STUDENT]["perplexity"], models[BASELINE]["perplexity"])
         steps = report.get("steps", FEW_STEPS)
         return judge_pair(*pair, evaluation["tokens"], effect.get("interval"), steps)
-    return _suspect_teacher(report) or _suspect_training(report)
+    before, after = (find_perplexity(report, name) for name in (BEFORE, STUDENT))
+    doubt = _suspect_teacher(report)
+    if doubt is not None or before is None or after is None or after <= before:
+        return doubt
+    message = (
+        "The student is worse after training than before it: held-out perplexity "
+        f"{_show_perplexity(report, STUDENT)}, and {_show_perplexity(report, BEFORE)} before."
+    )
+    facts = {"student_perplexity": after, "student_perplexity_before": before}
+    return Verdict(CHECK, False, message, f"Try a lower train.learning_rate. {_MEASURE}", facts)
 
 
 def find_perplexity(report: Report, name: str) -> float | None:
@@ -82,16 +91,3 @@ def _suspect_teacher(report: Report) -> Verdict | None:
         )
         return Verdict(CHECK, False, message, f"{_MEASURE} {REMEDY}", facts)
     return None
-
-
-def _suspect_training(report: Report) -> Verdict | None:
-    before = find_perplexity(report, BEFORE)
-    after = find_perplexity(report, STUDENT)
-    if before is None or after is None or after <= before:
-        return None
-    message = (
-        "The student is worse after training than before it: held-out perplexity "
-        f"{_show_perplexity(report, STUDENT)}, and {_show_perplexity(report, BEFORE)} before."
-    )
-    facts = {"student_perplexity": after, "student_perplexity_before": before}
-    return Verdict(CHECK, False, message, f"Try a lower train.learning_rate. {_MEASURE}", facts)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kd.loss.dense import compute_dense_loss
 from kd.loss.objective import Objective
-from kd.loss.targets import Targets, TeacherTarget
+from kd.loss.targets import Targets
 from kd.loss.whole_targets import TopTarget
 from kd.models.lm_head import LMHead
 
@@ -45,11 +45,7 @@ def find_least_loss(targets: Targets, objective: Objective, vocabulary: int) -> 
     mixed = objective.divergence == "forward_kl" and float(targets.temperature) == 1.0
     if objective.alpha in (0.0, 1.0) or (mixed and not objective.entropy_weighting):
         return least
-    return min(least, _search_least_loss(s_NV.requires_grad_(), free, targets, objective))
-
-
-def _search_least_loss(s_NV: Tensor, free: LMHead, targets: Targets, objective: Objective) -> float:
-    """The loss at the end of a search that starts at the logits ``s_NV``."""
+    s_NV.requires_grad_()
     search = torch.optim.LBFGS([s_NV], max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
 
     def step() -> Tensor:
@@ -60,7 +56,7 @@ def _search_least_loss(s_NV: Tensor, free: LMHead, targets: Targets, objective: 
 
     search.step(step)
     with torch.no_grad():
-        return float(compute_dense_loss(s_NV, free, targets, objective).total)
+        return min(least, float(compute_dense_loss(s_NV, free, targets, objective).total))
 
 
 def _make_target_mixture(targets: Targets, objective: Objective, vocabulary: int) -> Tensor:
@@ -68,26 +64,15 @@ def _make_target_mixture(targets: Targets, objective: Objective, vocabulary: int
 
     The teacher's is the one that a student at T = 1 must have to match p_T when tempered.
     """
-    label_NV = _make_label(targets.gold_N, vocabulary, objective.label_smoothing)
-    if targets.teacher is None or objective.alpha == 1.0:
-        return label_NV.clamp_(min=_LEAST_PROBABILITY)
-    p_NV = _decode_probabilities(targets.teacher, label_NV).clamp_(min=_LEAST_PROBABILITY)
-    p_NV = torch.softmax(p_NV.log() * float(targets.temperature), 1)
-    return torch.lerp(p_NV, label_NV, objective.alpha).clamp_(min=_LEAST_PROBABILITY)
-
-
-def _make_label(gold_N: Tensor, vocabulary: int, smoothing: float) -> Tensor:
-    spread_NV = torch.full(
+    gold_N, smoothing = targets.gold_N, objective.label_smoothing
+    label_NV = torch.full(
         (len(gold_N), vocabulary), smoothing / vocabulary, dtype=torch.float64, device=gold_N.device
     )
-    return spread_NV.scatter_add(
-        1, gold_N[:, None], spread_NV.new_full((len(gold_N), 1), 1.0 - smoothing)
-    )
-
-
-def _decode_probabilities(teacher: TeacherTarget, label_NV: Tensor) -> Tensor:
-    """The teacher's target (N, V) at its temperature, in float64."""
-    chunk = teacher.take_chunk(slice(0, len(label_NV)), torch.float64)
+    gold_N1 = gold_N[:, None]
+    label_NV.scatter_add_(1, gold_N1, label_NV.new_full(gold_N1.shape, 1.0 - smoothing))
+    if targets.teacher is None or objective.alpha == 1.0:
+        return label_NV.clamp_(min=_LEAST_PROBABILITY)
+    chunk = targets.teacher.take_chunk(slice(0, len(label_NV)), torch.float64)
     p_NV = torch.zeros_like(label_NV)
     chunk.subtract_(p_NV, -1.0)  # 0 - (-1) p
     if isinstance(chunk, TopTarget):
@@ -96,4 +81,6 @@ def _decode_probabilities(teacher: TeacherTarget, label_NV: Tensor) -> Tensor:
         if chunk.vocabulary is not None:  # rows without a token get no part of it
             outside_NV[:, chunk.vocabulary :] = 0.0
         p_NV += chunk.rest_N[:, None] * outside_NV / outside_NV.sum(1, keepdim=True)
-    return p_NV
+    log_NV = p_NV.clamp_(min=_LEAST_PROBABILITY).log()
+    p_NV = torch.softmax(log_NV * float(targets.temperature), 1)
+    return torch.lerp(p_NV, label_NV, objective.alpha).clamp_(min=_LEAST_PROBABILITY)

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from kd.addresses import HUB_ID
 from kd.config.job import JobConfig
-from kd.evaluation.measure import STUDENT
+from kd.evaluation.in_depth import STUDENT
 from kd.evaluation.report import Report, render_report
 from kd.files import read_json, write_json
 from kd.models.folder import (
@@ -32,7 +32,24 @@ _PROMPT_CHARACTERS = 60
 def write_provenance(folder: Path, config: JobConfig, report: Report) -> None:
     """Write the model card (README.md), and the job with its report as distillation.json."""
     write_json(folder / PROVENANCE, {"job": config.model_dump(mode="json"), "report": report})
-    front = f"---\n{_gather_facts(folder, config, report).to_yaml()}\n---\n\n"
+    alone = not (folder / "config.json").is_file()  # an adapter without its base
+    start = find_start(config)
+    known = start is not None and not Path(start).exists()
+    languages = _read_own_card(config).get("language")
+    named = (source.path for source in config.data.train if not isinstance(source, str))
+    # Paths on this machine mean nothing to a reader of the card.
+    facts = ModelCardData(
+        base_model=start if known else None,
+        base_model_relation=("adapter" if alone else "finetune") if known else None,
+        license=find_licence(config),
+        language=languages if isinstance(languages, str | list) else None,
+        datasets=[path for path in dict.fromkeys(named) if not Path(path).exists()] or None,
+        library_name="peft" if alone else "transformers",
+        pipeline_tag="text-generation",
+        tags=["distillation", "knowledge-distillation", "potstill"],
+        distillation_teacher=report.get("teacher"),
+    )
+    front = f"---\n{facts.to_yaml()}\n---\n\n"
     told = render_report(report), _describe_limits(config, report), _describe_origin(config)
     page, *rest = (_hide_folders(text, config) for text in told)
     parts = (_hide_folders(front, config) + page, describe_use(folder, config, report), *rest)
@@ -47,25 +64,6 @@ def _hide_folders(text: str, config: JobConfig) -> str:
         if Path(name).name and (Path(name).is_absolute() or Path(name).exists()):
             text = text.replace(name, Path(name).name)
     return text
-
-
-def _gather_facts(folder: Path, config: JobConfig, report: Report) -> ModelCardData:
-    alone = not (folder / "config.json").is_file()  # an adapter without its base
-    start = find_start(config)
-    known = start is not None and not Path(start).exists()
-    languages = _read_own_card(config).get("language")
-    return ModelCardData(
-        # A path on this machine means nothing to a reader of the card.
-        base_model=start if known else None,
-        base_model_relation=("adapter" if alone else "finetune") if known else None,
-        license=find_licence(config),
-        language=languages if isinstance(languages, str | list) else None,
-        datasets=_list_datasets(config) or None,
-        library_name="peft" if alone else "transformers",
-        pipeline_tag="text-generation",
-        tags=["distillation", "knowledge-distillation", "potstill"],
-        distillation_teacher=report.get("teacher"),
-    )
 
 
 # ---------------------------------------------------------------------- where it comes from
@@ -105,12 +103,6 @@ def _read_own_card(config: JobConfig) -> dict[str, Any]:
     return known | found
 
 
-def _list_datasets(config: JobConfig) -> list[str]:
-    """The datasets of the hub that the student learned from."""
-    named = (source.path for source in config.data.train if not isinstance(source, str))
-    return [path for path in dict.fromkeys(named) if not Path(path).exists()]
-
-
 # ---------------------------------------------------------------------- sections
 
 
@@ -121,8 +113,13 @@ def describe_use(folder: Path, config: JobConfig, report: Report) -> str:
     load = ["model = AutoModelForCausalLM.from_pretrained(folder)"]
     if not (folder / "config.json").is_file():
         imports.insert(0, "from peft import PeftModel")
+        if (folder / BASE_FOLDER).is_dir():
+            base = f'f"{{folder}}/{BASE_FOLDER}"'
+        else:
+            settings = read_json(folder / ADAPTER_FOLDER / "adapter_config.json")
+            base = json.dumps(str(settings["base_model_name_or_path"]))
         load = [
-            f"model = AutoModelForCausalLM.from_pretrained({_name_base(folder)})",
+            f"model = AutoModelForCausalLM.from_pretrained({base})",
             f'model = PeftModel.from_pretrained(model, f"{{folder}}/{ADAPTER_FOLDER}")',
         ]
     code = [
@@ -137,14 +134,6 @@ def describe_use(folder: Path, config: JobConfig, report: Report) -> str:
         "print(tokenizer.decode(written[0], skip_special_tokens=True))",
     ]
     return "\n".join(["", "## Use", "", "```python", *code, "```", ""])
-
-
-def _name_base(folder: Path) -> str:
-    """The base of an adapter, as an expression in Python."""
-    if (folder / BASE_FOLDER).is_dir():
-        return f'f"{{folder}}/{BASE_FOLDER}"'
-    settings = read_json(folder / ADAPTER_FOLDER / "adapter_config.json")
-    return json.dumps(str(settings["base_model_name_or_path"]))
 
 
 def _encode_example(config: JobConfig, report: Report) -> list[str]:

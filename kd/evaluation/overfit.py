@@ -31,8 +31,8 @@ from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
 from kd.config.loss import FeatureConfig, LearnedTemperature, Ramp
 from kd.errors import TrainingError
-from kd.evaluation.comparison import EvaluatedModel
 from kd.evaluation.floor import find_least_loss
+from kd.evaluation.teacher_comparison import EvaluatedModel
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
@@ -175,13 +175,11 @@ def check_overfit(
     config = _simplify_job(config, subset.train_count)
     head = EvaluatedModel.of(student, vocabulary, config.data).lm_head
     probe = _LossProbe.of(config, subset, head.vocabulary)
-    span = LossRange(probe.measure_loss(student), probe.find_floor())
+    floor = find_least_loss(probe.targets, probe.objective, probe.vocabulary) / probe.positions
+    span = LossRange(probe.measure_loss(student), floor)
     if not np.isfinite(span.before):
-        return _make_verdict(
-            span,
-            [_Attempt(0.0, span.before, "The loss of the untrained student is not finite.")],
-            subset,
-        )
+        wrong = _Attempt(0.0, span.before, "The loss of the untrained student is not finite.")
+        return _make_verdict(span, [wrong], subset)
     attempts: list[_Attempt] = []
     # One for each learning rate, each time from the same weights.
     for number, factor in enumerate(RATE_FACTORS):
@@ -191,7 +189,8 @@ def check_overfit(
         job = config.model_copy(update={"train": tried})
         faults: list[str] = []
         listener = _collect_faults(monitor, faults)
-        learner = _remove_dropout(copy.deepcopy(student))
+        learner = copy.deepcopy(student)
+        _remove_dropout(learner)
         try:
             train(job, subset, learner, probe.vocabulary, folder / f"attempt-{number}", listener)
         except TrainingError as error:
@@ -212,9 +211,7 @@ def _collect_faults(monitor: Monitor, faults: list[str]) -> Monitor:
     def listen(event: Event) -> None:
         if event.type == "progress":
             monitor.listen(event)
-        elif (
-            event.type == "check" and event.data["check"] in TELLING_CHECKS and not event.data["ok"]
-        ):
+        elif event.data.get("check") in TELLING_CHECKS and not event.data["ok"]:
             faults.append(event.data["message"])
 
     return Monitor(listen, monitor.should_stop)
@@ -237,7 +234,6 @@ def _choose_subset(source: Source, config: JobConfig) -> RepeatedSubset:
 
 def _simplify_job(config: JobConfig, sequences: int) -> JobConfig:
     """The job with a constant objective, and a plain loop with ``sequences`` at every step."""
-    assert config.train is not None, "JobConfig refuses a training job without a train section"
     alpha = config.loss.alpha
     temperature = config.loss.temperature
     loss = {
@@ -250,7 +246,9 @@ def _simplify_job(config: JobConfig, sequences: int) -> JobConfig:
     return config.model_copy(
         update={
             "loss": config.loss.model_copy(update=loss),
-            "train": config.train.model_copy(update={**_LOOP_OPTIONS, "batch_size": sequences}),
+            "train": config.require_train().model_copy(
+                update={**_LOOP_OPTIONS, "batch_size": sequences}
+            ),
             "checks": config.checks.model_copy(update=_CHECK_OPTIONS),
         }
     )
@@ -280,7 +278,7 @@ _LOOP_OPTIONS: dict[str, Any] = {
 }
 
 
-def _remove_dropout(student: PreTrainedModel) -> PreTrainedModel:
+def _remove_dropout(student: PreTrainedModel) -> None:
     """Set every dropout to 0, in layers and in attentions that keep its probability as a number."""
     for module in student.modules():
         if isinstance(module, nn.Dropout):
@@ -288,7 +286,6 @@ def _remove_dropout(student: PreTrainedModel) -> PreTrainedModel:
         for name in ("attention_dropout", "dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-    return student
 
 
 @dataclass(frozen=True)
@@ -319,22 +316,17 @@ class _LossProbe:
         student.eval()
         precision = Precision.choose("fp32", pick_device())
         hidden_ND = compute_target_hidden_states(student, self.batch, precision)[: self.positions]
-        terms = compute_distillation_loss(
-            hidden_ND, find_student_head(student, self.vocabulary), self._targets, self.objective
-        )
+        lm_head = find_student_head(student, self.vocabulary)
+        terms = compute_distillation_loss(hidden_ND, lm_head, self.targets, self.objective)
         student.train(training)
         return float(terms.total) / self.positions
 
-    def find_floor(self) -> float:
-        """The least loss of any logits, in nats per position."""
-        return find_least_loss(self._targets, self.objective, self.vocabulary) / self.positions
-
     @property
-    def _targets(self) -> Targets:
-        return take_first_positions(
-            self.decoder.decode(self.batch.gold_N, self.batch.teacher, self.temperature),
-            self.positions,
-        )
+    def targets(self) -> Targets:
+        """What the positions should predict."""
+        batch = self.batch
+        targets = self.decoder.decode(batch.gold_N, batch.teacher, self.temperature)
+        return take_first_positions(targets, self.positions)
 
 
 def _make_verdict(span: LossRange, attempts: list[_Attempt], subset: RepeatedSubset) -> Verdict:
@@ -359,40 +351,14 @@ def _make_verdict(span: LossRange, attempts: list[_Attempt], subset: RepeatedSub
         f"its floor in {STEPS} steps at a learning rate of {shown.rate:g}; the floor, the least "
         f"loss possible, is {span.floor:.3f}."
     )
-    return Verdict(
-        "overfit",
-        ok,
-        message,
-        _advise_on_rate(attempts) if ok else _diagnose(span, attempts),
-        facts,
-    )
-
-
-def _advise_on_rate(attempts: list[_Attempt]) -> str:
-    """Advice on the job's learning rate, where another rate worked."""
-    if len(attempts) == 1:
-        return ""
-    side = "low" if attempts[-1].rate > attempts[0].rate else "high"
-    return (
-        f"All parts work, but train.learning_rate {attempts[0].rate:g} is {side}: "
-        f"it learnt at {attempts[-1].rate:g}."
-    )
-
-
-def _is_rate_too_low(span: LossRange, attempts: list[_Attempt]) -> bool:
-    """Whether the loss hardly fell at the job's own rate, and far more at the higher one."""
-    own, higher = (span.compute_progress(attempt.after) for attempt in attempts[:2])
-    return 0.0 <= own < SMALL_SHARE and higher > max(GROWTH * own, 0.0)
-
-
-def _advise_higher_rate(span: LossRange, attempts: list[_Attempt]) -> str:
-    own, higher = attempts[:2]
-    return (
-        f"Likely: train.learning_rate {own.rate:g} is far too small. The loss falls, but it went "
-        f"only {span.compute_progress(own.after):.2g} of the way to the floor in {STEPS} steps, "
-        f"and {span.compute_progress(higher.after):.2g} of it at {higher.rate:g}. Try a rate 100 "
-        "times as high."
-    )
+    remedy = "" if ok else _diagnose(span, attempts)
+    if ok and len(attempts) > 1:
+        side = "low" if last.rate > attempts[0].rate else "high"
+        remedy = (
+            f"All parts work, but train.learning_rate {attempts[0].rate:g} is {side}: "
+            f"it learnt at {last.rate:g}."
+        )
+    return Verdict("overfit", ok, message, remedy, facts)
 
 
 def _diagnose(span: LossRange, attempts: list[_Attempt]) -> str:
@@ -404,8 +370,14 @@ def _diagnose(span: LossRange, attempts: list[_Attempt]) -> str:
         return f"Likely: {faults[0]}"
     if not progress:
         return f"Likely: {errors[0]}"
-    if _is_rate_too_low(span, attempts):
-        return _advise_higher_rate(span, attempts)
+    # NaN for an attempt that ended by an error.
+    own, higher = (span.compute_progress(attempt.after) for attempt in attempts[:2])
+    if 0.0 <= own < SMALL_SHARE and higher > max(GROWTH * own, 0.0):
+        return (
+            f"Likely: train.learning_rate {attempts[0].rate:g} is far too small. The loss falls, "
+            f"but it went only {own:.2g} of the way to the floor in {STEPS} steps, and "
+            f"{higher:.2g} of it at {attempts[1].rate:g}. Try a rate 100 times as high."
+        )
     if max(map(abs, progress)) < UNMOVED_SHARE:
         # The loop found a gradient in every trained weight: so they do affect the loss.
         return (

@@ -16,8 +16,9 @@ _PERCENT = "{:.1%}".format
 #: White space of a sample that is shown as it is: an empty line, and an indent.
 _SHOWN_BREAKS = 2
 _SHOWN_SPACES = 16
-#: The columns of the table: key of the facts, title, format.
-_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+#: A column of a table of models: key of the facts, title, format.
+Column = tuple[str, str, Callable[[Any], str]]
+_COLUMNS: tuple[Column, ...] = (
     ("perplexity", "perplexity", "{:,.2f}".format),
     (
         "perplexity_interval",
@@ -39,10 +40,20 @@ def format_model_table(models: Mapping[str, Facts], top_k: int = 0) -> list[str]
 
     A perplexity of few tokens has its interval beside it.
     """
-    models = {name: _hide_interval(found) for name, found in models.items()}
+    shown = {}
+    for name, found in models.items():
+        few = (found.get("tokens") or 0) < FEW_TOKENS
+        shown[name] = found if few else {**found, "perplexity_interval": None}
+    columns = [(key, title.format(top_k=top_k), form) for key, title, form in _COLUMNS]
+    table = _format_facts("held-out text", shown, columns)
+    return [*table, ""] if table else []
+
+
+def _format_facts(corner: str, models: Mapping[str, Facts], columns: Sequence[Column]) -> list[str]:
+    """A table with a row for each model, and those of ``columns`` that at least one model has."""
     shown = [
         column
-        for column in _COLUMNS
+        for column in columns
         if any(found.get(column[0]) is not None for found in models.values())
     ]
     if not shown:
@@ -51,14 +62,8 @@ def format_model_table(models: Mapping[str, Facts], top_k: int = 0) -> list[str]
         [name, *("" if found.get(key) is None else form(found[key]) for key, _, form in shown)]
         for name, found in models.items()
     ]
-    heading = ["held-out text", *(title.format(top_k=top_k) for _, title, _ in shown)]
-    return [_format_row(heading), "|---|" + "---:|" * len(shown), *map(_format_row, rows), ""]
-
-
-def _hide_interval(found: Facts) -> Facts:
-    return (
-        found if (found.get("tokens") or 0) < FEW_TOKENS else {**found, "perplexity_interval": None}
-    )
+    heading = [corner, *(title for _, title, _ in shown)]
+    return [_format_row(heading), "|---|" + "---:|" * len(shown), *map(_format_row, rows)]
 
 
 def format_verdict(report: Facts) -> list[str]:
@@ -79,7 +84,7 @@ def format_closing_sections(report: Facts) -> list[str]:
         *_format_tasks(found.get("tasks") or {}),
         *_format_costs(found),
         *_format_samples(found.get("samples") or {}),
-        *_format_plots(report),
+        *_format_plots(report.get("plots") or ()),
         *_format_profile(report.get("profile") or {}),
     ]
 
@@ -90,23 +95,20 @@ def _format_checks(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
     What to do about it stands in the first line of each check.
     """
     # A spike is shown even where the run recovered from it.
-    wrong = [verdict for verdict in verdicts if not verdict["ok"] or verdict["check"] == "spike"]
-    sound = ", ".join(
-        dict.fromkeys(verdict["check"] for verdict in verdicts if verdict not in wrong)
-    )
-    remedies = {verdict["check"]: verdict.get("remedy") or "" for verdict in reversed(wrong)}
+    wrong = [each for each in verdicts if not each["ok"] or each["check"] == "spike"]
+    sound = ", ".join(dict.fromkeys(each["check"] for each in verdicts if each not in wrong))
+    remedies = {each["check"]: each.get("remedy") or "" for each in reversed(wrong)}
     lines = []
-    for verdict in wrong:
-        said = f"{verdict['message']} {remedies.pop(verdict['check'], '')}".rstrip()
-        lines.append(f"- Step {verdict['step']:,}, {verdict['check']}: {said}")
+    for each in wrong:
+        said = f"{each['message']} {remedies.pop(each['check'], '')}".rstrip()
+        lines.append(f"- Step {each['step']:,}, {each['check']}: {said}")
     return [
         *([f"- Checks passed: {sound}."] if sound else []),
         *(["", "## Checks", "", *lines] if lines else []),
     ]
 
 
-#: The columns of the table of costs: key, title, format.
-_COSTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+_COSTS: tuple[Column, ...] = (
     ("parameters", "parameters", "{:,}".format),
     ("disk_bytes", "on disk", format_bytes),
     ("memory_bytes", "weights in memory", format_bytes),
@@ -129,27 +131,19 @@ _DISADVANTAGES = {
 }
 
 
-def _format_advantage(key: str, ratio: float) -> str:
-    """Format how many times smaller or faster the student is; below 1, how many times larger."""
-    if 0 < ratio < 1 and key in _DISADVANTAGES:
-        return _DISADVANTAGES[key].format(1 / ratio)
-    return _ADVANTAGES[key].format(ratio)
-
-
 def _format_costs(found: Facts) -> list[str]:
     """Format the size, memory and speed of both models, and the savings of the student."""
     costs = found.get("costs") or {}
     if not costs:
         return []
-    shown = [
-        column for column in _COSTS if any(cost[column[0]] is not None for cost in costs.values())
-    ]
-    rows = [
-        [name, *("" if cost[key] is None else form(cost[key]) for key, _, form in shown)]
-        for name, cost in costs.items()
-    ]
     advantages = found.get("student_is") or {}
-    saved = [_format_advantage(key, advantages[key]) for key in _ADVANTAGES if key in advantages]
+    saved = []
+    for key, text in _ADVANTAGES.items():
+        ratio = advantages.get(key)
+        if ratio is not None and 0 < ratio < 1 and key in _DISADVANTAGES:
+            saved.append(_DISADVANTAGES[key].format(1 / ratio))
+        elif ratio is not None:
+            saved.append(text.format(ratio))
     why = found.get("without_teacher")
     return [
         "",
@@ -157,9 +151,7 @@ def _format_costs(found: Facts) -> list[str]:
         "",
         *([f"Compared with its teacher, the student has {', '.join(saved)}.", ""] if saved else []),
         *([f"The teacher was left out: {why}.", ""] if why else []),
-        _format_row(["", *(title for _, title, _ in shown)]),
-        "|---|" + "---:|" * len(shown),
-        *map(_format_row, rows),
+        *_format_facts("", costs, _COSTS),
     ]
 
 
@@ -180,11 +172,8 @@ def _format_profile(profile: Mapping[str, Any]) -> list[str]:
     used = f"{profile['peak_memory_bytes'] / 2**20:,.0f} MiB of memory at most"
     if profile.get("mfu") is not None:
         used += f", {profile['mfu']:.1%} of the device's peak arithmetic"
-    table = [
-        _format_row(["phase", "times", "seconds", "mean ms", "share"]),
-        "|---|--:|--:|--:|--:|",
-        *map(_format_row, rows),
-    ]
+    heading = _format_row(["phase", "times", "seconds", "mean ms", "share"])
+    table = [heading, "|---|--:|--:|--:|--:|", *map(_format_row, rows)]
     return ["", "## Where the time went", "", f"{used}.", "", *table]
 
 
@@ -230,21 +219,21 @@ def show_white_space(text: str) -> str:
     """
     if not text:
         return "(no text)"
-    return re.sub(r"\s+", lambda found: _mark_space(found[0], found[0] == text), text)
+
+    def mark(found: re.Match[str]) -> str:
+        space = found[0]
+        breaks = len(f"{space}.".splitlines()) - 1
+        others = len(space) - breaks
+        if space != text and breaks <= _SHOWN_BREAKS and others <= _SHOWN_SPACES:
+            return space
+        marks = (("↵", breaks), ("␣", others))
+        return " ".join(f"{sign}×{count}" for sign, count in marks if count)
+
+    return re.sub(r"\s+", mark, text)
 
 
-def _mark_space(space: str, alone: bool) -> str:
-    breaks = len(f"{space}.".splitlines()) - 1
-    others = len(space) - breaks
-    if not alone and breaks <= _SHOWN_BREAKS and others <= _SHOWN_SPACES:
-        return space
-    return " ".join(f"{sign}×{count}" for sign, count in (("↵", breaks), ("␣", others)) if count)
-
-
-def _format_plots(report: Facts) -> list[str]:
-    return [
-        line for name in report.get("plots") or () for line in ("", f"![{TITLES[name]}]({name})")
-    ]
+def _format_plots(names: Sequence[str]) -> list[str]:
+    return [line for name in names for line in ("", f"![{TITLES[name]}]({name})")]
 
 
 def _format_row(cells: Sequence[str]) -> str:

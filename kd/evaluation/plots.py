@@ -39,10 +39,10 @@ def draw_plots(folder: Path, models: Mapping[str, Mapping[str, Any]], lines: Lin
         RELIABILITY: (bool(reliability), lambda figure: draw_reliability(figure, reliability)),
         CONTEXT: (bool(context), lambda figure: draw_context(figure, context)),
     }
-    wanted = {name: draw for name, (has_data, draw) in drawings.items() if has_data}
-    for name, draw in wanted.items():
-        _save_figure(folder / name, draw)
-    return list(wanted)
+    wanted = [name for name, (has_data, _) in drawings.items() if has_data]
+    for name in wanted:
+        _save_figure(folder / name, drawings[name][1])
+    return wanted
 
 
 def draw_rates(path: Path, rates: Sequence[float]) -> None:
@@ -98,15 +98,10 @@ def draw_reliability(figure: Any, curves: Mapping[str, Lines]) -> None:
         places = [point["confidence"] for point in points], [point["accuracy"] for point in points]
         (line,) = axes.plot(*places, "-", label=name, linewidth=1)
         # The area of a point shows its share of the tokens.
-        axes.scatter(
-            *places,
-            s=[4 + 200 * point["share"] for point in points],
-            color=line.get_color(),
-            alpha=0.5,
-        )
-    axes.set(
-        xlabel="confidence", ylabel="accuracy", title=TITLES[RELIABILITY], xlim=(0, 1), ylim=(0, 1)
-    )
+        areas = [4 + 200 * point["share"] for point in points]
+        axes.scatter(*places, s=areas, color=line.get_color(), alpha=0.5)
+    axes.set(xlabel="confidence", ylabel="accuracy", title=TITLES[RELIABILITY])
+    axes.set(xlim=(0, 1), ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend()
 
@@ -115,12 +110,8 @@ def draw_context(figure: Any, spans: Mapping[str, Lines]) -> None:
     """Draw the KL of each model from the teacher, by the tokens of context."""
     axes = figure.subplots()
     for name, points in spans.items():
-        axes.plot(
-            [point["first"] for point in points],
-            [point["kl"] for point in points],
-            "o-",
-            label=name,
-        )
+        spans_and_kl = [point["first"] for point in points], [point["kl"] for point in points]
+        axes.plot(*spans_and_kl, "o-", label=name)
     axes.set_xscale("log", base=2)  # the spans double
     axes.set(xlabel="tokens of context", ylabel="nats per token", title=TITLES[CONTEXT])
     axes.grid(alpha=0.3)

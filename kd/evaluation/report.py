@@ -19,10 +19,10 @@ from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
 from cache.store import Cache
 from kd.capture.capturing import summarise_cache
 from kd.config.job import JobConfig
-from kd.evaluation.comparison import TEACHER, compare_with_records
 from kd.evaluation.doubts import PERPLEXITIES, find_perplexity, judge_teacher
-from kd.evaluation.measure import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
+from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
+from kd.evaluation.teacher_comparison import TEACHER, compare_with_records
 from kd.files import read_json, write_json, write_text
 from kd.models.precision import pick_device
 from kd.progress import NOTICES, keep_notices, replace_nonfinite
@@ -54,6 +54,7 @@ def make_report(
     With a ``run``, whose folder gets the plots, the report also has all that ``config.evaluation``
     requests. It holds no NaN.
     """
+    pace = round(progress.tokens / progress.seconds, 1) if progress.seconds else None
     report = {
         "name": config.name,
         "kind": config.kind,
@@ -61,18 +62,20 @@ def make_report(
         **config.loss.model_dump(mode="json", include={"alpha", "temperature", "divergence"}),
         **_measure_teacher(source, config.require_train().batch_size),
         **_measure_student(config, source, saved, progress, vocabulary),
-        **_describe_progress(config, progress, saved),
+        "steps": progress.step,
+        "kept_step": find_best_step(progress, config.require_train()) or progress.step,
+        "tokens": progress.tokens,
+        "skipped_batches": progress.skipped,
+        "parameters": saved.num_parameters(),
+        "train_seconds": round(progress.seconds, 1),
+        "train_tokens_per_second": pace,
+        "device": torch.cuda.get_device_name() if pick_device().type == "cuda" else "CPU",
     }
     if run is not None:
-        report |= {
-            **_read_training(run),
-            "notices": [
-                each.to_json() for each in keep_notices(run.training / NOTICES, run.monitor)
-            ],
-        }
-        report |= evaluate_in_depth(
-            config, source, saved, run, with_start=config.evaluation.teacher
-        )
+        notices = keep_notices(run.training / NOTICES, run.monitor)
+        report |= _read_training(run) | {"notices": [each.to_json() for each in notices]}
+        with_start = config.evaluation.teacher
+        report |= evaluate_in_depth(config, source, saved, run, with_start=with_start)
     report = replace_nonfinite(report | _measure_bits(report))
     return report | judge_report(report)
 
@@ -146,36 +149,15 @@ def _read_interval(found: Report) -> Report | None:
     return None if ends["low"] is None else ends
 
 
-def _describe_progress(
-    config: JobConfig, progress: TrainingProgress, saved: PreTrainedModel
-) -> Report:
-    """The length, size and speed of the training."""
-    pace = round(progress.tokens / progress.seconds, 1) if progress.seconds else None
-    return {
-        "steps": progress.step,
-        "kept_step": find_best_step(progress, config.require_train()) or progress.step,
-        "tokens": progress.tokens,
-        "skipped_batches": progress.skipped,
-        "parameters": saved.num_parameters(),
-        "train_seconds": round(progress.seconds, 1),
-        "train_tokens_per_second": pace,
-        "device": torch.cuda.get_device_name() if pick_device().type == "cuda" else "CPU",
-    }
-
-
 def _read_training(run: EvaluationContext) -> Report:
     """The last temperature, the verdicts of the checks, and the profile of time and memory."""
     lines = read_metrics(run.training / "metrics.jsonl")
     # Lines of checks and evaluations have no temperature.
     temperatures = [each["temperature"] for each in lines if each.get("temperature") is not None]
-    verdicts = [
-        {key: line[key] for key in ("step", "check", "ok", "message", "remedy")}
-        for line in lines
-        if "check" in line
-    ]
+    shown = ("step", "check", "ok", "message", "remedy")
     return {
         "temperature_at_end": temperatures[-1] if temperatures else None,
-        "checks": verdicts,
+        "checks": [{key: line[key] for key in shown} for line in lines if "check" in line],
         "profile": read_json(run.training / "profile.json"),
     }
 
@@ -236,9 +218,8 @@ def write_report(run_dir: Path, report: Report) -> None:
 def render_report(report: Report) -> str:
     """The report as Markdown."""
     lines = [f"# {report['name']}", "", *format_verdict(report), _describe_training(report), ""]
-    lines += format_model_table(
-        _gather_models(report), (report.get("evaluation") or {}).get("top_k", 0)
-    )
+    top_k = (report.get("evaluation") or {}).get("top_k", 0)
+    lines += format_model_table(_gather_models(report), top_k)
     facts = (
         _describe_quality(report),
         _describe_closeness(report),
@@ -361,21 +342,13 @@ def _describe_cache(report: Report) -> str:
     if report.get("bytes_per_token") is None:
         return ""
     entries = report["entries_per_token"]  # 0 where a record is no list of entries
+    overruled = report.get("overruled")  # of a cache that differs from its teacher
     return (
         f"- Cache: {report['bytes_per_token']:.1f} bytes per token on disk, everything included"
         + (f", for {entries:.1f} entries per token" if entries else "")
         + f" (`{report['fingerprint']}`)."
-        + _describe_overruled(report)
+        + (f" **{FidelityOverride(**overruled).describe()}**" if overruled else "")
     )
-
-
-def _describe_overruled(report: Report) -> str:
-    """Return the verdict on a cache that differs from its teacher; empty for a faithful cache."""
-    overruled = report.get("overruled")
-    if not overruled:
-        return ""
-    verdict = FidelityOverride(overruled["noise"], tuple(overruled["problems"]), overruled["field"])
-    return f" **{verdict.describe()}**"
 
 
 def _describe_speed(report: Report) -> str:

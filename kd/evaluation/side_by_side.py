@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kd.addresses import ModelSource
-from kd.evaluation.comparison import CHUNK_ELEMENTS, EvaluatedModel
+from kd.evaluation.teacher_comparison import CHUNK_ELEMENTS, EvaluatedModel
 from kd.files import format_bytes
 from kd.memory.model_memory import compute_rounded_share
 from kd.memory.step_memory import measure_free_memory, read_peak_memory, reset_peak_memory
@@ -116,7 +116,10 @@ def measure_cost(
     reset_peak_memory(device)
     # Right after a reset the peak is what is in use.
     before = read_peak_memory(device)
-    read_seconds, _ = _time_best(lambda: _read(model, batch), device)
+    read_seconds, _ = _time_once(lambda: _read(model, batch), device)
+    if read_seconds <= LONG_SECONDS:
+        passes = (_time_once(lambda: _read(model, batch), device) for _ in range(PASSES))
+        read_seconds = min(seconds for seconds, _ in passes)
     # Reading has warmed the device up.
     write_seconds, written = _time_once(lambda: writer.write(model.model), device)
     return ModelCost(
@@ -137,14 +140,6 @@ def _read(model: EvaluatedModel, batch: Batch) -> int:
     for chunk_ND in hidden_ND.split(max(CHUNK_ELEMENTS // model.lm_head.vocabulary, 1)):
         model.lm_head.compute_logits(chunk_ND)
     return len(hidden_ND)
-
-
-def _time_best(work: Callable[[], int], device: torch.device) -> tuple[float, int]:
-    """Return the seconds of the fastest pass, and what it returned."""
-    best = _time_once(work, device)
-    if best[0] > LONG_SECONDS:
-        return best
-    return min(_time_once(work, device) for _ in range(PASSES))
 
 
 def _time_once(work: Callable[[], int], device: torch.device) -> tuple[float, int]:
@@ -179,24 +174,18 @@ def find_lack_of_memory(
 
     ``limit`` are the bytes that the job may use on a CPU.
     """
-    need = estimate_loaded_bytes(teacher, device)
-    free = _measure_left_memory(device, limit)
+    need = _estimate_loaded_bytes(teacher, device)
+    free = measure_free_memory(device)
+    if limit is not None and device.type != "cuda":
+        reset_peak_memory(device)  # the peak is now what is in use
+        left = max(limit - read_peak_memory(device), 0)
+        free = left if free is None else min(free, left)
     if free is not None and need * _MARGIN > free:
         return f"it needs about {format_bytes(need)} of memory, and {format_bytes(free)} is free"
     return None
 
 
-def _measure_left_memory(device: torch.device, limit: int | None) -> int | None:
-    """The free bytes of the device, within the job's own limit."""
-    free = measure_free_memory(device)
-    if limit is None or device.type == "cuda":
-        return free
-    reset_peak_memory(device)  # the peak is now what is in use
-    left = max(limit - read_peak_memory(device), 0)
-    return left if free is None else min(free, left)
-
-
-def estimate_loaded_bytes(teacher: TeacherFiles, device: torch.device) -> int:
+def _estimate_loaded_bytes(teacher: TeacherFiles, device: torch.device) -> int:
     """Estimate the bytes of the teacher's weights when they are loaded."""
     section = teacher.section
     if section.gguf_file:
@@ -228,15 +217,7 @@ def compare_on_device(
         costs[name] = measure_cost(model, batch, writer, known[name])
         samples[name] = writer.texts
     student, teacher = costs.values()
-    return {
-        "samples": samples,
-        "costs": {name: cost.to_json() for name, cost in costs.items() if cost.parameters},
-        "student_is": compute_advantages(student, teacher),
-    }
-
-
-def compute_advantages(student: ModelCost, teacher: ModelCost) -> dict[str, float]:
-    """Compute how many times the student is smaller or faster, where both figures are known."""
+    # How many times the student is smaller or faster, where both figures are known.
     pairs = {
         "times_fewer_parameters": (teacher.parameters, student.parameters),
         "times_smaller_on_disk": (teacher.disk_bytes, student.disk_bytes),
@@ -244,7 +225,13 @@ def compute_advantages(student: ModelCost, teacher: ModelCost) -> dict[str, floa
         "times_faster_reading": (student.read_tokens_per_second, teacher.read_tokens_per_second),
         "times_faster_writing": (student.write_tokens_per_second, teacher.write_tokens_per_second),
     }
-    return {name: round(more / less, 3) for name, (more, less) in pairs.items() if more and less}
+    return {
+        "samples": samples,
+        "costs": {name: cost.to_json() for name, cost in costs.items() if cost.parameters},
+        "student_is": {
+            name: round(more / less, 3) for name, (more, less) in pairs.items() if more and less
+        },
+    }
 
 
 class SampleWriter:

@@ -11,12 +11,6 @@ from kd.config.extras import NO_HARNESS, is_harness_installed
 from kd.errors import ConfigError, Problem
 
 
-def require_harness() -> None:
-    """Raise ``ConfigError`` where lm-eval is not installed."""
-    if not is_harness_installed():
-        raise ConfigError([NO_HARNESS])
-
-
 def run_tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -28,7 +22,8 @@ def run_tasks(
     A task is a name that lm-eval knows, or the path of a YAML file named after the task that it
     defines. Raises ``ConfigError`` for an unknown task, and where lm-eval is not installed.
     """
-    require_harness()
+    if not is_harness_installed():
+        raise ConfigError([NO_HARNESS])
     # Imported here because lm-eval is an extra that may be absent.
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -38,7 +33,17 @@ def run_tasks(
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     manager = TaskManager(include_path=sorted({str(file.parent) for file in files}) or None)
     names = [Path(task).stem if Path(task) in files else task for task in tasks]
-    _require_known(names, manager.all_tasks)
+    problems = [
+        Problem(
+            f"/evaluation/tasks/{place}",
+            f"lm-eval knows no task {name!r}.",
+            "See `lm-eval ls tasks`.",
+        )
+        for place, name in enumerate(names)
+        if name not in manager.all_tasks
+    ]
+    if problems:
+        raise ConfigError(problems)
     found = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
         tasks=names,
@@ -49,43 +54,17 @@ def run_tasks(
     return select_numbers(found["results"])
 
 
-def _require_known(names: list[str], known: list[str]) -> None:
-    problems = [
-        Problem(
-            f"/evaluation/tasks/{place}",
-            f"lm-eval knows no task {name!r}.",
-            "See `lm-eval ls tasks`.",
-        )
-        for place, name in enumerate(names)
-        if name not in known
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
 def select_numbers(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """The numbers among lm-eval's results.
 
     ``acc,none`` becomes ``acc``, with another filter ``acc (filter)``.
     """
-    return {
-        task: {
-            _name_metric(name): float(value)
-            for name, value in values.items()
-            if _is_number(name, value)
-        }
-        for task, values in results.items()
-    }
-
-
-def _name_metric(name: str) -> str:
-    metric, _, kind = name.partition(",")
-    return metric if kind in ("", "none") else f"{metric} ({kind})"
-
-
-def _is_number(name: str, value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and name not in ("sample_len", "alias")
-    )
+    found: dict[str, dict[str, float]] = {}
+    for task, values in results.items():
+        numbers = found[task] = dict[str, float]()
+        for name, value in values.items():
+            metric, _, kind = name.partition(",")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and name not in ("sample_len", "alias"):
+                numbers[metric if kind in ("", "none") else f"{metric} ({kind})"] = float(value)
+    return found

@@ -22,8 +22,8 @@ from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost, TrainingError
 from kd.files import read_json, write_json
 from kd.parallel.children import build_path, relay_events
-from kd.parallel.failures import read_first_failure, write_failure
 from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
+from kd.parallel.rank_failures import read_first_failure, write_failure
 from kd.progress import EventPipe, Monitor
 from kd.rank import has_stdin_ended
 
@@ -131,7 +131,7 @@ def measure_student(
     All runs of an ablation are measured on the same records at the same temperature, whatever they
     were trained on.
     """
-    from kd.evaluation.comparison import compare_with_records
+    from kd.evaluation.teacher_comparison import compare_with_records
     from kd.models.saving import load_saved_student
     from kd.models.vocabulary import choose_run_vocabulary
     from kd.progress import replace_nonfinite

@@ -31,7 +31,7 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.errors import ModelError
 from kd.evaluation.baseline import build_starting_student
-from kd.evaluation.comparison import EvaluatedModel
+from kd.evaluation.teacher_comparison import EvaluatedModel
 from kd.experiments.landscape_page import render_landscape
 from kd.files import read_json, write_json, write_text
 from kd.loss.decoder import TargetDecoder

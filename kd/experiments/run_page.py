@@ -10,10 +10,10 @@ import yaml
 from markdown_it import MarkdownIt
 
 from kd.errors import DataError
-from kd.evaluation.comparison import TEACHER
 from kd.evaluation.doubts import find_perplexity
 from kd.evaluation.plots import CONTEXT, RELIABILITY, TITLES, draw_context, draw_reliability
 from kd.evaluation.report import render_report
+from kd.evaluation.teacher_comparison import TEACHER
 from kd.experiments.drawing import QUIET, draw_svg
 from kd.experiments.page import make_element, make_plots, render_page
 from kd.files import read_json, write_text

@@ -42,7 +42,7 @@ from kd.text.batches import Source
 from kd.text.steps.reading import TimedIterator
 from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.prepare import prepare
-from kd.training.preparing.loss import count_total_steps
+from kd.training.preparing.job_loss import count_total_steps
 from kd.training.run import Run
 from kd.training.steps import begin_step, forward_backward, measure_gradients, take_step
 

@@ -67,19 +67,16 @@ def try_kernels(
 
     On a CPU the environment must have ``TRITON_INTERPRET=1`` before triton is imported.
     """
-    return tuple(_try_kernel(name, trial, device, dtype) for name, trial in _TRIALS.items())
-
-
-def _try_kernel(
-    name: str, trial: Callable[[Tensor], None], device: torch.device, dtype: torch.dtype
-) -> KernelTrial:
     if importlib.util.find_spec("triton") is None:
-        return KernelTrial(name, "triton is not installed")
-    try:
-        trial(torch.arange(12.0, device=device).view(2, 6).div(4).to(dtype))
-    except Exception as error:  # a compiler may raise any type
-        return KernelTrial(name, format_first_line(error))
-    return KernelTrial(name)
+        return tuple(KernelTrial(name, "triton is not installed") for name in _TRIALS)
+    found = []
+    for name, trial in _TRIALS.items():
+        try:
+            trial(torch.arange(12.0, device=device).view(2, 6).div(4).to(dtype))
+            found.append(KernelTrial(name))
+        except Exception as error:  # a compiler may raise any type
+            found.append(KernelTrial(name, format_first_line(error)))
+    return tuple(found)
 
 
 def _try_reduce_rows(z_NV: Tensor) -> None:

@@ -7,8 +7,8 @@ logits (``kd.models.lm_head.LMHead``), both softmaxes, and their sums. The kerne
 record's few entries: ``kd.loss.student_rows`` gathers their logits before and sets their gradients
 after.
 
-Rows are padded (``kd.kernels.rows``): so that each access is of 16 bytes, a kernel reads and writes
-the padding up to the column ``end``, and leaves it out of every sum.
+Rows are padded (``kd.kernels.padded_rows``): so that each access is of 16 bytes, a kernel reads and
+writes the padding up to the column ``end``, and leaves it out of every sum.
 
 Memory traffic in bfloat16 is 6 bytes for each logit: 2 read, then 2 read and 2 written. PyTorch's
 own operations move about 30. The kernels need triton, which CUDA builds of torch include. With
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kd.kernels.rows import count_columns
+from kd.kernels.padded_rows import count_columns
 from kd.models.lm_head import LMHead
 
 #: Logits that a program reduces at a time.

@@ -42,8 +42,13 @@ def compute_dense_loss_from_logits(
     logq_NV = torch.log_softmax(s_NV if objective.teacher_only else s_NV / temperature, 1)
     match targets.teacher:
         case SparseTarget() as entries:
-            value_N = _compute_kl_of_entries(entries, logq_NV)
             entropy_N = entries.entropy_N
+            positions_N = torch.arange(len(logq_NV), device=logq_NV.device)
+            rows_E = torch.repeat_interleave(positions_N, entries.offsets_N1.diff())
+            places = (rows_E, entries.ids_E)
+            # Accumulate, because an always_keep id that is the gold token is an entry twice.
+            p_NV = torch.zeros_like(logq_NV).index_put(places, entries.weights_E, accumulate=True)
+            value_N = -(p_NV * logq_NV).sum(1) - entropy_N  # -sum_i w_i log q_i - H
         case TopTarget() as top:
             value_N, entropy_N = _compute_kl_of_top(top, logq_NV)
         case DenseTarget() | HiddenTarget() as whole:
@@ -67,9 +72,8 @@ def _sum_terms(
     none = s_NV.new_zeros(())
     gold_N = targets.gold_N
     ce = F.cross_entropy(s_NV, gold_N, reduction="sum")
-    smooth = F.cross_entropy(
-        s_NV, gold_N, reduction="sum", label_smoothing=objective.label_smoothing
-    )
+    e = objective.label_smoothing
+    smooth = F.cross_entropy(s_NV, gold_N, reduction="sum", label_smoothing=e)
     z = objective.z_loss * s_NV.logsumexp(1).square().sum()
     kd = none if value_N is None else (compute_token_weights(targets, objective) * value_N).sum()
     # ``smooth`` includes the cross-entropy of the hard label; reports show the two apart.
@@ -92,28 +96,11 @@ def compute_token_weights(targets: Targets, objective: Objective) -> Tensor:
     return torch.where(known_N, weight_N / mean, 1.0)
 
 
-def _compute_kl_of_entries(target: SparseTarget, logq_NV: Tensor) -> Tensor:
-    """-sum_i w_i log q_i - H, (N,)."""
-    rows_E = torch.repeat_interleave(
-        torch.arange(len(logq_NV), device=logq_NV.device), target.offsets_N1.diff()
-    )
-    # Accumulate, because an always_keep id that is the gold token is an entry twice.
-    p_NV = torch.zeros_like(logq_NV).index_put(
-        (rows_E, target.ids_E), target.weights_E, accumulate=True
-    )
-    return -(p_NV * logq_NV).sum(1) - target.entropy_N
-
-
 def _compute_kl_of_top(target: TopTarget, logq_NV: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p || q) over K tokens and one bucket for the rest, and H(p) over the same."""
     inside = torch.zeros_like(logq_NV, dtype=torch.bool).scatter(1, target.ids_NK, True)
-    logq_NK1 = torch.cat(
-        [
-            logq_NV.gather(1, target.ids_NK),
-            logq_NV.masked_fill(inside, -torch.inf)[:, : target.vocabulary].logsumexp(1, True),
-        ],
-        1,
-    )
+    outside_NV = logq_NV.masked_fill(inside, -torch.inf)[:, : target.vocabulary]
+    logq_NK1 = torch.cat([logq_NV.gather(1, target.ids_NK), outside_NV.logsumexp(1, True)], 1)
     p_NK1 = torch.cat([target.p_NK, target.rest_N[:, None]], 1)
     entropy_N = torch.special.entr(p_NK1).sum(1)
     # 0 log 0 is 0: where K covers the vocabulary, the bucket has p = 0 and log q = -inf.
@@ -127,9 +114,8 @@ def compute_teacher_logits(target: DenseTarget | HiddenTarget) -> Tensor:
     states_ND = target.hidden_ND.double() * target.scale_N.double()[:, None]
     if target.cosines:
         # The basis is orthogonal, so a product with it inverts the transform.
-        states_ND = states_ND @ torch.from_numpy(make_cosine_basis(states_ND.shape[1])).to(
-            states_ND.device
-        )
+        basis_DD = torch.from_numpy(make_cosine_basis(states_ND.shape[1]))
+        states_ND = states_ND @ basis_DD.to(states_ND.device)
     return target.lm_head.compute_logits(states_ND)
 
 

@@ -14,8 +14,6 @@ Shapes: N positions that have a target, D the student's width, W the teacher's.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,25 +22,23 @@ from kd.config.loss import FeatureConfig
 from kd.loss.targets import Targets
 from kd.loss.whole_targets import HiddenTarget
 
-FeatureKind = Literal["mse", "cosine"]
-
 
 class FeatureLoss(nn.Module):
     """The weighted matching term; if the widths differ, with a projection (float32)."""
 
-    def __init__(self, kind: FeatureKind, weight: float, width: int, teacher_width: int) -> None:
-        super().__init__()
-        self.kind = kind
-        self.weight = weight
-        self.projection = None if width == teacher_width else _make_projection(width, teacher_width)
+    def __init__(self, config: FeatureConfig, width: int, teacher_width: int) -> None:
+        """Make the term for a student of ``width``.
 
-    @classmethod
-    def of(cls, config: FeatureConfig, width: int, teacher_width: int) -> FeatureLoss:
-        """The configured term for a student of ``width``.
-
-        A projection is drawn from torch's current random state.
+        A projection is drawn from torch's current random state. It keeps lengths and angles as far
+        as the widths allow.
         """
-        return cls(config.kind, config.weight, width, teacher_width)
+        super().__init__()
+        self.kind = config.kind
+        self.weight = config.weight
+        self.projection = None
+        if width != teacher_width:
+            self.projection = nn.Linear(width, teacher_width, bias=False)
+            nn.init.orthogonal_(self.projection.weight)
 
     def forward(self, hidden_ND: Tensor, targets: Targets) -> Tensor:
         """The sum of the term over N positions, times its weight.
@@ -58,24 +54,14 @@ class FeatureLoss(nn.Module):
         theirs_NW = targets.teacher.decode_states(slice(0, len(targets)), wide)
         # Autocast would run the projection in 16 bits.
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            ours_NW = (
-                hidden_ND.to(wide)
-                if self.projection is None
-                else self.projection(hidden_ND.to(wide))
-            )
-        return self.weight * self._compute_distance_N(ours_NW, theirs_NW).sum(dtype=torch.float64)
-
-    def _compute_distance_N(self, ours_NW: Tensor, theirs_NW: Tensor) -> Tensor:
+            ours_NW = hidden_ND.to(wide)
+            if self.projection is not None:
+                ours_NW = self.projection(ours_NW)
         if self.kind == "cosine":
-            return 1.0 - F.cosine_similarity(ours_NW, theirs_NW, dim=1)
-        return (_normalise(ours_NW) - _normalise(theirs_NW)).square().mean(1)
-
-
-def _make_projection(width: int, teacher_width: int) -> nn.Linear:
-    """A linear map that keeps lengths and angles as far as the widths allow."""
-    layer = nn.Linear(width, teacher_width, bias=False)
-    nn.init.orthogonal_(layer.weight)
-    return layer
+            distance_N = 1.0 - F.cosine_similarity(ours_NW, theirs_NW, dim=1)
+        else:
+            distance_N = (_normalise(ours_NW) - _normalise(theirs_NW)).square().mean(1)
+        return self.weight * distance_N.sum(dtype=torch.float64)
 
 
 def _normalise(x_NW: Tensor) -> Tensor:

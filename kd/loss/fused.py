@@ -317,23 +317,22 @@ class _LossPass:
         kept_NV, out_NV = (s_NV, None) if lm_head.softcap else (None, s_NV)
         soft_NV = None
         # At T = 1 forward KL and the hard label share one softmax.
-        if (
-            teacher is not None
-            and self.work.student_temperature == 1.0
-            and self._can_use_sums(teacher)
-        ):
+        at_one = self.work.student_temperature == 1.0
+        if teacher is not None and at_one and self._can_use_sums(teacher):
             q_NV, lse_N = self._add_kl_and_softmax(chunk, teacher, s_NV, out_NV)
         else:
             soft_NV = self._add_apart(chunk, teacher, s_NV) if teacher is not None else None
             q_NV, lse_N = _compute_softmax(s_NV, out_NV)
-        hard = self._add_labels(
-            lse_N - gold_s_N, None if mean_s_N is None else lse_N - mean_s_N, lse_N
-        )
+        mean_nll_N = None if mean_s_N is None else lse_N - mean_s_N
+        hard = self._add_labels(lse_N - gold_s_N, mean_nll_N, lse_N)
         if self.wants_logits:
             g_NV = self._write_gradient(chunk, q_NV, soft_NV, hard)
-            self._backpropagate_lm_head(
-                chunk.rows, hidden_ND, _backpropagate_transform(g_NV, kept_NV, lm_head)
-            )
+            # The chain rule of ``LMHead.transform``: d/dz c tanh(kz / c) = k (1 - (s / c)²).
+            if kept_NV is not None and lm_head.softcap:
+                g_NV.mul_(kept_NV.div_(lm_head.softcap).square_().neg_().add_(1.0))
+            if lm_head.scale != 1.0:
+                g_NV.mul_(lm_head.scale)
+            self._backpropagate_lm_head(chunk.rows, hidden_ND, g_NV)
 
     def _process_chunk_in_kernels(self, chunk: LossChunk, hidden_ND: Tensor) -> None:
         """Add one chunk of entries or hard labels on a GPU; the gradient overwrites the logits."""
@@ -392,19 +391,12 @@ class _LossPass:
     ) -> tuple[Tensor, Tensor]:
         """Add forward KL for logits s (over T); return softmax(s) and LSE(s)."""
         expected_s_N = teacher.compute_expected_N(s_NV)
-        s_E = (
-            chunk.entries.gather_logits(s_NV)
-            if chunk.entries is not None and self.d_weights_E is not None
-            else None
-        )
+        entries = chunk.entries if self.d_weights_E is not None else None
+        s_E = None if entries is None else entries.gather_logits(s_NV)
         # E_q[log q] needs s and q at once, so q may then not overwrite s.
         q_NV, lse_N = _compute_softmax(s_NV, None if self.wants_slope else out_NV)
         negentropy_N = torch.linalg.vecdot(q_NV, s_NV) - lse_N if self.wants_slope else None
-        logq_E = (
-            s_E - chunk.entries.spread(lse_N)
-            if chunk.entries is not None and s_E is not None
-            else None
-        )
+        logq_E = None if entries is None or s_E is None else s_E - entries.spread(lse_N)
         expected_N = expected_s_N - chunk.multiply_by_total(lse_N)
         self._add_forward_kl(chunk, teacher, expected_N, negentropy_N, logq_E)
         return q_NV, lse_N
@@ -450,11 +442,8 @@ class _LossPass:
             assert isinstance(teacher, SparseTarget) and isinstance(
                 work.targets.teacher, SparseTarget
             )
-            share_N = (
-                (-work.soft * torch.ones_like(kl_N))
-                if chunk.weight_N is None
-                else -work.soft * chunk.weight_N
-            )
+            weight_N = torch.ones_like(kl_N) if chunk.weight_N is None else chunk.weight_N
+            share_N = -work.soft * weight_N
             self.d_entropy_N[chunk.rows] = share_N
             self.d_weights_E[work.targets.teacher.find_entries(chunk.rows)] = (
                 teacher.spread(share_N) * logq_E
@@ -508,7 +497,10 @@ class _LossPass:
         if soft_NV is not None:
             g_NV.add_(soft_NV)
         if alpha > 0.0:
-            _subtract_gold_(g_NV, chunk.gold_N, alpha * (1.0 - e))
+            gold = torch.arange(len(chunk.gold_N), device=g_NV.device) * g_NV.shape[1]
+            gold += chunk.gold_N
+            label = g_NV.new_full((1,), -alpha * (1.0 - e)).expand(len(gold))
+            g_NV.view(-1).index_add_(0, gold, label)
         return g_NV.sub_(alpha * e / g_NV.shape[1]) if alpha * e > 0.0 else g_NV
 
     def _backpropagate_lm_head(self, rows: slice, hidden_ND: Tensor, g_NV: Tensor) -> None:
@@ -564,26 +556,9 @@ class _FusedLMHead(torch.autograd.Function):
         # Kept gradients would double their memory, which for the weight is that of the LM head.
         gradients = ctx.gradients
         ctx.gradients = None
-        return *map(_scale_gradient, gradients, [d_total] * len(gradients), ctx.places), None
-
-
-def _scale_gradient(
-    gradient: Tensor | None, factor: Tensor, place: tuple[torch.device, torch.dtype] | None
-) -> Tensor | None:
-    """The gradient times ``factor``, in place, then where its input is, and in its dtype."""
-    if gradient is None or place is None:
-        return None
-    return gradient.mul_(factor).to(*place)
-
-
-def _subtract_gold_(g_NV: Tensor, gold_N: Tensor, share: float) -> None:
-    """g - share * e_gold, in place."""
-    gold = torch.arange(len(gold_N), device=g_NV.device) * g_NV.shape[1] + gold_N
-    g_NV.view(-1).index_add_(0, gold, g_NV.new_full((1,), -share).expand(len(gold)))
-
-
-def _backpropagate_transform(g_NV: Tensor, s_NV: Tensor | None, lm_head: LMHead) -> Tensor:
-    """Chain rule of ``LMHead.transform``: d/dz c tanh(kz / c) = k (1 - (s / c)²), in place."""
-    if s_NV is not None and lm_head.softcap:
-        g_NV = g_NV.mul_(s_NV.div_(lm_head.softcap).square_().neg_().add_(1.0))
-    return g_NV.mul_(lm_head.scale) if lm_head.scale != 1.0 else g_NV
+        # Scaled in place, then brought to where the input is, and to its dtype.
+        scaled = [
+            None if gradient is None else gradient.mul_(d_total).to(*place)
+            for gradient, place in zip(gradients, ctx.places, strict=True)
+        ]
+        return *scaled, None

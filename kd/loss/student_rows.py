@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kd.kernels.rows import make_rows
+from kd.kernels.padded_rows import make_rows
 from kd.loss.sparse_targets import SparseTarget
 from kd.models.lm_head import LMHead
 
@@ -60,15 +60,13 @@ class StudentRows:
 
         z_NV = make_rows(hidden_ND, len(hidden_ND), lm_head.vocabulary, hidden_ND.dtype)
         lm_head.multiply(hidden_ND, z_NV)
-        gold_s_N = _transform_logits(
-            z_NV[torch.arange(len(gold_N), device=gold_N.device), gold_N], gold_N, lm_head
-        )
+        gold_z_N = z_NV[torch.arange(len(gold_N), device=gold_N.device), gold_N]
+        gold_s_N = _transform_logits(gold_z_N, gold_N, lm_head)
         # Gathered now, because the gradient will overwrite the logits.
-        s_E = (
-            None
-            if target is None
-            else _transform_logits(z_NV[target.rows_E, target.ids_E], target.ids_E, lm_head)
-        )
+        s_E = None
+        if target is not None:
+            z_E = z_NV[target.rows_E, target.ids_E]
+            s_E = _transform_logits(z_E, target.ids_E, lm_head)
         rows = reduce_rows(z_NV, lm_head, temperature, total=smoothing, mean=slope)
         return cls(z_NV, lm_head, temperature, rows, gold_N, gold_s_N, target, s_E)
 
@@ -118,45 +116,35 @@ class StudentRows:
         """
         from kd.kernels.triton_rows import write_gradient_
 
-        soft_N = self._make_column(soft)
+        hard_N, soft_N = self._make_column(hard), self._make_column(soft)
         total_N = None if self.target is None else self.target.total_N
-        factors = _Factors(
-            self._make_column(hard),
-            soft_N,
-            soft_N if total_N is None else soft_N * total_N.float(),
-            gold,
-            flat / self.lm_head.vocabulary,
-        )
+        softmax_N = soft_N if total_N is None else soft_N * total_N.float()
+        flat = flat / self.lm_head.vocabulary
         write_gradient_(
-            self.z_NV,
-            self.lm_head,
-            self.temperature,
-            self.rows,
-            factors.hard_N,
-            factors.softmax_N,
-            factors.flat,
+            self.z_NV, self.lm_head, self.temperature, self.rows, hard_N, softmax_N, flat
         )
+
+        def compute_dense(s_E: Tensor, rows_E: Tensor) -> Tensor:
+            """The number that the kernel writes for some tokens, before the transform."""
+            hard_E = hard_N[rows_E] * (s_E - self.rows.lse_N[rows_E]).exp()
+            tempered_E = s_E / self.temperature - self.rows.soft_lse_N[rows_E]
+            return hard_E + softmax_N[rows_E] * tempered_E.exp() - flat
+
         everywhere_N = torch.arange(len(self.gold_N), device=self.gold_N.device)
-        gold_N = self._compute_dense(factors, self.gold_s_N, everywhere_N) - gold
+        gold_N = compute_dense(self.gold_s_N, everywhere_N) - gold
         if self.target is not None and self.s_E is not None:
             rows_E = self.target.rows_E
             weights_E = self.target.weights_E
             # An entry that is the gold token must get the gold token's number: both are written to
             # one place, in any order. An entry of weight 0 changes nothing, and is sent there too.
             is_gold_E = (self.target.ids_E == self.gold_N[rows_E]) | (weights_E == 0.0)
-            gold_N = (
-                gold_N - factors.soft_N * self.target.sum_N(weights_E.where(is_gold_E, 0.0)).float()
-            )
-            value_E = (
-                self._compute_dense(factors, self.s_E, rows_E)
-                - factors.soft_N[rows_E] * weights_E.float()
-            )
+            gold_N = gold_N - soft_N * self.target.sum_N(weights_E.where(is_gold_E, 0.0)).float()
+            value_E = compute_dense(self.s_E, rows_E) - soft_N[rows_E] * weights_E.float()
             value_E = value_E.where(~is_gold_E, gold_N[rows_E]) * self._compute_slope(self.s_E)
             ids_E = self.target.ids_E.where(~is_gold_E, self.gold_N[rows_E])
             self.z_NV[rows_E, ids_E] = value_E.to(self.z_NV.dtype)
-        self.z_NV[everywhere_N, self.gold_N] = (gold_N * self._compute_slope(self.gold_s_N)).to(
-            self.z_NV.dtype
-        )
+        gold_N = gold_N * self._compute_slope(self.gold_s_N)
+        self.z_NV[everywhere_N, self.gold_N] = gold_N.to(self.z_NV.dtype)
         return self.z_NV
 
     def _make_column(self, factor: float | Tensor) -> Tensor:
@@ -168,32 +156,10 @@ class StudentRows:
             return factor[:, 0].float()
         return self.z_NV.new_full((len(self.z_NV),), factor, dtype=torch.float32)
 
-    def _compute_dense(self, factors: _Factors, s_E: Tensor, rows_E: Tensor) -> Tensor:
-        """The number that the kernel writes for some tokens, before the LM head's transform."""
-        hard_E = factors.hard_N[rows_E] * (s_E - self.rows.lse_N[rows_E]).exp()
-        soft_E = (
-            factors.softmax_N[rows_E]
-            * (s_E / self.temperature - self.rows.soft_lse_N[rows_E]).exp()
-        )
-        return hard_E + soft_E - factors.flat
-
     def _compute_slope(self, s_E: Tensor) -> Tensor:
         """ds/dz of ``LMHead.transform``."""
         cap = self.lm_head.softcap
         return self.lm_head.scale * (1.0 - (s_E / cap).square() if cap else torch.ones_like(s_E))
-
-
-@dataclass(frozen=True)
-class _Factors:
-    """Factors of the gradient: of softmax(s), p and softmax(s / T), (N,), of the gold token, and of
-    every token.
-    """
-
-    hard_N: Tensor
-    soft_N: Tensor
-    softmax_N: Tensor
-    gold: float
-    flat: float
 
 
 def _transform_logits(z_E: Tensor, ids_E: Tensor, lm_head: LMHead) -> Tensor:

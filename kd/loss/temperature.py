@@ -88,6 +88,7 @@ class TemperatureControl(nn.Module):
     crossed: Tensor  # 0 below the tolerated share, 1 at the step that crosses it, 2 after it
 
     def __init__(self, config: float | Ramp | LearnedTemperature, steps: int) -> None:
+        """Make the control for ``loss.temperature``, for a run of ``steps`` optimiser steps."""
         super().__init__()
         self.config = config
         self.steps = steps
@@ -97,26 +98,17 @@ class TemperatureControl(nn.Module):
         if not isinstance(config, LearnedTemperature):
             return
         share = math.log(config.init / config.min) / math.log(config.max / config.min)
-        self.theta = nn.Parameter(
-            _make_scalar(math.log(share / (1.0 - share))), requires_grad=False
-        )
-        self._register_numbers("mean", "square", "level", "gradient")
-        self._register_counts("moves", "taken", "near", "crossed")
-
-    @classmethod
-    def of(cls, config: float | Ramp | LearnedTemperature, steps: int) -> TemperatureControl:
-        """Make the control for ``loss.temperature``, for a run of ``steps`` optimiser steps."""
-        return cls(config, steps)
+        theta = _make_scalar(math.log(share / (1.0 - share)))
+        self.theta = nn.Parameter(theta, requires_grad=False)
+        for name in ("mean", "square", "level", "gradient"):
+            self.register_buffer(name, _make_scalar(0.0))
+        for name in ("moves", "taken", "near", "crossed"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64))
 
     @property
     def learned(self) -> bool:
         """True if T is learned, so that there is state to keep."""
         return isinstance(self.config, LearnedTemperature)
-
-    @property
-    def teacher_only(self) -> bool:
-        """True if only the teacher is tempered and the student stays at T = 1."""
-        return self._mode == "teacher_only"
 
     @property
     def follows_held_out(self) -> bool:
@@ -135,9 +127,8 @@ class TemperatureControl(nn.Module):
     def evaluate(self, step: int) -> float:
         """T at ``step`` as a number, in every mode."""
         if isinstance(self.config, LearnedTemperature):
-            return self.config.min * math.exp(
-                _compute_log_range(self.config) * torch.sigmoid(self.theta).item()
-            )
+            share = torch.sigmoid(self.theta).item()
+            return self.config.min * math.exp(_compute_log_range(self.config) * share)
         return evaluate_ramp(self.config, step, self.steps)
 
     def track(self, step: int) -> float | Tensor:
@@ -163,13 +154,17 @@ class TemperatureControl(nn.Module):
         if self._leaf is not None and not group.alone:
             own = self._leaf.grad
             self._leaf.grad = group.add_(torch.zeros_like(self._leaf) if own is None else own)
-        slope = self._compute_slope(config, step, _average_lookahead(seen, group))
+        if seen.lookahead_slope is not None and not group.alone:
+            # Each rank looks at the same text, but with a dropout of its own: the mean gives all of
+            # them one T.
+            total = group.add_(_make_scalar(seen.lookahead_slope))
+            seen = replace(seen, lookahead_slope=total.item() / group.size)
+        slope = self._compute_slope(config, step, seen)
         if slope is not None and math.isfinite(slope):
             share = torch.sigmoid(self.theta).item()
             self.gradient.fill_(slope * _compute_log_range(config) * share * (1.0 - share))
-            self._move_theta(
-                config.learning_rate * (config.interval if self.is_lookahead_step(step) else 1)
-            )
+            interval = config.interval if self.is_lookahead_step(step) else 1
+            self._move_theta(config.learning_rate * interval)
         self._count_step()
 
     def report(self) -> dict[str, float | None]:
@@ -178,16 +173,10 @@ class TemperatureControl(nn.Module):
         The distance is to the nearer bound, as a share of the range of log T: 0.5 in the middle.
         Gradient and distance are None if T is not learned.
         """
-        if not self.learned:
-            return {
-                "temperature": self._used,
-                "temperature_gradient": None,
-                "temperature_margin": None,
-            }
         return {
             "temperature": self._used,
-            "temperature_gradient": self.gradient.item(),
-            "temperature_margin": self._compute_margin(),
+            "temperature_gradient": self.gradient.item() if self.learned else None,
+            "temperature_margin": self._compute_margin() if self.learned else None,
         }
 
     def describe_alarm(self) -> str | None:
@@ -196,11 +185,9 @@ class TemperatureControl(nn.Module):
         if not isinstance(config, LearnedTemperature) or self.crossed.item() != 1:
             return None
         bound = "min" if self._used**2 < config.min * config.max else "max"
-        target = (
-            f", change loss.temperature.target_entropy (now {config.target_entropy:g})"
-            if config.mode == "entropy"
-            else ""
-        )
+        target = ""
+        if config.mode == "entropy":
+            target = f", change loss.temperature.target_entropy (now {config.target_entropy:g})"
         return (
             f"The learned temperature is {self._used:.3g} and was within {NEAR_BOUND:.0%} of a "
             f"bound in {self.near.item() / self.taken.item():.1%} of the steps; at most "
@@ -214,33 +201,25 @@ class TemperatureControl(nn.Module):
         """The slope in log T that theta descends; None if this step has none."""
         match config.mode:
             case "entropy":
-                assert config.target_entropy is not None, (
-                    "the configuration refuses mode entropy without it"
-                )
+                assert config.target_entropy is not None, "the mode needs it"
                 return seen.entropy - config.target_entropy
             case "adversarial":
-                slope = self._reverse_gradient(config, step, seen)
+                # -c d loss / d log T per token, over the running mean of |T^2 D|: of one sampled
+                # record T^2 D may be below 0.
+                if math.isfinite(seen.kd):
+                    self.level.lerp_(_make_scalar(abs(seen.kd)), 1.0 - LEVEL_DECAY)
+                # The mean begins at 0; dividing by the weight of its terms corrects that, as in
+                # Adam.
+                level = self.level.item() / (1.0 - LEVEL_DECAY ** (self.taken.item() + 1))
+                grown = min(step / RAMP_STEPS, 1.0) if RAMP_STEPS else 1.0
+                gradient = self._leaf.grad if self._leaf is not None else None
+                d_loss = gradient.item() / seen.loss_scale if gradient is not None else 0.0
+                slope = -ADVERSARY_WEIGHT * grown * d_loss * self._used / max(level, 1e-6)
             case _:
                 if seen.lookahead_slope is None:
                     return None
                 slope = seen.lookahead_slope
         return slope + 2.0 * PRIOR * math.log(self._used / config.init)
-
-    def _reverse_gradient(
-        self, config: LearnedTemperature, step: int, seen: StepStatistics
-    ) -> float:
-        """-c d loss / d log T per token, over the running mean of |T^2 D|.
-
-        Of one sampled record T^2 D may be below 0, hence the magnitude.
-        """
-        if math.isfinite(seen.kd):
-            self.level.lerp_(_make_scalar(abs(seen.kd)), 1.0 - LEVEL_DECAY)
-        # The mean begins at 0; dividing by the weight of its terms corrects that, as in Adam.
-        level = self.level.item() / (1.0 - LEVEL_DECAY ** (self.taken.item() + 1))
-        grown = min(step / RAMP_STEPS, 1.0) if RAMP_STEPS else 1.0
-        gradient = self._leaf.grad if self._leaf is not None else None
-        d_loss = gradient.item() / seen.loss_scale if gradient is not None else 0.0
-        return -ADVERSARY_WEIGHT * grown * d_loss * self._used / max(level, 1e-6)
 
     def _move_theta(self, learning_rate: float) -> None:
         """One step of Adam (arXiv 1412.6980, algorithm 1), with |theta| <= ``FARTHEST_THETA``."""
@@ -271,25 +250,6 @@ class TemperatureControl(nn.Module):
     @property
     def _mode(self) -> str | None:
         return self.config.mode if isinstance(self.config, LearnedTemperature) else None
-
-    def _register_numbers(self, *names: str) -> None:
-        for name in names:
-            self.register_buffer(name, _make_scalar(0.0))
-
-    def _register_counts(self, *names: str) -> None:
-        for name in names:
-            self.register_buffer(name, torch.zeros((), dtype=torch.int64))
-
-
-def _average_lookahead(seen: StepStatistics, group: Group) -> StepStatistics:
-    """Replace the slope of a look-ahead by its mean over the ranks, so that all have one T.
-
-    Each rank looks at the same text, but with a dropout of its own.
-    """
-    if seen.lookahead_slope is None or group.alone:
-        return seen
-    total = group.add_(_make_scalar(seen.lookahead_slope))
-    return replace(seen, lookahead_slope=total.item() / group.size)
 
 
 def _make_scalar(value: float) -> Tensor:

@@ -519,12 +519,12 @@ def locate_model(model: str, root: Path) -> Path:
 
 
 def compute_fingerprint(
-    folder: Path, gguf_file: str | None = None, waiting: Callable[[], None] | None = None
+    folder: Path, gguf_file: str | None = None, check_stop: Callable[[], None] | None = None
 ) -> str:
     """Return the sha256 of the files that determine the model's outputs.
 
     These are the configuration, the model's own code and the weights, or only ``gguf_file``.
-    ``waiting`` is called between blocks of a file, and may raise to give up.
+    ``check_stop`` is called between blocks of a file, and may raise to give up.
     """
     ModelFolder(folder).require_own_files(gguf_file)
     names = [gguf_file] if gguf_file else list_identity_files(folder)
@@ -537,8 +537,8 @@ def compute_fingerprint(
         with path.open("rb") as file:
             while block := file.read(_HASHED_BYTES):
                 content.update(block)
-                if waiting is not None:
-                    waiting()
+                if check_stop is not None:
+                    check_stop()
         digest.update(name.encode() + content.digest())
     return digest.hexdigest()
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from kd.models.layers import find_decoder_layers
+from kd.parallel.sharded_files import get_own
 
 #: The least norm of a row that counts: rows begin at 0 in some adapters.
 LEAST_NORM = 1e-3
@@ -39,14 +39,10 @@ def clip_rows(parameters: Iterable[Parameter], share: float) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        weight, gradient = _take_own_rows(parameter), _take_own_rows(parameter.grad)
+        # Ranks share a matrix by whole rows.
+        weight, gradient = get_own(parameter.detach()), get_own(parameter.grad)
         most = share * _compute_norms(weight).clamp_(min=LEAST_NORM)
         gradient.mul_((most / _compute_norms(gradient).clamp_(min=1e-30)).clamp_(max=1.0))
-
-
-def _take_own_rows(tensor: Tensor) -> Tensor:
-    """Return the rows that this rank holds; ranks share a matrix by whole rows."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _compute_norms(tensor: Tensor) -> Tensor:

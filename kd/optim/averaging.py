@@ -76,7 +76,7 @@ def use_served_weights(student: nn.Module, optimizer: Optimizer, ema: Averager |
     """
     if ema is not None:
         ema.fill_student()
-    elif _is_schedule_free(optimizer):
+    elif "train_mode" in optimizer.param_groups[0]:  # schedule-free
         optimizer.eval()  # type: ignore[attr-defined]
 
 
@@ -87,7 +87,7 @@ def serving(student: nn.Module, optimizer: Optimizer, ema: Averager | None) -> I
 
     After it the student holds the trained weights again, bit for bit.
     """
-    if ema is None and not _is_schedule_free(optimizer):
+    if ema is None and "train_mode" not in optimizer.param_groups[0]:
         yield
         return
     trained = {p: p.detach().clone() for p in student.parameters() if p.requires_grad}
@@ -102,7 +102,3 @@ def serving(student: nn.Module, optimizer: Optimizer, ema: Averager | None) -> I
         for group in optimizer.param_groups:
             if "train_mode" in group:
                 group["train_mode"] = True
-
-
-def _is_schedule_free(optimizer: Optimizer) -> bool:
-    return "train_mode" in optimizer.param_groups[0]

@@ -6,8 +6,7 @@ Blocks of 256 numbers are stored as codes of a byte and one scale (Dettmers et a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,26 +36,18 @@ class EightBitAdamW(AdamW8bit):
     def step(self, closure: Any = None) -> None:
         """Take a step of every parameter that has a gradient."""
         assert closure is None, "the loop computes gradients itself"
-        device = self.param_groups[0]["params"][0].device
-        as_written = torch.compiler.set_stance("force_eager")
-        with (
-            _rates_as_tensors(self.param_groups),
-            as_written if device.type == "cpu" else nullcontext(),
-        ):
-            super().step()
-
-
-@contextmanager
-def _rates_as_tensors(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Let each group have a tensor as its rate, which torchao's compiled step reads."""
-    rates = [group["lr"] for group in groups]
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = torch.tensor(rate, dtype=torch.float32)
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+        on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
+        stance = torch.compiler.set_stance("force_eager") if on_cpu else nullcontext()
+        # torchao's compiled step reads rates that are tensors.
+        rates = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = torch.tensor(rate, dtype=torch.float32)
+        try:
+            with stance:
+                super().step()
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
 
 
 def join_state(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -66,6 +57,5 @@ def join_state(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     state begin below 0.
     """
     qmap = parts["qmap"]
-    return OptimState8bit(
-        parts["codes"], parts["scale"], qmap, signed=bool(qmap[0] < 0), dtype=dtype
-    )
+    signed = bool(qmap[0] < 0)
+    return OptimState8bit(parts["codes"], parts["scale"], qmap, signed=signed, dtype=dtype)

@@ -68,31 +68,24 @@ def _make_groups(
     student: PreTrainedModel, extra: list[Parameter], options: TrainConfig
 ) -> list[ParameterGroup]:
     """Groups of parameters with the same rate and decay; those with the full rate come first."""
-    rates: dict[Parameter, float] = dict.fromkeys(
-        (parameter for parameter in student.parameters() if parameter.requires_grad),
-        options.learning_rate,
-    )
+    trained = (each for each in student.parameters() if each.requires_grad)
+    rates: dict[Parameter, float] = dict.fromkeys(trained, options.learning_rate)
     if options.layer_lr_decay < 1:
         for _, parameters, depth in list_layer_parameters(student):
-            rates.update(
-                dict.fromkeys(parameters, options.learning_rate * options.layer_lr_decay**depth)
-            )
+            rate = options.learning_rate * options.layer_lr_decay**depth
+            rates.update(dict.fromkeys(parameters, rate))
     rates.update(dict.fromkeys(extra, options.learning_rate))
     if not rates:
         raise TrainingError("The student has no parameter to train.", "Do not freeze all of it.")
     biases = _find_biases(student)
-    groups: list[ParameterGroup] = [
-        {
-            "params": [
-                p for p in rates if rates[p] == rate and (p.ndim >= 2 and p not in biases) == decays
-            ],
-            "lr": rate,
-            "weight_decay": decay,
-        }
-        for rate in sorted(set(rates.values()), reverse=True)
-        for decays, decay in ((True, options.weight_decay), (False, 0.0))
-    ]
-    return [group for group in groups if group["params"]]
+    decaying = {each for each in rates if each.ndim >= 2 and each not in biases}
+    groups: list[ParameterGroup] = []
+    for rate in sorted(set(rates.values()), reverse=True):
+        for decays, decay in ((True, options.weight_decay), (False, 0.0)):
+            own = [p for p in rates if rates[p] == rate and (p in decaying) == decays]
+            if own:
+                groups.append({"params": own, "lr": rate, "weight_decay": decay})
+    return groups
 
 
 def _find_biases(student: PreTrainedModel) -> set[Parameter]:
@@ -166,10 +159,8 @@ def _choose_class_and_settings(
     name: str, options: TrainConfig, device: torch.device
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The optimiser's class, and the arguments that ``options`` or this project decide."""
-    adam: dict[str, Any] = {
-        "betas": (options.adam_beta1, options.adam_beta2),
-        "eps": options.adam_epsilon,
-    }
+    betas = (options.adam_beta1, options.adam_beta2)
+    adam: dict[str, Any] = {"betas": betas, "eps": options.adam_epsilon}
     if name == "adamw":
         adam["fused"] = True if device.type in _FUSED_DEVICES else None
         if not options.is_pure_bfloat16:
@@ -201,28 +192,19 @@ def _choose_class_and_settings(
 
 
 def _make_halves(
-    own: set[Parameter],
-    groups: list[ParameterGroup],
-    options: TrainConfig,
-    device: torch.device,
+    own: set[Parameter], groups: list[ParameterGroup], options: TrainConfig, device: torch.device
 ) -> Optimizer:
     """The optimiser of ``options`` for the parameters in ``own``, and AdamW for all others."""
     adam = options.model_copy(update={"optim_args": {}})
-    halves = [
-        _make_one_optimizer(name, part, chosen, device)
-        for name, chosen, mine in (("adamw", adam, False), (options.optim, options, True))
-        if (part := _select_parameters(groups, own, mine))
-    ]
+    halves = []
+    for name, chosen, mine in (("adamw", adam, False), (options.optim, options, True)):
+        parts = [
+            {**group, "params": [p for p in group["params"] if (p in own) == mine]}
+            for group in groups
+        ]
+        if parts := [part for part in parts if part["params"]]:
+            halves.append(_make_one_optimizer(name, parts, chosen, device))
     return CombinedOptimizer(halves, options.learning_rate)
-
-
-def _select_parameters(
-    groups: list[ParameterGroup], own: set[Parameter], mine: bool
-) -> list[ParameterGroup]:
-    parts = [
-        {**group, "params": [p for p in group["params"] if (p in own) == mine]} for group in groups
-    ]
-    return [part for part in parts if part["params"]]
 
 
 class CombinedOptimizer(Optimizer):
@@ -300,15 +282,10 @@ def _read_arguments(name: str, options: TrainConfig) -> dict[str, Any]:
         key: _convert_to_type_of(known[key], name, key, value)
         for key, value in options.optim_args.items()
     }
-    whole = {
-        key: value
-        for key, value in given.items()
-        if not any(key in parts for parts in _TUPLE_ARGUMENTS.values())
-    }
     for key, parts in _TUPLE_ARGUMENTS.items():
         if given.keys() & set(parts):
-            whole[key] = tuple(given.get(part, known[part]) for part in parts)
-    return whole
+            given[key] = tuple(given.pop(part, known[part]) for part in parts)
+    return given
 
 
 def _convert_to_type_of(default: Any, name: str, key: str, value: float) -> Any:

@@ -86,8 +86,8 @@ def _make_falls(optimizer: torch.optim.Optimizer, options: TrainConfig, steps: i
     run. (torch's StepLR and MultiStepLR have no warm-up.)
     """
     warmup = options.warmup_steps
-    arguments = options.lr_scheduler_kwargs
-    gamma = _read_number(arguments, "gamma", 0.1)
+    arguments: dict[str, Any] = dict(options.lr_scheduler_kwargs)
+    gamma = float(arguments.get("gamma", 0.1))
     milestones = arguments.get("milestones")
     if isinstance(milestones, tuple):
         if not warmup < milestones[0] <= milestones[-1] < steps:
@@ -97,17 +97,13 @@ def _make_falls(optimizer: torch.optim.Optimizer, options: TrainConfig, steps: i
             )
         falls = list(milestones)
     else:
-        size = int(_read_number(arguments, "step_size", math.inf))
+        size = int(arguments.get("step_size", math.inf))
         falls = list(range(warmup + size, steps, size))
 
     def share(step: int) -> float:
         return step / warmup if step < warmup else gamma ** bisect_right(falls, step)
 
     return LambdaLR(optimizer, share)
-
-
-def _read_number(arguments: dict[str, Any], name: str, default: float) -> float:
-    return float(arguments.get(name, default))
 
 
 class Plateau(ReduceLROnPlateau):

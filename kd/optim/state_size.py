@@ -76,15 +76,10 @@ def _count_bytes(optim: str, parameter: ParameterShape) -> int:
         # One momentum for the matrices of the layers. AdamW trains embeddings, LM head and vectors.
         numbers = parameter.size * (1 if parameter.is_layer_matrix else 2)
     elif optim == "adafactor":
-        numbers = _count_factored_numbers(parameter.shape)
+        # A row and a column of each matrix (last two axes), and all of a vector.
+        is_vector = len(parameter.shape) < 2
+        *stack, rows, columns = (0, parameter.size) if is_vector else parameter.shape
+        numbers = math.prod(stack) * (rows + columns)
     else:
         numbers = parameter.size * _NUMBERS_PER_WEIGHT[optim]
     return STATE_NUMBER_BYTES * numbers
-
-
-def _count_factored_numbers(shape: tuple[int, ...]) -> int:
-    """Adafactor keeps a row and a column of each matrix (last two axes), and all of a vector."""
-    if len(shape) < 2:
-        return math.prod(shape)
-    *stack, rows, columns = shape
-    return math.prod(stack) * (rows + columns)

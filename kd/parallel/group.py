@@ -61,10 +61,6 @@ class Group:
         """Return the sum of ``number`` over all ranks."""
         return number if self.alone else int(self.add_(torch.tensor(number)))
 
-    def find_least(self, number: int) -> int:
-        """Return the least ``number`` of all ranks."""
-        return min(self.gather(number))
-
     def any(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on some rank."""
         return self.add(int(flag)) > 0

@@ -26,7 +26,7 @@ from kd.errors import RankLost
 from kd.files import read_json, write_json
 from kd.parallel.agent import END_SIGNAL, FAILURES
 from kd.parallel.children import build_path, relay_events
-from kd.parallel.failures import RankError, read_first_failure
+from kd.parallel.rank_failures import RankError, read_first_failure
 from kd.progress import Event, Monitor
 
 #: The module of a rank; it is above this one, because it runs the pipeline.
@@ -68,13 +68,21 @@ def run_in_ranks(
     with storage_errors(folder):
         remove_path(folder)  # an earlier process may have been killed
         make_folder(folder)
+    results: list[dict[str, Any]] = []
+
+    def listen(event: Event) -> None:
+        if event.type == "result":
+            results.append(event.data)
+        else:
+            monitor.listen(event)
+
     try:
         order.write(folder)
         with _running_agent(folder, count, module) as process:
-            result = _relay(process, monitor)
+            relay_events(process, listen, monitor.should_stop)
             code = process.wait()
-        if code == 0 and result is not None:
-            return result
+        if code == 0 and results:
+            return results[-1]
         raise _find_error(folder, code)
     finally:
         remove_path(folder)
@@ -83,18 +91,10 @@ def run_in_ranks(
 @contextmanager
 def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run torchrun for the length of the block; it is killed where the block raises."""
+    # -P keeps the working folder out of the path: it may hold a folder named kd.
+    command = [sys.executable, "-P", "-m", "kd.parallel.agent"]
     process = subprocess.Popen(
-        # -P keeps the working folder out of the path: it may hold a folder named kd.
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "kd.parallel.agent",
-            str(folder),
-            str(count),
-            module,
-            str(os.getpid()),
-        ],
+        [*command, str(folder), str(count), module, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": build_path(), "PYTHONUNBUFFERED": "1"},
@@ -107,20 +107,6 @@ def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()
-
-
-def _relay(process: subprocess.Popen[bytes], monitor: Monitor) -> dict[str, Any] | None:
-    """Pass on the events of rank 0 until all ranks have ended; returns its result."""
-    results: list[dict[str, Any]] = []
-
-    def listen(event: Event) -> None:
-        if event.type == "result":
-            results.append(event.data)
-        else:
-            monitor.listen(event)
-
-    relay_events(process, listen, monitor.should_stop)
-    return results[-1] if results else None
 
 
 def _find_error(folder: Path, code: int) -> Exception:

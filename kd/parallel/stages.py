@@ -149,11 +149,9 @@ class StageLoss(nn.Module):
     def _prepare(self, shape: torch.Size, count: int, trains: bool) -> PipelineScheduleSingle:
         """Return torch's schedule for ``count`` micro-batches of ``shape`` (B, L)."""
         key = (shape, count, trains)
-        if key not in self._prepared:
-            self._prepared[key] = self._make_schedule(shape, count, trains)
-        return self._prepared[key]
+        if key in self._prepared:
+            return self._prepared[key]
 
-    def _make_schedule(self, shape: torch.Size, count: int, trains: bool) -> PipelineScheduleSingle:
         def describe(*size: int, dtype: torch.dtype) -> Tensor:
             gradient = trains and dtype.is_floating_point
             return torch.empty(size, dtype=dtype, device="meta", requires_grad=gradient)
@@ -171,10 +169,15 @@ class StageLoss(nn.Module):
             input_args=number if self._group.leads else given_BLD,
             output_args=loss if self.is_last else sent_BLD,
         )
-        if not trains:
-            return ScheduleGPipe(stage, count)
-        # The loss is a sum already: nothing is divided by the number of micro-batches.
-        return Schedule1F1B(stage, count, _take_loss, scale_grads=False)
+        if trains:
+            # The loss is a sum already: nothing is divided by the number of micro-batches.
+            found: PipelineScheduleSingle = Schedule1F1B(
+                stage, count, lambda loss, _: loss, scale_grads=False
+            )
+        else:
+            found = ScheduleGPipe(stage, count)
+        self._prepared[key] = found
+        return found
 
     def _add_tied_gradients(self) -> None:
         """Let the first and the last stage have the whole gradient of a tied weight, bit for bit.
@@ -203,10 +206,6 @@ class _Task(nn.Module):
         assert self.work is not None
         # The first stage receives nothing: torch hands it the number.
         return self.work(None if self._leads else given, int(number))
-
-
-def _take_loss(loss: Tensor, number: Tensor) -> Tensor:
-    return loss
 
 
 def keep_owned(optimizer: torch.optim.Optimizer, owned: frozenset[Parameter]) -> None:

@@ -97,17 +97,13 @@ def shard(
             receive_values(layer, device)
         fully_shard([*layers], mesh=mesh, mp_policy=reduced, offload_policy=place)
     receive_values(loss, device)
-    fully_shard(loss, mesh=mesh, mp_policy=_choose_root_policy(loss), offload_policy=place)
-    return loss
-
-
-def _choose_root_policy(loss: WholeLoss) -> MixedPrecisionPolicy:
-    """The policy of what lies outside of the layers: its own type, and sums in float32 at least."""
-    trained = (each.dtype for each in loss.parameters() if each.requires_grad)
-    narrow = any(dtype.itemsize < 4 for dtype in trained)
-    return MixedPrecisionPolicy(
+    # What lies outside of the layers keeps its own type, and is summed in float32 at least.
+    narrow = any(each.dtype.itemsize < 4 for each in loss.parameters() if each.requires_grad)
+    outside = MixedPrecisionPolicy(
         reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False
     )
+    fully_shard(loss, mesh=mesh, mp_policy=outside, offload_policy=place)
+    return loss
 
 
 def synchronising(loss: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -153,7 +149,13 @@ def collect_weights(module: nn.Module, group: Group) -> dict[str, Tensor]:
     """
     found = {}
     own = dict(module.named_parameters())
-    for name, source, shape, dtype in _list_sources(own, group):
+    shapes = [[name, list(each.shape), str(each.dtype)[6:]] for name, each in own.items()]
+    # Of each parameter of all ranks: the first rank that has it, shape and type.
+    sources: dict[str, tuple[int, list[int], str]] = {}
+    for rank, stage in enumerate(group.gather(shapes)):
+        for name, shape, dtype in stage:
+            sources.setdefault(name, (rank, shape, dtype))
+    for name, (source, shape, dtype) in sources.items():
         # Where each rank has a part, all of them take part in making it whole.
         whole = make_whole(own[name].detach()) if name in own else None
         if group.leads and whole is not None:
@@ -164,18 +166,6 @@ def collect_weights(module: nn.Module, group: Group) -> dict[str, Tensor]:
         elif group.rank == source and whole is not None:
             dist.send(whole.cpu().contiguous(), 0)
     return found
-
-
-def _list_sources(
-    own: dict[str, nn.Parameter], group: Group
-) -> list[tuple[str, int, list[int], str]]:
-    """List each parameter of all ranks: its name, the first rank that has it, shape and type."""
-    shapes = [[name, list(each.shape), str(each.dtype)[6:]] for name, each in own.items()]
-    found: dict[str, tuple[str, int, list[int], str]] = {}
-    for rank, stage in enumerate(group.gather(shapes)):
-        for name, shape, dtype in stage:
-            found.setdefault(name, (name, rank, shape, dtype))
-    return list(found.values())
 
 
 @torch.no_grad()

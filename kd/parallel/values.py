@@ -6,7 +6,7 @@ and no memory. So no other rank ever holds the whole student, unless its strateg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,12 @@ from kd.parallel.group import Group
 
 def require_same_parameters(module: nn.Module, group: Group) -> None:
     """Raise ``ValueError`` unless ``module`` has the parameters and buffers of rank 0's."""
-    own = [[name, str(each.dtype), [*each.shape]] for name, each in _list_named(module)]
+    named: Iterable[tuple[str, Tensor]] = (*module.named_parameters(), *module.named_buffers())
+    own = [[name, str(each.dtype), [*each.shape]] for name, each in named]
     expected = group.share(own)
     if own != expected:
         different = [each for each in [*own, *expected] if each not in own or each not in expected]
         raise ValueError(f"rank {group.rank} and rank 0 have other parameters: {different[:3]}")
-
-
-def _list_named(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:

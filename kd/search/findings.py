@@ -73,12 +73,11 @@ def judge_search(trials: list[dict[str, Any]]) -> Verdict | None:
 def describe_trial(trial: FrozenTrial) -> dict[str, Any]:
     """Describe a trial in plain values: state, loss, steps, tried values, reason of a failure."""
     losses = trial.intermediate_values
+    state = OUTCOMES.get(trial.state.name, "running")
     return {
         "number": trial.number,
-        "state": OUTCOMES.get(trial.state.name, "running"),
-        "loss": trial.value
-        if trial.state.name == "COMPLETE"
-        else min(losses.values(), default=None),
+        "state": state,
+        "loss": trial.value if state == "complete" else min(losses.values(), default=None),
         "steps": max(losses, default=0),
         "values": {name: trial.params[name] for name in sorted(trial.params)},
         "why": trial.user_attrs.get("why", ""),
@@ -120,24 +119,14 @@ def render_search_report(config: JobConfig, report: dict[str, Any]) -> str:
     """Render the report as Markdown."""
     fields = sorted(get_search(config).space)
     lines = [f"# {report['name']}", "", *format_verdict(report), _summarise(config, report), ""]
-    lines += [
-        _format_row(
-            "trial",
-            "outcome",
-            "held-out loss",
-            _name_perplexity(report.get("held_out_tokens")),
-            "steps",
-            *(f"`{name}`" for name in fields),
-        )
-    ]
+    perplexity = _name_perplexity(report.get("held_out_tokens"))
+    heading = ("trial", "outcome", "held-out loss", perplexity, "steps")
+    lines += [_format_row(*heading, *(f"`{name}`" for name in fields))]
     lines += [_format_row("---:", "---", "---:", "---:", "---:", *["---:"] * len(fields))]
     for row in report["trials"]:
         values = [_format_value(row["values"].get(name)) for name in fields]
-        lines.append(
-            _format_row(
-                row["number"], row["state"], *_format_loss(row["loss"]), row["steps"], *values
-            )
-        )
+        outcome = (row["number"], row["state"], *_format_loss(row["loss"]), row["steps"])
+        lines.append(_format_row(*outcome, *values))
     failures = [
         f"- Trial {row['number']} failed: {row['why']}" for row in report["trials"] if row["why"]
     ]
@@ -173,12 +162,10 @@ def _summarise(config: JobConfig, report: dict[str, Any]) -> str:
 
 
 def _format_loss(loss: float | None) -> tuple[str, str]:
-    return (
-        ("", "")
-        if loss is None
-        # exp(loss) overflows a float above 709.
-        else (f"{loss:.4f}", f"{math.exp(loss):,.2f}" if loss < 700 else "")
-    )
+    if loss is None:
+        return "", ""
+    # exp(loss) overflows a float above 709.
+    return f"{loss:.4f}", f"{math.exp(loss):,.2f}" if loss < 700 else ""
 
 
 def _format_value(value: Any) -> str:
@@ -188,6 +175,5 @@ def _format_value(value: Any) -> str:
 
 
 def _format_row(*cells: Any) -> str:
-    return (
-        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-    )
+    shown = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
+    return f"| {' | '.join(shown)} |"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -59,7 +59,8 @@ def make_trial_job(
     are left to the best job.
     """
     data = make_best_job(config, overrides).model_dump(mode="json")
-    data |= {"kind": "train", "name": name_trial(config, number)}
+    # 57 characters leave room for the number within the 63 of a job's name.
+    data |= {"kind": "train", "name": f"{config.name[:57]}-{number:04d}"}
     # The search as a whole has these, and not each of its trials.
     data |= {"depends_on": [], "deadline_seconds": None, "webhook": None}
     data["cache"] |= {"fingerprint": fingerprint}
@@ -74,58 +75,36 @@ def keeps_best(config: JobConfig, overrides: Overrides) -> bool:
     return train is not None and train.early_stopping_patience is not None
 
 
-def name_trial(config: JobConfig, number: int) -> str:
-    """Return the name of a trial's job."""
-    # 57 characters leave room for the number within the 63 of a job's name.
-    return f"{config.name[:57]}-{number:04d}"
-
-
 # ---------------------------------------------------------------------- checks of a space
 
 
 def find_space_problems(config: JobConfig) -> list[Problem]:
     """List the problems of a job's search; none for a job of another kind."""
-    if config.search is None:
+    search = config.search
+    if search is None:
         return []
-    return [
-        *_check_held_out_text(config),
-        *_check_sampler(config.search),
-        *_check_space(config, config.search.space),
-    ]
-
-
-def _check_held_out_text(config: JobConfig) -> Iterator[Problem]:
+    problems = []
     if not config.data.validation and config.data.held_out_fraction == 0:
+        detail = "a search compares students on held-out text, but data holds nothing out."
         remedy = "Give data.validation, or data.validation_fraction above 0."
-        yield Problem(
-            "/search",
-            "a search compares students on held-out text, but data holds nothing out.",
-            remedy,
-        )
-
-
-def _check_sampler(search: SearchConfig) -> Iterator[Problem]:
+        problems.append(Problem("/search", detail, remedy))
     # Optuna imports both only when it samples, long after the search began.
     missing = [name for name in ("scipy", "torch") if importlib.util.find_spec(name) is None]
     if search.sampler == "gp" and missing:
         are = "is" if len(missing) == 1 else "are"
         detail = f"gp needs {' and '.join(missing)}, which {are} not installed."
-        yield Problem("/search/sampler", detail, f"Use tpe, or `pip install {' '.join(missing)}`.")
-
-
-def _check_space(config: JobConfig, space: Mapping[str, Dimension]) -> Iterator[Problem]:
-    names = sorted(space)
-    for dotted in names:
-        inside = [other for other in names if other.startswith(dotted + ".")]
+        remedy = f"Use tpe, or `pip install {' '.join(missing)}`."
+        problems.append(Problem("/search/sampler", detail, remedy))
+    for dotted in sorted(search.space):
+        inside = [other for other in sorted(search.space) if other.startswith(dotted + ".")]
         # The first problem of a field is enough: the others would follow from it.
-        found = (
-            _check_known(dotted)
-            or _check_open(dotted)
-            or _check_overlap(inside)
-            or _check_values(config, dotted, space[dotted])
-        )
+        found = _check_known(dotted) or _check_open(dotted)
+        if found is None and inside:
+            found = f"it contains {inside[0]}, which the space names too.", "Name only one of them."
+        found = found or _check_values(config, dotted, search.space[dotted])
         if found is not None:
-            yield Problem(f"/search/space/{dotted}", *found)
+            problems.append(Problem(f"/search/space/{dotted}", *found))
+    return problems
 
 
 Reason = tuple[str, str] | None
@@ -148,13 +127,10 @@ def _check_known(dotted: str) -> Reason:
             )
             right = ".".join([*keys[:depth], *close, *keys[depth + 1 :]])
             return f"there is no field {dotted}.", f"Did you mean {right}?" if close else known_here
-        forms = list(_list_forms(known[part].annotation))
         # The keys of a mapping are free: trial jobs show whether a key is valid.
-        if any(typing.get_origin(form) is dict for form in forms):
+        if any(typing.get_origin(form) is dict for form in _list_forms(known[part].annotation)):
             return None
-        sections = [
-            form for form in forms if isinstance(form, type) and issubclass(form, BaseModel)
-        ]
+        sections = _list_models(known[part].annotation)
     return None
 
 
@@ -167,46 +143,31 @@ def _list_forms(annotation: Any) -> Iterator[Any]:
         yield from _list_forms(part)
 
 
+def _list_models(annotation: Any) -> list[type[BaseModel]]:
+    """List the sections that the value of a field may be."""
+    forms = _list_forms(annotation)
+    return [form for form in forms if isinstance(form, type) and issubclass(form, BaseModel)]
+
+
 def _check_open(dotted: str) -> Reason:
     section, _, rest = dotted.partition(".")
     if section not in OPEN_SECTIONS:
         detail = f"{dotted} must be the same for every trial, because they share one cache."
         return detail, f"A search may try fields of {', '.join(OPEN_SECTIONS)}."
     if not rest:
-        return (
-            f"{section} is a whole section.",
-            f"Name its fields, for example {section}.{_find_example(section)}.",
-        )
+        models = _list_models(JobConfig.model_fields[section].annotation)
+        example = next(iter(models[0].model_fields))
+        remedy = f"Name its fields, for example {section}.{example}."
+        return f"{section} is a whole section.", remedy
     return None
-
-
-def _find_example(section: str) -> str:
-    annotation = JobConfig.model_fields[section].annotation
-    models = (
-        form
-        for form in _list_forms(annotation)
-        if isinstance(form, type) and issubclass(form, BaseModel)
-    )
-    return next(iter(next(models).model_fields))
-
-
-def _check_overlap(inside: list[str]) -> Reason:
-    return (
-        (f"it contains {inside[0]}, which the space names too.", "Name only one of them.")
-        if inside
-        else None
-    )
 
 
 def _check_values(config: JobConfig, dotted: str, dimension: Dimension) -> Reason:
     """Check that each choice, or each end of the range, makes a valid job."""
-    if dimension.integer and any(
-        end is not None and end != int(end) for end in (dimension.min, dimension.max)
-    ):
-        return (
-            "the ends of a range of integers must be whole numbers.",
-            "Give whole numbers, or remove integer.",
-        )
+    ends = [end for end in (dimension.min, dimension.max) if end is not None]
+    if dimension.integer and any(end != int(end) for end in ends):
+        detail = "the ends of a range of integers must be whole numbers."
+        return detail, "Give whole numbers, or remove integer."
     for value in list_ends(dimension):
         try:
             make_best_job(config, {dotted: value})
@@ -219,8 +180,6 @@ def list_ends(dimension: Dimension) -> tuple[Any, ...]:
     """Return the choices, or both ends of the range."""
     if dimension.choices is not None:
         return dimension.choices
-    assert dimension.min is not None and dimension.max is not None, (
-        "Dimension has a range or choices"
-    )
+    assert dimension.min is not None and dimension.max is not None, "a range or choices"
     whole = int if dimension.integer else float
     return whole(dimension.min), whole(dimension.max)

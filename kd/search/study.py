@@ -116,19 +116,16 @@ def _make_sampler(search: SearchConfig, *what: object) -> BaseSampler:
     if search.sampler == "tpe":
         # Trials run side by side: constant_liar keeps them from trying the same values.
         return samplers.TPESampler(seed=seed, constant_liar=True)
-    return (
-        samplers.GPSampler(seed=seed)
-        if search.sampler == "gp"
-        else samplers.RandomSampler(seed=seed)
-    )
+    if search.sampler == "gp":
+        return samplers.GPSampler(seed=seed)
+    return samplers.RandomSampler(seed=seed)
 
 
 def _make_pruner(config: JobConfig) -> BasePruner:
     from optuna import pruners
 
-    train = config.train
+    train = config.require_train()
     name = get_search(config).pruner
-    assert train is not None, "JobConfig refuses a search without a train section"
     if name == "median":
         return pruners.MedianPruner()
     if name == "none":
@@ -177,18 +174,17 @@ def start_trial(study: Study, search: SearchConfig) -> Trial | None:
 
 def has_tried_all(study: Study, search: SearchConfig) -> bool:
     """Return whether the trials have had all values of the space; a range of numbers has no end."""
-    sizes = map(_count_values, search.space.values())
-    points = math.prod(math.inf if size is None else size for size in sizes)
+    points = math.prod(map(_count_values, search.space.values()))
     trials = study.get_trials(deepcopy=False)
     tried = {_key_point(each.params) for each in trials if len(each.params) == len(search.space)}
     return len(tried) >= points
 
 
-def _count_values(dimension: Dimension) -> int | None:
+def _count_values(dimension: Dimension) -> float:
     if dimension.choices is not None:
         return len({*map(repr, dimension.choices)})
     low, high = list_ends(dimension)
-    return high - low + 1 if dimension.integer else None
+    return high - low + 1 if dimension.integer else math.inf
 
 
 def _key_point(values: Overrides) -> str:
@@ -222,21 +218,18 @@ def end_as_twin(study: Study, trial: Trial, twin: FrozenTrial) -> None:
 
 def suggest_values(study: Study, trial: Trial, search: SearchConfig) -> Overrides:
     """Suggest the values of a trial; values that it already has stay the same."""
-    overrides = {}
+    overrides: Overrides = {}
     for dotted in sorted(search.space):
         # A sampler of its own for each field: a resumed trial draws the same values again.
         study.sampler = _make_sampler(search, trial.number, dotted)
-        overrides[dotted] = _suggest_value(trial, dotted, search.space[dotted])
+        dimension = search.space[dotted]
+        if dimension.choices is not None:
+            overrides[dotted] = trial.suggest_categorical(dotted, dimension.choices)
+        else:
+            low, high = list_ends(dimension)
+            suggest = trial.suggest_int if dimension.integer else trial.suggest_float
+            overrides[dotted] = suggest(dotted, low, high, log=dimension.log)
     return overrides
-
-
-def _suggest_value(trial: Trial, dotted: str, dimension: Dimension) -> Any:
-    if dimension.choices is not None:
-        return trial.suggest_categorical(dotted, dimension.choices)
-    low, high = list_ends(dimension)
-    if dimension.integer:
-        return trial.suggest_int(dotted, low, high, log=dimension.log)
-    return trial.suggest_float(dotted, low, high, log=dimension.log)
 
 
 def note_held_out_tokens(study: Study, tokens: int | None) -> None:

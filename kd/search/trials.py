@@ -23,7 +23,7 @@ from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.files import read_json, write_json
 from kd.progress import Event, Monitor
 from kd.search.findings import describe_trial, make_search_report, write_search
-from kd.search.space import Overrides, find_space_problems, get_search, keeps_best, make_trial_job
+from kd.search.space import find_space_problems, get_search, keeps_best, make_trial_job
 from kd.search.study import (
     FileJournal,
     end_as_twin,
@@ -118,7 +118,14 @@ class _TrialRunner:
         self.monitor.emit("stage", stage="search", phase=f"trial {trial.number} of {search.trials}")
         self.monitor.emit("trial", number=trial.number, values=overrides, state="running")
         try:
-            self._train(trial.number, overrides, watched)
+            folder = get_trial_folder(self.run_dir, trial.number)
+            fingerprint = read_json(self.run_dir / "cache.json")["fingerprint"]
+            job = make_trial_job(self.config, overrides, fingerprint, trial.number)
+            write_json(folder / "config.json", job.model_dump(mode="json"))
+            # Before training, so that a trial which was already bad is stopped at once.
+            watched.catch_up(folder / "metrics.jsonl")
+            listener = Monitor(watched.listen, watched.should_stop)
+            self.train_student(job, self.home, folder, listener)
             end_trial(self.study, trial, "complete", keeps_best=keeps_best(self.config, overrides))
         except Interrupted:
             # A pruned trial and a search that should stop end in the same way.
@@ -138,16 +145,6 @@ class _TrialRunner:
             "trial", **{name: row[name] for name in ("number", "values", "state", "loss", "why")}
         )
         return str(row["state"])
-
-    def _train(self, number: int, overrides: Overrides, watched: TrialMonitor) -> None:
-        folder = get_trial_folder(self.run_dir, number)
-        job = make_trial_job(
-            self.config, overrides, read_json(self.run_dir / "cache.json")["fingerprint"], number
-        )
-        write_json(folder / "config.json", job.model_dump(mode="json"))
-        # Before training, so that a trial which was already bad is stopped at once.
-        watched.catch_up(folder / "metrics.jsonl")
-        self.train_student(job, self.home, folder, Monitor(watched.listen, watched.should_stop))
 
 
 @dataclass

@@ -55,8 +55,7 @@ def keep_last_checkpoint(run_dir: Path, options: TrainConfig) -> None:
     """
     stopping = options.early_stopping_patience is not None
     for folder in (run_dir / "baseline" / CHECKPOINTS, run_dir / CHECKPOINTS):
-        newest = checkpoint.read_newest_state(folder) if stopping else None
-        best = None if newest is None else newest["progress"].get("best_step")
+        best = checkpoint.read_best_step(folder) if stopping else None
         checkpoint.prune_checkpoints(folder, 1, best)
     if (run := find_own_run(run_dir)) is not None:
         run.prune_checkpoints(1, best)

@@ -19,11 +19,7 @@ from kd.config.jobfile import read_record
 from kd.errors import ConfigError
 from kd.files import find_caches, read_json
 from kd.memory.host import choose_chunk_memory
-from kd.models.folder import (
-    find_source,
-    resolve_model,
-    resolve_source,
-)
+from kd.models.folder import find_source, resolve_model, resolve_source
 from kd.models.tokenizers import (
     KnownTokenizer,
     hash_tokenizer,
@@ -65,9 +61,13 @@ def open_source(
         store = open_cache(caches / identity.fingerprint, identity, memory)
     hold_for(store, store.folder)
     warn_of_overruled(store, monitor)
-    note_missing_tail(config, store, monitor)
+    wants_tail = config.loss.tail_control and config.loss.entropy_weighting == 0.0
+    if wants_tail and store.codec.rules.sums_tails and not store.manifest.tail_mean.digest:
+        what = "caches without a mean tail, so that loss.tail_control has no effect"
+        remedy = "Capture it again, from a teacher on this machine."
+        monitor.note(Notice(what, 1, str(store.folder.name), remedy))
     require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store), note=monitor.note)
-    require_served(config, store.codec)
+    require_served(config.loss, store.codec)
     adopt_chat_template(tokenizer, config, store, monitor)
     return tokenizer, store
 
@@ -99,9 +99,8 @@ def adopt_chat_template(
 def find_teacher_tokenizer(config: JobConfig, source: Cache) -> PreTrainedTokenizerBase | None:
     """The tokenizer of the teacher, where it is on this machine and still that of the cache."""
     recorded = source.manifest.teacher
-    teacher = config.teacher_files or ModelSource(
-        recorded.name or "unknown", recorded.revision or None
-    )
+    named = ModelSource(recorded.name or "unknown", recorded.revision or None)
+    teacher = config.teacher_files or named
     found = find_source(teacher, Path())
     if found is None or not (teacher.gguf_file or found.has_tokenizer):
         return None
@@ -115,15 +114,6 @@ def holds_chats(source: Cache, tokenizer: PreTrainedTokenizerBase) -> bool:
     turn = str(tokenizer.apply_chat_template([message], tokenize=False)).partition("MESSAGE")[0]
     sequences, _ = source.read(np.arange(1))
     return turn[-_TURN_CHARACTERS:] in str(tokenizer.decode(sequences.tokens[0].tolist()))
-
-
-def note_missing_tail(config: JobConfig, store: Cache, monitor: Monitor) -> None:
-    """Note that ``loss.tail_control``, the default, has no effect with this cache."""
-    wanted = config.loss.tail_control and config.loss.entropy_weighting == 0.0
-    if wanted and store.codec.rules.sums_tails and not store.manifest.tail_mean.digest:
-        what = "caches without a mean tail, so that loss.tail_control has no effect"
-        remedy = "Capture it again, from a teacher on this machine."
-        monitor.note(Notice(what, 1, str(store.folder.name), remedy))
 
 
 def adopt_cache_layout(source: Source, config: JobConfig) -> JobConfig:

@@ -8,10 +8,10 @@ from typing import Any
 from kd.config.job import JobConfig
 from kd.config.kinds import TRAIN
 from kd.evaluation.baseline import build_first_student, build_starting_student
-from kd.evaluation.comparison import compare_with_records
-from kd.evaluation.measure import EvaluationContext
+from kd.evaluation.in_depth import EvaluationContext
 from kd.evaluation.model_card import write_provenance
 from kd.evaluation.report import make_report, write_report
+from kd.evaluation.teacher_comparison import compare_with_records
 from kd.files import whole_folder
 from kd.memory.auto_batch import release_memory, saving_errors
 from kd.models.layers import stopping_forward

@@ -36,36 +36,18 @@ class MetricsLog:
         kept = [line for line in read_metrics(self._path) if line["step"] <= step]
         write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def write_training(self, **values: Any) -> None:
-        """Write the metrics of a training step."""
-        self._write("metrics", values)
-
-    def write_evaluation(self, step: int, values: dict[str, Any]) -> None:
-        """Write the metrics of an evaluation."""
-        self._write("evaluation", {"step": step, **values})
-
-    def write_samples(self, step: int, texts: list[dict[str, str]]) -> None:
-        """Write how the student continues prompts at an evaluation."""
-        self._write("samples", {"step": step, "texts": texts})
-
-    def write_temperature(self, step: int, values: dict[str, float | None]) -> None:
-        """Write the state of a learned temperature, at every step."""
-        self._write("temperature", {"step": step, **values})
-
-    def write_scalars(self, step: int, values: dict[str, float]) -> None:
-        """Write the scalars of ``kd.tracking.scalars``."""
-        self._write("scalars", {"step": step, **values})
+    def write_line(self, kind: str, step: int, **values: Any) -> None:
+        """Write a line of this ``kind``, which is also the type of its event."""
+        line = {"step": step, **values}
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(replace_nonfinite({"type": kind, **line})) + "\n")
+        self._monitor.emit(kind, **line)
 
     def write_verdicts(self, step: int, verdicts: Iterable[Verdict]) -> None:
         """Write the results of checks; the type of their events is ``check``."""
         for verdict in verdicts:
-            self._write("check", {"step": step, **verdict.to_json()})
-
-    def _write(self, kind: str, values: dict[str, Any]) -> None:
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(replace_nonfinite({"type": kind, **values})) + "\n")
-        self._monitor.emit(kind, **values)
+            self.write_line("check", step, **verdict.to_json())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -30,7 +30,27 @@ class Trackers:
     ) -> None:
         """Start the trackers ``names``; ``first`` is the first step whose numbers come now."""
         for name in names:
-            self._trackers[name] = _start_tracker(name, config, run_dir, first)
+            try:
+                from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+                kind = LOGGER_TYPE_TO_CLASS[name]
+                if name == "tensorboard":
+                    # A process that was killed may have told later steps. The others begin anew.
+                    tracker = kind(config.name, run_dir / "tensorboard", purge_step=first)
+                elif name == "mlflow":
+                    tracker = kind(experiment_name=config.name)
+                else:
+                    tracker = kind(config.name)
+                tracker.start()
+                fields = _flatten(config.model_dump(mode="json", exclude_none=True))
+                tracker.store_init_configuration(fields)
+                self._trackers[name] = tracker
+            except Exception as error:
+                raise TrainingError(
+                    f"train.report_to {name} cannot be started: {type(error).__name__}: {error}",
+                    f"Install it (pip install 'potstill[track]' or {name}) and log in, or leave it "
+                    "out.",
+                ) from error
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Send the numbers among ``values``."""
@@ -68,30 +88,6 @@ def add_trackers(monitor: Monitor, trackers: Trackers) -> Monitor:
 
     # It keeps the notices of the run.
     return replace(monitor, listen=listen)
-
-
-def _start_tracker(name: str, config: JobConfig, run_dir: Path, first: int) -> Any:
-    try:
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        kind = LOGGER_TYPE_TO_CLASS[name]
-        if name == "tensorboard":
-            # A process that was killed may have told later steps. The others begin a run anew.
-            tracker = kind(config.name, run_dir / "tensorboard", purge_step=first)
-        elif name == "mlflow":
-            tracker = kind(experiment_name=config.name)
-        else:
-            tracker = kind(config.name)
-        tracker.start()
-        tracker.store_init_configuration(
-            _flatten(config.model_dump(mode="json", exclude_none=True))
-        )
-    except Exception as error:
-        raise TrainingError(
-            f"train.report_to {name} cannot be started: {type(error).__name__}: {error}",
-            f"Install it (pip install 'potstill[track]' or {name}) and log in, or leave it out.",
-        ) from error
-    return tracker
 
 
 def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:

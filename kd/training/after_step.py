@@ -24,7 +24,6 @@ from kd.progress import SILENT, make_interruption
 from kd.text.batches import Batch
 from kd.tracking.scalars import StepWork, measure_memory, name_scalars
 from kd.training import checkpoint
-from kd.training.compiling import CompileReport
 from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
 from kd.training.evaluate import BatchScore, choose_evaluation_temperature, evaluate_student
 from kd.training.run import Run
@@ -68,12 +67,12 @@ def report_step(run: Run, step: Step) -> None:
     alarms = run.watch.observe_step(step.loss, step.ce_loss, step.grad_norm, seconds)
     run.log.write_verdicts(progress.step, alarms)
     slow_disk = run.disk_watch.observe_step(step.tokens, seconds)
-    scale_alarm = run.scale_watch.describe_alarm() if run.config.checks.alarms else None
+    scale_alarm = run.scale_watch.describe_alarm() if run.checks.alarms else None
     for alarm in (temperature.describe_alarm(), scale_alarm, slow_disk):
         if alarm is not None:
             run.monitor.emit("warning", message=alarm)
     if temperature.learned:
-        run.log.write_temperature(progress.step, temperature.report())
+        run.log.write_line("temperature", progress.step, **temperature.report())
     run.speed.count(
         StepWork(
             tokens=step.tokens,
@@ -93,8 +92,9 @@ def report_metrics(run: Run, step: Step) -> None:
     """Write the step's line of metrics.jsonl, and the gradient's norm in each group of layers."""
     # The step has waited for the device already, so that reading its clock costs nothing.
     run.clock.read_pending()
-    run.log.write_training(
-        step=run.progress.step,
+    run.log.write_line(
+        "metrics",
+        run.progress.step,
         loss=step.loss,
         kd_loss=step.kd_loss if run.source.codec is not None else None,
         ce_loss=step.ce_loss,
@@ -117,39 +117,34 @@ def report_scalars(run: Run, step: Step) -> None:
     named = {name: rates[id(parameters[0])] for name, parameters in run.layers}
     named |= {name: rate for (name, _), rate in zip(run.groups, step.learning_rates, strict=True)}
     named = join_stages(run, named)
-    run.log.write_scalars(
+    loss_scale: dict[str, float] = {}
+    if run.loss.precision.scales_loss:
+        loss_scale["loss_scale/scale"] = step.loss_scale
+        loss_scale["loss_scale/overflowed_steps"] = run.scale_watch.skipped
+    run.log.write_line(
+        "scalars",
         run.progress.step,
-        run.speed.report()
-        | measure_memory(run.device)
-        | name_scalars("grad_norm", step.layer_norms | step.group_norms)
-        | name_scalars("learning_rate", named)
-        | report_loss_scale(run, step),
+        **run.speed.report(),
+        **measure_memory(run.device),
+        **name_scalars("grad_norm", step.layer_norms | step.group_norms),
+        **name_scalars("learning_rate", named),
+        **loss_scale,
     )
 
 
-def report_loss_scale(run: Run, step: Step) -> dict[str, float]:
-    """Return the loss scale, and how many steps overflowed so far; empty without a scale."""
-    if not run.loss.precision.scales_loss:
-        return {}
-    return {
-        "loss_scale/scale": step.loss_scale,
-        "loss_scale/overflowed_steps": run.scale_watch.skipped,
-    }
-
-
 def report_compilation(run: Run) -> None:
-    """After the first step of this process, report what was compiled and where the graph breaks."""
+    """After the first step of this process, report what was compiled and where the graph breaks.
+
+    A graph that breaks is no error, but it loses speed.
+    """
     if run.compilation is None:
         return
-    run.log.write_verdicts(run.progress.step, [check_compilation(run.compilation.report())])
-    run.compilation = None
-
-
-def check_compilation(report: CompileReport) -> Verdict:
-    """The verdict on a compilation; a graph that breaks is no error, but it loses speed."""
+    report = run.compilation.report()
     facts = {"graphs": report.graphs, "breaks": list(report.breaks)}
     remedy = "" if not report.breaks else "See TORCH_LOGS=graph_breaks for the places."
-    return Verdict("compile", not report.breaks, f"{report}.", remedy, facts)
+    verdict = Verdict("compile", not report.breaks, f"{report}.", remedy, facts)
+    run.log.write_verdicts(run.progress.step, [verdict])
+    run.compilation = None
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -191,7 +186,7 @@ def evaluate_now(run: Run, in_float32: bool = False) -> dict[str, Any]:
 
     units: UnitWatch | None = None
     # Hooks would make a compiled student compile anew.
-    looks = run.config.checks.alarms and run.options.compile == "none"
+    looks = run.checks.alarms and run.options.compile == "none"
 
     def call(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore | None:
         nonlocal units
@@ -227,10 +222,10 @@ def evaluate_now(run: Run, in_float32: bool = False) -> dict[str, Any]:
         shares = units.find_dead_shares()
         found["dead_units"] = sum(shares.values()) / len(shares)
         run.log.write_verdicts(run.progress.step, run.watch.observe_units(shares))
-    run.log.write_evaluation(run.progress.step, found)
+    run.log.write_line("evaluation", run.progress.step, **found)
     run.log.write_verdicts(run.progress.step, run.watch.observe_evaluation(found))
     if texts:
-        run.log.write_samples(run.progress.step, texts)
+        run.log.write_line("samples", run.progress.step, texts=texts)
     return found
 
 

@@ -35,9 +35,8 @@ class Calibration:
         bin_N = (confidence_N.double() * bins).ceil().long().sub_(1).clamp_(0, bins - 1)
         # A matrix product: a scattered sum on a GPU adds in another order in each run.
         member_IN = nn.functional.one_hot(bin_N, bins).double().T
-        return cls(
-            member_IN.sum(1), member_IN @ confidence_N.double(), member_IN @ right_N.double()
-        )
+        sums = (confidence_N.double(), right_N.double())
+        return cls(member_IN.sum(1), *(member_IN @ each for each in sums))
 
     @classmethod
     def none(cls, bins: int, device: torch.device) -> Calibration:

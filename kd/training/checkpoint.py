@@ -23,8 +23,7 @@ the same number of threads.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from cache.manifest import sign_json, verify_json
 from kd.errors import TrainingError
 from kd.files import locate_temporary, whole_folder
 from kd.optim.schedules import scale_rates
-from kd.parallel.group import Group
 from kd.parallel.sharded_files import write_shards
 from kd.progress import replace_nonfinite
 from kd.training.saved.restoring import FILES, restore, restore_weights
@@ -75,7 +73,9 @@ def _write_checkpoint(
         numbers = {
             name: each for stage in state.group.gather(numbers) for name, each in stage.items()
         }
-    with _writing_folder(final, state.group) as partial:
+    # Rank 0 makes the folder, and gives it its name.
+    place = whole_folder(final) if state.group.leads else nullcontext(locate_temporary(final))
+    with place as partial:
         if is_sharded(state):
             state.group.wait()  # until the folder is there
             model = collect_model_tensors(state.model)
@@ -106,16 +106,6 @@ def _write_checkpoint(
         write_file(partial / STATE, sign_json(content))
 
 
-@contextmanager
-def _writing_folder(final: Path, group: Group) -> Iterator[Path]:
-    """Yield the folder that becomes ``final``; rank 0 makes it, and gives it its name."""
-    if not group.leads:
-        yield locate_temporary(final)
-        return
-    with whole_folder(final) as partial:
-        yield partial
-
-
 def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
     """Restore the newest whole checkpoint into ``state``; returns the problems of newer ones.
 
@@ -135,7 +125,12 @@ def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
             why = error.detail if isinstance(error, CacheCorrupt) else str(error)
             problems.append(f"checkpoint {path.name} is damaged and was skipped: {why}")
             continue
-        _require_same_job(path, content, identity)
+        if content["identity"] != identity:
+            raise TrainingError(
+                f"{path} was written by another job: its configuration, data or cache differ.",
+                "Give the job another name (or --run-dir), or delete this run folder to start "
+                "over.",
+            )
         restore(path, content, state)
         break
     return problems
@@ -211,6 +206,12 @@ def read_newest_state(folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def read_best_step(folder: Path) -> int | None:
+    """The step of the best evaluation so far, by the newest state.json that is whole."""
+    newest = read_newest_state(folder)
+    return None if newest is None else newest["progress"].get("best_step")
+
+
 def prune_checkpoints(folder: Path, limit: int, keep_step: int | None) -> None:
     """Delete the oldest until ``limit`` are left, but never the newest nor ``keep_step``'s."""
     paths = list_checkpoints(folder)
@@ -230,11 +231,3 @@ def _load_verified_state(path: Path) -> dict[str, Any]:
                 "Delete the checkpoint: an older one is taken.",
             )
     return content
-
-
-def _require_same_job(path: Path, content: dict[str, Any], identity: str) -> None:
-    if content["identity"] != identity:
-        raise TrainingError(
-            f"{path} was written by another job: its configuration, data or cache differ.",
-            "Give the job another name (or --run-dir), or delete this run folder to start over.",
-        )

@@ -48,12 +48,8 @@ class Compilation:
         shapes.
         """
         graphs, breaks = _read_counts()
-        new = (
-            _shorten_reason(reason)
-            for reason, count in breaks.items()
-            if count > self.breaks.get(reason, 0)
-        )
-        return CompileReport(graphs - self.graphs, tuple(sorted(new)))
+        new = [reason for reason, count in breaks.items() if count > self.breaks.get(reason, 0)]
+        return CompileReport(graphs - self.graphs, tuple(sorted(map(_shorten_reason, new))))
 
 
 def compile_student(
@@ -109,9 +105,7 @@ def _read_counts() -> tuple[int, dict[str, int]]:
 
 def _shorten_reason(reason: str) -> str:
     """The first line and the explanation of torch's long text."""
-    lines = [line.strip() for line in reason.strip().splitlines()]
-    why = next(
-        (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")),
-        "",
-    )
-    return f"{lines[0]} ({why})" if why else lines[0]
+    first, *lines = [line.strip() for line in reason.strip().splitlines()]
+    mark = "Explanation: "
+    why = next((line.removeprefix(mark) for line in lines if line.startswith(mark)), "")
+    return f"{first} ({why})" if why else first

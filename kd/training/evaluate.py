@@ -89,20 +89,15 @@ def evaluate_student(
         score = call(score_batch, batch.to(device))
         if counted and score is not None:
             scores.append(score)
-    scores = _exchange_scores(scores, group)
+    if not group.alone:
+        # The scores of all ranks, in the order of the batches.
+        dealt = group.gather([each.to_json() for each in scores])
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*dealt))
+        scores = [BatchScore.from_json(each) for each in turns if each is not None]
     losses = sum((each.losses for each in scores), BlockLosses.none())
     if not losses.tokens:
         return {}
     return _average_scores([each.score for each in scores], losses)
-
-
-def _exchange_scores(own: list[BatchScore], group: Group) -> list[BatchScore]:
-    """Return the scores of the batches of all ranks, in the order of the batches."""
-    if group.alone:
-        return own
-    dealt = group.gather([each.to_json() for each in own])
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*dealt))
-    return [BatchScore.from_json(each) for each in turns if each is not None]
 
 
 @dataclass(frozen=True)
@@ -169,6 +164,7 @@ def score_positions(
     size = chunk_size or choose_chunk_positions(lm_head.vocabulary, hidden_ND.device)
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     lm_head = lm_head.cast(hidden_ND.dtype)
+    temperature = targets.temperature_value
     for chunk in split_into_chunks(targets, size, dtype):
         logq_NV = torch.log_softmax(lm_head.compute_logits(hidden_ND[chunk.rows]), 1)
         chosen_N = logq_NV.gather(1, chunk.gold_N[:, None])[:, 0]
@@ -181,18 +177,15 @@ def score_positions(
             known_N = chunk.teacher.find_best_N()
             agreed += int((best_N == known_N).sum())
             comparable += int((known_N >= 0).sum())
-            # Last, because it writes over the log-probabilities. KL = -H(p) - E_p[log q].
-            expected_N = chunk.teacher.compute_expected_N(_apply_temperature(logq_NV, targets))
+            # Last, because it writes over the log-probabilities.
+            if temperature != 1.0:
+                logq_NV = torch.log_softmax(logq_NV.div_(temperature), 1)
+            # KL = -H(p) - E_p[log q].
+            expected_N = chunk.teacher.compute_expected_N(logq_NV)
             kd -= float((expected_N + chunk.teacher.entropy_N).sum())
     ce_N = torch.cat(ce_parts).cpu().numpy()
     whole_kd = None if targets.teacher is None else kd
     return Score(ce, whole_kd, agreed, comparable, calibration, ce_N)
-
-
-def _apply_temperature(logq_NV: Tensor, targets: Targets) -> Tensor:
-    """The log-probabilities at the targets' temperature; it writes over ``logq_NV``."""
-    temperature = targets.temperature_value
-    return logq_NV if temperature == 1.0 else torch.log_softmax(logq_NV.div_(temperature), 1)
 
 
 def _average_scores(scores: list[Score], losses: BlockLosses) -> dict[str, Any]:
@@ -204,16 +197,12 @@ def _average_scores(scores: list[Score], losses: BlockLosses) -> dict[str, Any]:
     with_teacher = any(score.kd is not None for score in scores)
     calibration = sum((score.calibration for score in scores[1:]), scores[0].calibration)
     shown = losses.perplexity and losses.perplexity.shown_interval
-    ends = (
-        {f"validation_perplexity_{name}": value for name, value in asdict(shown).items()}
-        if shown
-        else {}
-    )
+    ends = asdict(shown) if shown else {}
     return {
         "validation_loss": loss,
         "validation_perplexity": raise_e(loss),
         "validation_tokens": tokens,
-        **ends,
+        **{f"validation_perplexity_{name}": value for name, value in ends.items()},
         "validation_kl": kl if with_teacher else None,
         "validation_agreement": agreed / comparable if comparable else None,
         "validation_calibration_error": calibration.error,

@@ -94,15 +94,11 @@ def _move_parameters(
 
 def _compute_dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """The sum of all products, in float64, of which no more than ``DOT_ELEMENTS`` exist at once."""
-    parts = [
-        x_n.double() @ y_n.double()
-        for x, y in zip(a, b, strict=True)
-        for x_n, y_n in zip(
-            x.detach().flatten().split(DOT_ELEMENTS),
-            y.detach().flatten().split(DOT_ELEMENTS),
-            strict=True,
-        )
-    ]
+    parts = []
+    for pair in zip(a, b, strict=True):
+        x_parts, y_parts = (each.detach().flatten().split(DOT_ELEMENTS) for each in pair)
+        for x_n, y_n in zip(x_parts, y_parts, strict=True):
+            parts.append(x_n.double() @ y_n.double())
     return float(torch.stack(parts).sum())
 
 
@@ -158,8 +154,7 @@ class LookAhead:
         return make_batch(*self.source.read(first + slots % count, slots // count))
 
     def _loss(self, batch: Batch, objective: Objective, temperature: float | Tensor) -> Tensor:
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             hidden_ND = compute_target_hidden_states(self.forward, batch, self.precision)
         lm_head = self.lm_head
         if not torch.is_grad_enabled():

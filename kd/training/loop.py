@@ -20,10 +20,10 @@ the newest one that is whole.
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -38,7 +38,7 @@ from kd.parallel.group import ALONE, Group
 from kd.parallel.strategies import call_whole
 from kd.progress import Monitor
 from kd.text.batches import Source
-from kd.text.steps.reading import TimedIterator
+from kd.text.steps.reading import TimedIterator, read_training_batches
 from kd.tracking.stopwatch import compute_utilisation
 from kd.tracking.trackers import Trackers, add_trackers
 from kd.training import checkpoint
@@ -83,26 +83,42 @@ def train(
     them. Raises ``TrainingError`` where the loss is not finite, spikes too often, differs from a
     dense one or finds no memory, and ``Interrupted`` after a checkpoint when a stop is asked for.
     """
-    options = config.require_train()
-    # Trackers are closed after an error too: open ones would disturb the next run of this process,
-    # for example the next trial of a search.
-    with ExitStack() as closing:
-        trackers = Trackers(monitor)
-        closing.callback(trackers.finish)
-        monitor = add_trackers(monitor, trackers)
-
-        run = prepare(config, source, student, vocabulary, run_dir, monitor, group)
+    with tracked_run(config, source, student, vocabulary, run_dir, monitor, group) as run:
         run.uploads = uploads
         run.samples = samples
-        if group.leads:
-            trackers.start(config, options.report_to, run_dir, run.log.first)
         run.clock.restore(run.progress.phases)
-        with memory_errors(options, str(run.memory)):
+        with memory_errors(run.options, str(run.memory)):
             check_start(run)
         finish_evaluation(run)
         run_loop(run)
         finish(run)
         return run.progress
+
+
+@contextmanager
+def tracked_run(
+    config: JobConfig,
+    source: Source,
+    student: PreTrainedModel,
+    vocabulary: int,
+    run_dir: Path,
+    monitor: Monitor,
+    group: Group,
+) -> Iterator[Run]:
+    """Prepare a run whose numbers go to the trackers of the job, which the end of the block closes.
+
+    They are closed after an error too: open ones would disturb the next run of this process, for
+    example the next trial of a search.
+    """
+    trackers = Trackers(monitor)
+    monitor = add_trackers(monitor, trackers)
+    try:
+        run = prepare(config, source, student, vocabulary, run_dir, monitor, group)
+        if group.leads:
+            trackers.start(config, run.options.report_to, run_dir, run.log.first)
+        yield run
+    finally:
+        trackers.finish()
 
 
 def check_start(run: Run) -> None:
@@ -113,32 +129,24 @@ def check_start(run: Run) -> None:
     Raises ``TrainingError`` where the two losses differ.
     """
     if run.progress.first_evaluation is None:
-        run.progress.first_evaluation = evaluate_now(run, in_float32=run.group.alone)
-        warn_of_empty_evaluation(run, run.progress.first_evaluation)
+        found = evaluate_now(run, in_float32=run.group.alone)
+        run.progress.first_evaluation = found
+        # The first token of a document and of a sequence has none before it in its sequence.
+        if run.source.validation_count and "validation_loss" not in found:
+            run.monitor.emit(
+                "warning",
+                message=(
+                    f"Held-out sequences: {run.source.validation_count}, and none has a token to "
+                    "predict. So this run has no held-out loss: its report has no perplexity, and "
+                    "early stopping and the schedule reduce_lr_on_plateau have no effect. Give "
+                    "data.validation, or raise data.validation_fraction."
+                ),
+            )
     verdict = compare_losses(run)
     # A resumed run checks again, but writes no second line into its history.
     if run.progress.step == 0:
         run.log.write_verdicts(0, [verdict])
     verdict.require()
-
-
-def warn_of_empty_evaluation(run: Run, found: dict[str, Any]) -> None:
-    """Warn where sequences are held out and none of them has a token to predict.
-
-    The first token of a document and of a sequence has none before it in its sequence.
-    """
-    count = run.source.validation_count
-    if count == 0 or "validation_loss" in found:
-        return
-    run.monitor.emit(
-        "warning",
-        message=(
-            f"Held-out sequences: {count}, and none has a token to predict. So this run has no "
-            "held-out loss: its report has no perplexity, and early stopping and the schedule "
-            "reduce_lr_on_plateau have no effect. Give data.validation, or raise "
-            "data.validation_fraction."
-        ),
-    )
 
 
 def compare_losses(run: Run) -> Verdict:
@@ -147,20 +155,19 @@ def compare_losses(run: Run) -> Verdict:
     A batch whose dense loss is not finite compares nothing, and will be left out: then the batch
     after it is taken, as often as the job may leave one out.
     """
-    for batch in run.read_next_batches(1 + run.config.checks.max_skipped):
+    # These steps exist for a finished run too.
+    steps = range(run.progress.step, run.progress.step + 1 + run.checks.max_skipped)
+    readers = run.group.readers
+    for batch, *_ in read_training_batches(run.source, run.options, steps, readers):
         inputs = (batch, run.progress.step, PARITY_TOKENS)
-        verdict = share_verdict(run, call_whole(run.loss_module, run.loss.check_parity, *inputs))
+        own = call_whole(run.loss_module, run.loss.check_parity, *inputs)
+        # Only the last stage of a pipeline has one.
+        shared = Verdict(**run.group.gather(own and asdict(own))[-1]) if run.group.staged else own
+        assert shared is not None, "a rank that is no stage has a verdict of its own"
+        verdict = shared
         if math.isfinite(verdict.facts["loss"]):
             break
     return verdict
-
-
-def share_verdict(run: Run, own: Verdict | None) -> Verdict:
-    """Return the verdict of the last rank where only the last stage has one, else the own one."""
-    if not run.group.staged:
-        assert own is not None
-        return own
-    return Verdict(**run.group.gather(own and asdict(own))[-1])
 
 
 def run_loop(run: Run) -> None:
@@ -191,23 +198,19 @@ def finish(run: Run) -> None:
     """Write the profile, and leave in the student the weights that are to be saved."""
     # A run that found all its steps done keeps the profile of the process that took them.
     if run.meter.tokens:
-        write_profile(run)
+        # The seconds of each phase in all attempts, speed and peak memory.
+        progress = run.progress
+        tokens_per_second = progress.tokens / progress.seconds if progress.seconds else 0.0
+        profile = {
+            "phases": [phase.to_json() for phase in run.clock.table()],
+            "tokens_per_second": tokens_per_second,
+            "mfu": compute_utilisation(tokens_per_second, run.speed.flops_per_token, run.device),
+            "peak_memory_bytes": read_peak_memory(run.device),
+        }
+        if run.group.leads:
+            write_json(run.folder / "profile.json", profile)
+        run.monitor.emit("profile", **profile)
     best_step = find_best_step(run.progress, run.options)
     if best_step is not None:
         checkpoint.load_weights(checkpoint.locate_checkpoint(run.checkpoints, best_step), run.state)
     use_served_weights(run.student, run.state.optimizer, run.average)
-
-
-def write_profile(run: Run) -> None:
-    """Write profile.json: the seconds of each phase in all attempts, speed and peak memory."""
-    progress = run.progress
-    tokens_per_second = progress.tokens / progress.seconds if progress.seconds else 0.0
-    profile = {
-        "phases": [phase.to_json() for phase in run.clock.table()],
-        "tokens_per_second": tokens_per_second,
-        "mfu": compute_utilisation(tokens_per_second, run.speed.flops_per_token, run.device),
-        "peak_memory_bytes": read_peak_memory(run.device),
-    }
-    if run.group.leads:
-        write_json(run.folder / "profile.json", profile)
-    run.monitor.emit("profile", **profile)

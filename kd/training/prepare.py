@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -13,7 +14,7 @@ from kd.config.train import TrainConfig
 from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step
 from kd.memory.step_bytes import resize_micro_batch
 from kd.memory.step_memory import estimate_optimizer_bytes, reset_peak_memory
-from kd.models.precision import ScalerWatch
+from kd.models.precision import Precision, ScalerWatch, pick_device
 from kd.parallel.group import ALONE, Group
 from kd.parallel.values import allocate
 from kd.progress import Monitor, ProgressMeter
@@ -24,11 +25,12 @@ from kd.tracking.scalars import SpeedMeter
 from kd.tracking.stopwatch import count_flops_per_token
 from kd.training.compiling import compile_student
 from kd.training.lookahead import LookAhead
-from kd.training.preparing.loss import make_loss
+from kd.training.preparing.first_state import restore_state
+from kd.training.preparing.job_loss import make_loss
 from kd.training.preparing.parts import StepParts
-from kd.training.preparing.setting import TrainingSetting
-from kd.training.preparing.state import restore_state
+from kd.training.preparing.setting import TrainingSetting, place_student
 from kd.training.preparing.student import change_layers, examine_student
+from kd.training.resume.identity import RunIdentity
 from kd.training.run import Run
 from kd.training.saved.state import TrainingProgress, TrainState
 from kd.training.step_loss import StepLoss
@@ -45,76 +47,88 @@ def prepare(
 ) -> Run:
     """Make everything that training needs, and restore the newest checkpoint in ``folder``.
 
-    What is done to ``student``, in the one order that works:
+    What is done to ``student``, and why in this order:
 
-        place      on the device, or in the host's memory where it may not fit the device
+        place      on the device, or in the host's memory where it may not fit: it runs there next
         examine    run it once, whole and in float32: the checks need all bits of it
-        round      to bfloat16, for precision bf16_pure
-        change     layers that multiply in float8, recompute or offload what they keep
-        allocate   values of its own on each rank, all those of rank 0 (fsdp does so by itself)
+        round      to bfloat16 (bf16_pure): after the checks, before anything refers to a weight
+        change     layers that multiply in float8, recompute or offload: before they are compiled
+        allocate   memory for the weights on the other ranks (fsdp does so by itself)
         compile    the layers as they are now
         share      replicate or shard the parameters: sharded ones are new parameters,
         optimise   so the optimiser comes after them
-        cut        the stage of this rank, out of the optimiser that knows the whole student
-        restore    parameters and state from the newest checkpoint
+        cut        keep the stage of this rank: the optimiser has seen the whole student
+        restore    parameters and state from the newest checkpoint: all objects exist now
 
     Rank 0 brings the values of the student. The students of other ranks may be hollow
     (``kd.models.loading.build_hollow_student``). Raises ``ConfigError`` where the cache cannot
     serve the job, ``ModelError`` where the student cannot be trained as the job asks, and
     ``OutOfMemory`` where not even one sequence fits.
     """
-    setting = TrainingSetting.of(config, source, student, vocabulary, folder, monitor, group)
-    lm_head, memory, strategy = examine_student(setting)
-    change_layers(setting)
-    if strategy != "fsdp":
-        allocate(student, setting.device)
-    compilation = compile_student(
-        student, setting.options.compile, setting.device, strategy == "fsdp"
+    options = config.require_train()
+    if options.strategy == "pipeline" and not group.alone:
+        group = replace(group, staged=True)
+    device = pick_device()
+    precision = Precision.choose(options.precision, device)
+    setting = TrainingSetting(
+        source, student, vocabulary, folder, monitor, group, device, precision
     )
-    parts = StepParts.of(setting, make_loss(setting, lm_head.refresh(student)), strategy)
-    state, identity = restore_state(setting, parts)
-    watch = TrainingWatch(config)
+    place_student(setting, options)
+    lm_head, memory, strategy = examine_student(setting, config.data, config.loss, options)
+    change_layers(setting, options)
+    if strategy != "fsdp":
+        allocate(student, device)
+    compilation = compile_student(student, options.compile, device, strategy == "fsdp")
+    loss = make_loss(setting, config.loss, options, lm_head.refresh(student))
+    parts = StepParts.of(setting, options, loss, strategy)
+    identity = RunIdentity.of(config, source.fingerprint)
+    state = restore_state(setting, options, config.resume, identity, parts)
+    watch = TrainingWatch(config.checks, options)
     watch.restore(state.progress.watch)
     flops = count_flops_per_token(student, lm_head.vocabulary, config.data.sequence_length)
     run = Run(
-        config=config,
-        options=_fit_micro_batch(setting, state, parts.loss),
+        options=_fit_micro_batch(setting, options, state, parts.loss),
+        checks=config.checks,
+        is_fresh=config.student is not None and config.student.init is not None,
         source=source,
         folder=folder,
         monitor=monitor,
         loss=parts.loss,
         loss_module=parts.loss_module,
         state=state,
-        identity=identity,
+        identity=identity.own,
         memory=memory,
         compilation=compilation,
         average=parts.average,
-        look_ahead=_make_look_ahead(setting, parts.loss),
+        look_ahead=_make_look_ahead(setting, options, parts.loss),
         watch=watch,
-        disk_watch=DiskWatch(config, source.disk_reads),
+        disk_watch=DiskWatch(options, source.disk_reads if config.checks.alarms else None),
         scale_watch=ScalerWatch(**state.progress.scale_watch),
         log=_open_log(setting, state.progress),
         meter=ProgressMeter(parts.loss.steps, "steps", done=state.progress.step),
-        speed=SpeedMeter(flops, setting.device, setting.group.size),
+        speed=SpeedMeter(flops, device, group.size),
     )
-    reset_peak_memory(setting.device)
+    reset_peak_memory(device)
     return run
 
 
-def _make_look_ahead(setting: TrainingSetting, loss: StepLoss) -> LookAhead | None:
+def _make_look_ahead(
+    setting: TrainingSetting, options: TrainConfig, loss: StepLoss
+) -> LookAhead | None:
     if not loss.temperature.follows_held_out:
         return None
     what = (loss.student, loss.lm_head, setting.source, loss.decoder)
-    return LookAhead(*what, setting.options.batch_size, loss.precision, setting.device)
+    return LookAhead(*what, options.batch_size, loss.precision, setting.device)
 
 
-def _fit_micro_batch(setting: TrainingSetting, state: TrainState, loss: StepLoss) -> TrainConfig:
+def _fit_micro_batch(
+    setting: TrainingSetting, options: TrainConfig, state: TrainState, loss: StepLoss
+) -> TrainConfig:
     """The options with the largest micro-batch that fits, if the job looks for it.
 
     A step has as many sequences as before. A resumed run keeps the micro-batch that it found at
     first, so that its sums are of the same terms.
     """
-    options = setting.options
     if not options.auto_batch:
         return options
     if state.progress.batch_size is not None:
@@ -132,7 +146,7 @@ def _fit_micro_batch(setting: TrainingSetting, state: TrainState, loss: StepLoss
 
     found = find_fitting_micro_batch(options, attempt)
     # Devices may have different amounts of free memory.
-    found = resize_micro_batch(options, state.group.find_least(found.batch_size))
+    found = resize_micro_batch(options, min(state.group.gather(found.batch_size)))
     if found != options:
         message = f"batch_size {options.batch_size} does not fit: {found.batch_size} is used."
         setting.monitor.emit("warning", message=message)

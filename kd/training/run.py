@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
-from kd.config.job import JobConfig
+from kd.config.checks import ChecksConfig
 from kd.config.train import TrainConfig
 from kd.memory.parallel import RankMemory
 from kd.models.layers import group_layers
@@ -44,9 +44,11 @@ class Run:
     from an earlier one.
     """
 
-    config: JobConfig
     #: The job's train section; its micro-batch becomes smaller where memory runs out.
     options: TrainConfig
+    checks: ChecksConfig
+    #: Whether the student began with random weights.
+    is_fresh: bool
     source: Source
     folder: Path
     monitor: Monitor
@@ -137,13 +139,3 @@ class Run:
         """The micro-batches of each step that is left."""
         steps = range(self.progress.step, self.steps)
         return read_training_batches(self.source, self.options, steps, self.group.readers)
-
-    def read_next_batches(self, count: int) -> Iterator[Batch]:
-        """The first micro-batch of each of the next ``count`` steps.
-
-        They exist for a finished run too.
-        """
-        steps = range(self.progress.step, self.progress.step + count)
-        group = self.group.readers
-        for micro_batches in read_training_batches(self.source, self.options, steps, group):
-            yield micro_batches[0]

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,15 +42,25 @@ def skip_batch(run: Run, step: Step) -> None:
     if run.group.staged:
         # A gradient of one sequence alone would need a schedule of its own for each.
         raise make_error(run, step, "With train.strategy pipeline the batch is not searched.")
-    faulty = find_faulty_sequences(run, step)
-    batches = [batch for _, batch in faulty] or [
-        batch.to(run.device) for batch in step.micro_batches
+    # Every rank tries all sequences of the step, in the same order.
+    faulty = [
+        (number, batch.to(run.device))
+        for number, batch in read_step_sequences(run.source, run.options, step.number)
+        if not is_sound(run, step, batch.to(run.device))
     ]
-    where = locate_fault(run, step, batches)
+    if is_sharded(run.loss_module):
+        # The search looks at single modules, whose weights no rank has.
+        where = "With train.strategy fsdp the place of the fault is not searched."
+    else:
+        batches = [batch for _, batch in faulty] or [
+            batch.to(run.device) for batch in step.micro_batches
+        ]
+        compute_loss = partial(compute_mean_loss, run, step)
+        where = locate_nonfinite(run.student, batches, run.loss.precision, compute_loss)
     numbers = sorted({number for number, _ in faulty})
     if not is_batch_at_fault(run, step, len(faulty)):
         raise make_error(run, step, f"{where} No other text is free of this fault.")
-    if len(run.progress.skipped) >= run.config.checks.max_skipped:
+    if len(run.progress.skipped) >= run.checks.max_skipped:
         raise make_error(run, step, f"{where} {describe_sequences(numbers)}")
     step.left_out = True
     run.progress.step += 1
@@ -59,28 +68,6 @@ def skip_batch(run: Run, step: Step) -> None:
     verdict = make_skip_verdict(run, step, where)
     run.log.write_verdicts(run.progress.step, [verdict])
     run.monitor.emit("warning", message=verdict.message)
-
-
-def locate_fault(run: Run, step: Step, batches: list[Batch]) -> str:
-    """Say which part of the student first computes a number that is not finite."""
-    if is_sharded(run.loss_module):
-        # It looks at single modules, whose weights no rank has.
-        return "With train.strategy fsdp the place of the fault is not searched."
-    return locate_nonfinite(
-        run.student, batches, run.loss.precision, lambda batch: compute_mean_loss(run, step, batch)
-    )
-
-
-def find_faulty_sequences(run: Run, step: Step) -> list[tuple[int, Batch]]:
-    """The sequences of ``step`` whose loss or gradient alone is not finite, with their numbers.
-
-    Every rank tries all of them, in the same order.
-    """
-    return [
-        (number, batch.to(run.device))
-        for number, batch in read_step_sequences(run.source, run.options, step.number)
-        if not is_sound(run, step, batch.to(run.device))
-    ]
 
 
 def is_batch_at_fault(run: Run, step: Step, faulty: int) -> bool:
@@ -119,20 +106,14 @@ def is_sound(run: Run, step: Step, batch: Batch) -> bool:
     if not finite or enough:
         reshard(run.loss_module)
         return finite
-    gradients = (
-        compute_part_gradients(run, loss)
-        if sharded
-        else torch.autograd.grad(loss, run.trained, allow_unused=True)
-    )
+    gradients: Iterable[Tensor | None]
+    if sharded:
+        loss.backward()
+        gradients = [each.grad for each in run.trained]  # the parts that this rank has
+        drop_gradients(run)
+    else:
+        gradients = torch.autograd.grad(loss, run.trained, allow_unused=True)
     return not run.group.any(not are_finite(each for each in gradients if each is not None))
-
-
-def compute_part_gradients(run: Run, loss: Tensor) -> list[Tensor]:
-    """The parts that this rank has of the gradients of ``loss``."""
-    loss.backward()
-    gradients = [each.grad for each in run.trained if each.grad is not None]
-    drop_gradients(run)
-    return gradients
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
@@ -157,7 +138,7 @@ def describe_sequences(numbers: list[int]) -> str:
 
 def make_error(run: Run, step: Step, where: str) -> NotFinite:
     """The error of a run that cannot go on without this batch."""
-    most = run.config.checks.max_skipped
+    most = run.checks.max_skipped
     skipped = run.progress.skipped
     newest = checkpoint.find_newest_checkpoint(run.checkpoints)
     last_good = f"The last good checkpoint is {newest}. " if newest is not None else ""
@@ -174,13 +155,8 @@ def make_error(run: Run, step: Step, where: str) -> NotFinite:
 def make_skip_verdict(run: Run, step: Step, where: str) -> Verdict:
     """The verdict on a batch that is left out, with its number among those of the run."""
     skipped = run.progress.skipped
-    most = run.config.checks.max_skipped
-    facts: dict[str, Any] = {
-        **skipped[-1],
-        "loss": step.loss,
-        "grad_norm": step.grad_norm,
-        "skipped": len(skipped),
-    }
+    most = run.checks.max_skipped
+    facts = skipped[-1] | {"loss": step.loss, "grad_norm": step.grad_norm, "skipped": len(skipped)}
     message = (
         f"At step {step.number + 1} the loss is {step.loss:.4g} and the gradient's norm "
         f"{step.grad_norm:.4g}, twice: its batch is left out ({len(skipped)} of at most {most}). "

@@ -21,8 +21,7 @@ from kd.loss.fused import LossTerms, compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.ramps import evaluate_ramp
 from kd.loss.sparse_targets import SparseTarget
-from kd.loss.tail_control import HeadCorrection, TailControl
-from kd.loss.targets import Targets
+from kd.loss.tail_control import TailControl
 from kd.loss.temperature import TemperatureControl
 from kd.loss.token_weights import measure_mean_weight
 from kd.models.lm_head import LMHead
@@ -85,11 +84,19 @@ class StepLoss:
         ``mean_weight`` is that of the step (``measure_mean_weight``); None = of the batch alone.
         """
         with self.clock.phase("forward"):
-            hidden_ND, balance = self._run_student(batch)
+            inputs = (self.student, batch, self.precision)
+            if self.routers is None:
+                hidden_ND, balance = compute_target_hidden_states(*inputs), None
+            else:
+                hidden_ND, balance = self.routers.run(*inputs)
         with self.clock.phase("head"):
             targets = self.decoder.decode(batch.gold_N, batch.teacher, T)
             objective = self.objective.with_alpha(alpha).with_mean_weight(mean_weight)
-            correction = self._correct(hidden_ND, targets)
+            correction = None
+            if self.control is not None and isinstance(targets.teacher, SparseTarget):
+                self.control.observe(hidden_ND)
+                if self.control.applies:
+                    correction = self.control.correct(targets.teacher)
             terms = compute_distillation_loss(
                 hidden_ND, self.live_head, targets, objective, self.logits_chunk, correction
             )
@@ -97,19 +104,6 @@ class StepLoss:
             if self.features is not None:
                 extra.append(self.features(hidden_ND, targets))
             return terms._replace(total=sum(extra, terms.total))
-
-    def _correct(self, hidden_ND: Tensor, targets: Targets) -> HeadCorrection | None:
-        """Return the correction for the tails of ``targets``, and remember the hidden states."""
-        if self.control is None or not isinstance(targets.teacher, SparseTarget):
-            return None
-        self.control.observe(hidden_ND)
-        return self.control.correct(targets.teacher) if self.control.applies else None
-
-    def _run_student(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The student's hidden states (N, D), and the balance loss of its routers if it has one."""
-        if self.routers is None:
-            return compute_target_hidden_states(self.student, batch, self.precision), None
-        return self.routers.run(self.student, batch, self.precision)
 
     def rehearse(self, batch: Batch) -> Tensor:
         """The loss of ``batch`` as at the first step, without a gradient of the temperature."""

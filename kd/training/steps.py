@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from kd.checks.gradients import check_gradients, compute_gradient_norms
 from kd.checks.initial_loss import check_initial_loss
-from kd.checks.verdict import Verdict
 from kd.errors import OutOfMemory
 from kd.loss.fused import LossTerms
 from kd.loss.ramps import evaluate_ramp
@@ -115,9 +114,8 @@ def is_finite(run: Run, step: Step) -> bool:
     """Whether the loss and the gradient of the step are finite."""
     # The loss scaler skips a step whose gradients overflow, so in float16 an infinite norm is no
     # error.
-    return math.isfinite(
-        step.loss if run.loss.precision.scales_loss else step.loss + step.grad_norm
-    )
+    norm = 0.0 if run.loss.precision.scales_loss else step.grad_norm
+    return math.isfinite(step.loss + norm)
 
 
 def drop_gradients(run: Run) -> None:
@@ -154,18 +152,13 @@ def forward_backward(run: Run, step: Step) -> None:
             with run.clock.phase("stages"):
                 run.loss_module.run_step(step.micro_batches, compute_share)
         else:
-            add_gradients(run, step, compute_share)
+            for number, micro_batch in enumerate(step.micro_batches, start=1):
+                with synchronising(run.loss_module, last=number == len(step.micro_batches)):
+                    share = compute_share(micro_batch.to(run.device))
+                    with run.clock.phase("backward"):
+                        run.state.scaler.scale(share).backward()
     sums = run.group.add_(sums)
     step.loss, step.kd_loss, step.ce_loss, step.entropy = (sums / step.tokens).tolist()
-
-
-def add_gradients(run: Run, step: Step, compute_share: Callable[[Batch], Tensor]) -> None:
-    """Compute the loss of one micro-batch after the other, and add up the gradients."""
-    for number, micro_batch in enumerate(step.micro_batches, start=1):
-        with synchronising(run.loss_module, last=number == len(step.micro_batches)):
-            share = compute_share(micro_batch.to(run.device))
-            with run.clock.phase("backward"):
-                run.state.scaler.scale(share).backward()
 
 
 def measure_gradients(run: Run, step: Step) -> None:
@@ -176,34 +169,32 @@ def measure_gradients(run: Run, step: Step) -> None:
     step.loss_scale = float(run.state.scaler.get_scale())
     run.state.scaler.unscale_(run.state.optimizer)
     if is_reported(run, step):
-        measure_norms(run, step)
+        # The groups of stages are parts, whose norms tell nothing of the whole.
+        groups = [] if run.group.staged else run.groups
+        norms = compute_gradient_norms([*run.layers, *groups])
+        step.group_norms = {name: norms.pop(name) for name, _ in groups}
+        step.layer_norms = join_stages(run, norms)
     # Before clipping, which turns all gradients into 0 where the norm is infinite.
     first = step.number == len(run.progress.skipped)
-    verdicts = check_first_step(run, step) if first else []
+    verdicts = []
+    if first and run.checks.alarms:
+        scaled = run.loss.precision.scales_loss
+        tokens_N = torch.cat([each.tokens_BL.flatten()[each.rows_N] for each in step.micro_batches])
+        verdicts = [
+            check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, run.is_fresh),
+            check_gradients(run.student, scaled, run.group, tokens_N),
+        ]
     if run.options.adaptive_clipping is not None:
         clip_rows(run.clipped, run.options.adaptive_clipping)
     limit = run.options.max_grad_norm or math.inf
-    step.grad_norm = float(clip_gradients(run, limit))
+    # By the common norm of all ranks.
+    if isinstance(run.loss_module, StageLoss):
+        norm = run.loss_module.clip_(run.trained, limit)
+    else:
+        norm = make_whole(nn.utils.clip_grad_norm_(run.trained, limit))
+    step.grad_norm = float(norm)
     if is_finite(run, step):
         run.log.write_verdicts(step.number, verdicts)
-
-
-def measure_norms(run: Run, step: Step) -> None:
-    """Measure the norm of the gradient in each layer, and in each group of the optimiser.
-
-    The groups of stages are parts, whose norms tell nothing of the whole.
-    """
-    groups = [] if run.group.staged else run.groups
-    norms = compute_gradient_norms([*run.layers, *groups])
-    step.group_norms = {name: norms.pop(name) for name, _ in groups}
-    step.layer_norms = join_stages(run, norms)
-
-
-def clip_gradients(run: Run, limit: float) -> Tensor:
-    """Clip the gradients of all ranks by their common norm, and return the norm before it."""
-    if isinstance(run.loss_module, StageLoss):
-        return run.loss_module.clip_(run.trained, limit)
-    return make_whole(nn.utils.clip_grad_norm_(run.trained, limit))
 
 
 def join_stages(run: Run, own: dict[str, float]) -> dict[str, float]:
@@ -220,20 +211,6 @@ def is_reported(run: Run, step: Step) -> bool:
     """Whether the step's metrics are written: every ``logging_steps`` steps, and at the end."""
     number = step.number + 1
     return number % run.options.logging_steps == 0 or number == run.steps
-
-
-def check_first_step(run: Run, step: Step) -> list[Verdict]:
-    """The verdicts on the loss and the gradients of the first backward pass."""
-    config = run.config
-    if not config.checks.alarms:
-        return []
-    fresh = config.student is not None and config.student.init is not None
-    scaled = run.loss.precision.scales_loss
-    tokens_N = torch.cat([each.tokens_BL.flatten()[each.rows_N] for each in step.micro_batches])
-    return [
-        check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, fresh),
-        check_gradients(run.student, scaled, run.group, tokens_N),
-    ]
 
 
 # ---------------------------------------------------------------------- steps that fail
@@ -270,9 +247,8 @@ def roll_back(run: Run, step: Step) -> bool:
     Raises ``TrainingError`` after more roll-backs than the job allows.
     """
     newest = checkpoint.find_newest_checkpoint(run.checkpoints)
-    verdict = run.watch.make_spike_verdict(
-        step.number + 1, step.loss, run.progress.rollbacks, newest
-    )
+    rollbacks = run.progress.rollbacks
+    verdict = run.watch.make_spike_verdict(step.number + 1, step.loss, rollbacks, newest)
     if verdict.ok:
         run.monitor.report_alive(stepping=False)
         run.state.optimizer.zero_grad(set_to_none=True)

@@ -58,9 +58,8 @@ class CheckpointUploads:
     def __enter__(self) -> Self:
         if self._run is not None:
             remove_path(self._folder)  # a killed process may have left it
-            self._thread = threading.Thread(
-                target=self._work, args=(self._run,), name="checkpoint-uploads", daemon=True
-            )
+            name = "checkpoint-uploads"
+            self._thread = threading.Thread(None, self._work, name, (self._run,), daemon=True)
             self._thread.start()
         return self
 
@@ -94,24 +93,26 @@ class CheckpointUploads:
             self._count += 1
             place = self._folder / str(self._count)
             link_folder(path, place / path.name)
-            size = self._link_history(place / HISTORY)
+            history = place / HISTORY
+            size = 0
+            # It is only appended to or replaced, so its size tells what belongs to the checkpoint.
+            if self._history.exists():
+                try:
+                    os.link(self._history, history)
+                except OSError:  # a disk without links
+                    shutil.copyfile(self._history, history)
+                size = history.stat().st_size
             self._waiting = _Upload(place / path.name, size, limit, keep_step)
             self._changed.notify()
-
-    def _link_history(self, link: Path) -> int:
-        """Link the history, which is only appended to or replaced; return its size now."""
-        if not self._history.exists():
-            return 0
-        try:
-            os.link(self._history, link)
-        except OSError:  # a disk without links
-            shutil.copyfile(self._history, link)
-        return link.stat().st_size
 
     def _work(self, run: StoredRun) -> None:
         while (upload := self._take()) is not None:
             try:
-                run.put_checkpoint(upload.folder, _read_history(upload))
+                history = b""
+                if upload.history_bytes:
+                    with (upload.folder.parent / HISTORY).open("rb") as file:
+                        history = file.read(upload.history_bytes)
+                run.put_checkpoint(upload.folder, history)
                 run.prune_checkpoints(upload.limit, upload.keep_step)
                 self._problem = ""
             except (StorageError, OSError) as error:
@@ -135,10 +136,3 @@ class CheckpointUploads:
 def describe_failed_upload(folder: Path, error: Exception) -> str:
     """Say that the checkpoint in ``folder`` is on this disk alone."""
     return f"The checkpoint {folder.name} could not be copied to the bucket: {error}"
-
-
-def _read_history(upload: _Upload) -> bytes:
-    if not upload.history_bytes:
-        return b""
-    with (upload.folder.parent / HISTORY).open("rb") as file:
-        return file.read(upload.history_bytes)

@@ -14,8 +14,8 @@ import torch
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, DataError, ModelError
 from kd.evaluation.baseline import build_starting_student
-from kd.evaluation.comparison import TEACHER
-from kd.evaluation.measure import BASELINE, BEFORE, STUDENT
+from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT
+from kd.evaluation.teacher_comparison import TEACHER
 from kd.examine import ExaminedModel, examine, render_examination
 from kd.files import read_json
 from kd.models.loading import load_model

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from cache.records import Sequences
-from kd.evaluation.comparison import CHUNK_ELEMENTS, TEACHER, EvaluatedModel
+from kd.evaluation.teacher_comparison import CHUNK_ELEMENTS, TEACHER, EvaluatedModel
 from kd.files import write_text
 from kd.loss.targets import widen_logprobs
 from kd.models.layers import find_device
@@ -129,13 +129,20 @@ def score_models(models: Mapping[str, EvaluatedModel], batch: Batch) -> dict[str
             parts.append(
                 {name: _score(q_NV, batch.gold_N[rows]) for name, q_NV in logprobs.items()}
             )
-            divergences += [
-                _compute_kl(widen_logprobs(logprobs[TEACHER], q_NV.shape[1]), q_NV)
-                for name, q_NV in logprobs.items()
-                if TEACHER in logprobs and name != TEACHER
-            ]
+            for name, q_NV in logprobs.items():
+                if TEACHER in logprobs and name != TEACHER:
+                    p_NV = widen_logprobs(logprobs[TEACHER], q_NV.shape[1])
+                    # A token with p = 0 adds nothing, whatever its q is.
+                    terms_NV = torch.where(p_NV.isneginf(), 0.0, p_NV.exp() * (p_NV - q_NV))
+                    divergences.append(terms_NV.sum(1))
     return {
-        "models": {name: _join(part[name] for part in parts) for name in models},
+        "models": {
+            name: {
+                column: _round(torch.cat([part[name][column] for part in parts]))
+                for column in parts[0][name]
+            }
+            for name in models
+        },
         "kl": _round(torch.cat(divergences)) if divergences else None,
     }
 
@@ -153,17 +160,6 @@ def _score(q_NV: Tensor, gold_N: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _compute_kl(p_NV: Tensor, q_NV: Tensor) -> Tensor:
-    """KL(p || q) of each position (N,); a token with p = 0 adds nothing, whatever its q is."""
-    terms_NV = torch.where(p_NV.isneginf(), 0.0, p_NV.exp() * (p_NV - q_NV))
-    return terms_NV.sum(1)
-
-
-def _join(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Any]:
-    found = list(parts)
-    return {name: _round(torch.cat([part[name] for part in found])) for name in found[0]}
-
-
 def _round(values: Tensor) -> list[Any]:
     """List a tensor; floats with few digits, which keeps the file small."""
     if not values.is_floating_point():
@@ -177,15 +173,16 @@ def decode_each(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> dict[
 
     That is so for a part of a character, and for an id beyond the tokenizer's own.
     """
-    return {str(each): _decode_one(each, tokenizer) for each in ids}
-
-
-def _decode_one(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    name: Any = tokenizer.convert_ids_to_tokens(token)
-    if name is None:  # the id is beyond the tokenizer's own
-        return f"<{token}>"
-    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-    if not text or "\ufffd" in text:
-        return str(name)
-    # SentencePiece drops the space at the beginning of a text.
-    return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text
+    texts = {}
+    for token in ids:
+        name: Any = tokenizer.convert_ids_to_tokens(token)
+        if name is None:  # the id is beyond the tokenizer's own
+            texts[str(token)] = f"<{token}>"
+            continue
+        text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        if not text or "\ufffd" in text:
+            text = str(name)
+        elif name.startswith("\u2581") and not text.startswith(" "):
+            text = f" {text}"  # SentencePiece drops the space at the beginning of a text
+        texts[str(token)] = text
+    return texts

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from kd.config.train import TrainConfig
 from kd.memory.activation_checkpointing import group_layers
 from kd.memory.parallel import ParallelStrategy
 from kd.models.layers import find_decoder_layers
@@ -31,28 +32,40 @@ class StepParts:
     average: Averager | None
 
     @classmethod
-    def of(cls, setting: TrainingSetting, loss: StepLoss, strategy: ParallelStrategy) -> StepParts:
+    def of(
+        cls,
+        setting: TrainingSetting,
+        options: TrainConfig,
+        loss: StepLoss,
+        strategy: ParallelStrategy,
+    ) -> StepParts:
         """Make them in the one order that works: each refers to parameters of the one before."""
         student = setting.student
-        options = setting.options
+        group = setting.group
         # Before anything refers to a parameter: the parts of sharded parameters are new ones.
-        loss_module = _make_loss_module(setting, loss, strategy)
+        loss_module = _make_loss_module(setting, options, loss, strategy)
         loss = replace(loss, lm_head=loss.live_head)
         projections = loss.features.parameters() if loss.features is not None else ()
         # Where the parameters are, which may be the host while the passes run on a GPU.
         optimizer = make_optimizer(student, projections, options, student.device)
-        if setting.group.staged:
-            # After the optimiser, whose groups are those of the whole student.
-            loss_module = _cut_student(setting, loss, optimizer)
+        if group.staged:
+            # After the optimiser, whose groups are those of the whole student: this rank keeps one
+            # stage of it, and the parameters of that stage.
+            stage = cut(student, group.rank, group.size, loss.precision)
+            keep_owned(optimizer, stage.owned)
+            bubble = compute_bubble(group.size, options.gradient_accumulation_steps)
+            phase = f"pipeline; each waits for {bubble:.0%} of a step"
+            phase = f"training on {group.size} devices ({phase})"
+            setting.monitor.emit("stage", stage="train", phase=phase)
+            loss_module = StageLoss(stage, group, loss.device)
         average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
         return cls(loss, loss_module, optimizer, average)
 
 
 def _make_loss_module(
-    setting: TrainingSetting, loss: StepLoss, strategy: ParallelStrategy
+    setting: TrainingSetting, options: TrainConfig, loss: StepLoss, strategy: ParallelStrategy
 ) -> nn.Module:
     """Make all parameters one module, which exchanges gradients where there are several ranks."""
-    options = setting.options
     group = setting.group
     parts = [loss.student] if loss.features is None else [loss.student, loss.features]
     whole = WholeLoss(parts)
@@ -69,16 +82,3 @@ def _make_loss_module(
     taken = {layer for each in together for layer in each}
     groups = [*together, *([layer] for layer in layers if layer not in taken)]
     return shard(whole, groups, loss.precision.dtype, loss.device, group, options.fsdp_offload)
-
-
-def _cut_student(
-    setting: TrainingSetting, loss: StepLoss, optimizer: torch.optim.Optimizer
-) -> StageLoss:
-    """Leave one stage of the student on this rank, and its parameters alone in ``optimizer``."""
-    group = setting.group
-    stage = cut(loss.student, group.rank, group.size, loss.precision)
-    keep_owned(optimizer, stage.owned)
-    bubble = compute_bubble(group.size, setting.options.gradient_accumulation_steps)
-    phase = f"training on {group.size} devices (pipeline; each waits for {bubble:.0%} of a step)"
-    setting.monitor.emit("stage", stage="train", phase=phase)
-    return StageLoss(stage, group, loss.device)

@@ -7,7 +7,6 @@ from transformers import PreTrainedModel
 
 from cache.codec import Codec
 from cache.rounding import UNKNOWN_ENTROPY
-from kd.config.job import JobConfig
 from kd.config.loss import LossConfig
 from kd.errors import ConfigError, Problem
 from kd.models.routers import find_router_balance
@@ -19,17 +18,17 @@ from kd.text.batches import Source
 ENTROPY_SAMPLE = 8
 
 
-def require_served(config: JobConfig, codec: Codec | None) -> None:
+def require_served(loss: LossConfig, codec: Codec | None) -> None:
     """Raise ``ConfigError`` if records of ``codec`` cannot serve the loss at each temperature."""
-    if not config.needs_cache or codec is None:
+    if loss.hard_labels_only or codec is None:
         return
-    if problems := config.loss.list_unserved(codec.profile, codec.temperatures):
+    if problems := loss.list_unserved(codec.profile, codec.temperatures):
         raise ConfigError(problems)
 
 
-def require_entropies(config: JobConfig, source: Source) -> None:
+def require_entropies(loss: LossConfig, source: Source) -> None:
     """Raise ``ConfigError`` if the loss needs the teacher's entropies and the records hold none."""
-    if config.loss.entropy_weighting == 0.0 or source.codec is None:
+    if loss.entropy_weighting == 0.0 or source.codec is None:
         return
     _, records = source.read(np.arange(min(source.train_count, ENTROPY_SAMPLE)))
     if records is not None and len(records) and (records["entropy"] == UNKNOWN_ENTROPY).all():
@@ -38,13 +37,13 @@ def require_entropies(config: JobConfig, source: Source) -> None:
         raise ConfigError([Problem("/loss/entropy_weighting", detail, remedy)])
 
 
-def require_stages(config: LossConfig, student: PreTrainedModel, stages: int) -> None:
+def require_stages(loss: LossConfig, student: PreTrainedModel, stages: int) -> None:
     """Raise ``ModelError`` or ``ConfigError`` where ``student`` cannot be trained in ``stages``.
 
     It may be hollow. What only its numbers show is found when it is cut.
     """
     require_cuttable(student, stages)
-    if find_router_balance(student, config.router_balance) is not None:
+    if find_router_balance(student, loss.router_balance) is not None:
         detail = (
             "train.strategy is pipeline, but no stage sees the routers of all layers of a "
             f"{type(student).__name__}."

@@ -1,18 +1,17 @@
-"""What a training is made of, its device, and the precision of its products."""
+"""What a training works with: data, student, ranks, device and precision."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
 from kd.models.layers import is_hollow
-from kd.models.precision import Precision, pick_device, set_tf32
+from kd.models.precision import Precision, set_tf32
 from kd.models.products.float8 import require_float8
 from kd.parallel.group import Group
 from kd.parallel.values import require_same_parameters
@@ -22,10 +21,11 @@ from kd.text.batches import Source
 
 @dataclass(frozen=True)
 class TrainingSetting:
-    """What a training is made of, its device, and the precision of its products."""
+    """What a training works with. What the job asks for is in its sections, which come beside it.
 
-    config: JobConfig
-    options: TrainConfig
+    ``vocabulary`` is that of the records; ``device`` and ``precision`` are those of the passes.
+    """
+
     source: Source
     student: PreTrainedModel
     vocabulary: int
@@ -35,32 +35,16 @@ class TrainingSetting:
     device: torch.device
     precision: Precision
 
-    @classmethod
-    def of(
-        cls,
-        config: JobConfig,
-        source: Source,
-        student: PreTrainedModel,
-        vocabulary: int,
-        folder: Path,
-        monitor: Monitor,
-        group: Group,
-    ) -> TrainingSetting:
-        """Choose device and precision, and bring the student to where it is at first."""
-        options = config.require_train()
-        if options.strategy == "pipeline" and not group.alone:
-            group = replace(group, staged=True)
-        device = pick_device()
-        precision = Precision.choose(options.precision, device)
-        if options.fp8:
-            require_float8(device)
-        set_tf32(device, options.tf32)
-        require_same_parameters(student, group)
-        if not is_hollow(student):
-            nn.Module.to(student, choose_first_place(options, device, group))
-        return cls(
-            config, options, source, student, vocabulary, folder, monitor, group, device, precision
-        )
+
+def place_student(setting: TrainingSetting, options: TrainConfig) -> None:
+    """Bring the student to where it is at first, which is the same student on every rank."""
+    if options.fp8:
+        require_float8(setting.device)
+    set_tf32(setting.device, options.tf32)
+    require_same_parameters(setting.student, setting.group)
+    if not is_hollow(setting.student):
+        place = choose_first_place(options, setting.device, setting.group)
+        nn.Module.to(setting.student, place)
 
 
 def choose_first_place(options: TrainConfig, device: torch.device, group: Group) -> torch.device:

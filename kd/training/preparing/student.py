@@ -7,7 +7,9 @@ from dataclasses import asdict, replace
 import torch
 from transformers import PreTrainedModel
 
-from kd.config.job import JobConfig
+from kd.config.data import DataConfig
+from kd.config.loss import LossConfig
+from kd.config.train import TrainConfig
 from kd.loss.chunk_size import suits_kernels
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import offload_activations
@@ -28,28 +30,31 @@ from kd.training.preparing.requirements import require_stages
 from kd.training.preparing.setting import TrainingSetting
 
 
-def examine_student(setting: TrainingSetting) -> tuple[LMHead, RankMemory, ParallelStrategy]:
+def examine_student(
+    setting: TrainingSetting, data: DataConfig, loss: LossConfig, options: TrainConfig
+) -> tuple[LMHead, RankMemory, ParallelStrategy]:
     """Check that the job can train its student, and choose the strategy.
 
     Rank 0 alone runs the student; the others do as it found. Returns the LM head, an estimate of
     the memory of a step on a rank, and the strategy.
     """
-    config = setting.config
     student = setting.student
     group = setting.group
-    options = config.require_train()
-    length = config.data.sequence_length
+    length = data.sequence_length
     require_context(student, length)
     if group.staged:
-        require_stages(config.loss, student, group.size)
+        require_stages(loss, student, group.size)
     if group.leads:
         require_causal(student, length)
     lm_head = find_student_head(student, setting.vocabulary)
     # The weights of the other ranks have no values yet that could show it.
     scale, softcap = group.share((lm_head.scale, lm_head.softcap))
     lm_head = replace(lm_head, scale=scale, softcap=softcap)
-    if config.data.packing:
-        _isolate_documents_alike(student, group)
+    if data.packing:
+        if group.leads:
+            isolate_documents(student)
+        if group.share(uses_packed_attention(student)):
+            use_packed_attention(student)
         warn_of_mask(student, length, setting.monitor)
     if options.is_pure_bfloat16:
         # The checks above need all bits of float32, and all that follows sees the rounded weights.
@@ -58,24 +63,17 @@ def examine_student(setting: TrainingSetting) -> tuple[LMHead, RankMemory, Paral
     room = None if None in rooms else min(rooms)
     found = None
     if group.leads:
-        in_kernels = suits_kernels(setting.source.codec, config.loss.divergence)
+        in_kernels = suits_kernels(setting.source.codec, loss.divergence)
         kernels = setting.device.type == "cuda" and in_kernels
         sizes = (length, setting.vocabulary, setting.precision)
         step = describe_step(student, options, *sizes, kernels=kernels, device=setting.device)
-        strategy = _choose_strategy(config, step, room, group)
+        strategy = _choose_strategy(loss, step, room, group)
         found = asdict(estimate_rank(step, Split(strategy, group.size))), strategy
     fields, strategy = group.share(found)
     memory = RankMemory(**fields)
     if warning := memory.warning(room):
         setting.monitor.emit("warning", message=warning)
     return lm_head, memory, strategy
-
-
-def _isolate_documents_alike(student: PreTrainedModel, group: Group) -> None:
-    if group.leads:
-        isolate_documents(student)
-    if group.share(uses_packed_attention(student)):
-        use_packed_attention(student)
 
 
 def _measure_room(student: PreTrainedModel, device: torch.device) -> int | None:
@@ -87,7 +85,7 @@ def _measure_room(student: PreTrainedModel, device: torch.device) -> int | None:
 
 
 def _choose_strategy(
-    config: JobConfig, step: StepShape, room: int | None, group: Group
+    loss: LossConfig, step: StepShape, room: int | None, group: Group
 ) -> ParallelStrategy:
     """Return the job's strategy, or what "auto" means for it."""
     asked = step.options.strategy
@@ -95,13 +93,12 @@ def _choose_strategy(
         return "single"
     if asked != "auto":
         return asked
-    return "ddp" if needs_whole_gradients(config.loss) else choose_strategy(step, group.size, room)
+    return "ddp" if needs_whole_gradients(loss) else choose_strategy(step, group.size, room)
 
 
-def change_layers(setting: TrainingSetting) -> None:
+def change_layers(setting: TrainingSetting, options: TrainConfig) -> None:
     """Let the layers multiply in float8, and checkpoint or offload what they keep, as asked."""
     student = setting.student
-    options = setting.options
     group = setting.group
     if options.fp8:
         multiply_in_float8(student)

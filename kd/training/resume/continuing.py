@@ -18,14 +18,14 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
 from cache.disk import make_folder, storage_errors
-from kd.config.job import JobConfig
+from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem, TrainingError
 from kd.files import whole_folder
 from kd.optim.schedules import Plateau, make_scheduler
 from kd.training import checkpoint
 from kd.training.early_stopping import find_best_step
-from kd.training.resume.identity import compute_stems
+from kd.training.resume.identity import RunIdentity
 from kd.training.saved.state import TrainState
 
 #: The least share of the peak at which a constant rate still trains.
@@ -40,19 +40,14 @@ class Earlier:
     identity: str
 
 
-def find_earlier(
-    config: JobConfig, run_dir: Path, identity: str, source_identity: str
-) -> Earlier | None:
-    """Find the shorter run that ``config`` continues.
+def find_earlier(resume: ResumeConfig, run_dir: Path, identity: RunIdentity) -> Earlier | None:
+    """Find the shorter run that the job in ``run_dir`` continues; None if it has begun already.
 
-    None where the job does not ask for that, and where its own checkpoints exist already. Raises
-    ``ConfigError`` where the run that it names cannot go on as this job.
+    Raises ``ConfigError`` if the run that it names cannot go on as this job.
     """
-    if config.resume is None:
-        return None
     own = run_dir / "checkpoints"
     newest = checkpoint.read_newest_state(own)
-    named = config.resume.run
+    named = resume.run
     if newest is None and named is None:
         return None
     folder = own
@@ -61,10 +56,10 @@ def find_earlier(
         newest = checkpoint.read_newest_state(folder)
         if newest is None:
             raise _refuse("/resume/run", f"the run {named} has no checkpoint.", _NAME_A_RUN)
-    if newest["identity"] == identity:
-        return None if folder == own else Earlier(folder, identity)
-    stem = compute_stems(config, source_identity)[config.resume.schedule]
-    if newest["progress"].get("stems", {}).get(config.resume.schedule) != stem:
+    if newest["identity"] == identity.own:
+        return None if folder == own else Earlier(folder, identity.own)
+    shared = newest["progress"].get("stems", {}).get(resume.schedule)
+    if shared != identity.shared[resume.schedule]:
         if folder == own:
             return None  # the checkpoint itself is refused, with what differs
         raise _refuse(
@@ -83,13 +78,16 @@ def read_schedule_start(run_dir: Path) -> int:
 
 
 def make_resumed_scheduler(
-    optimizer: torch.optim.Optimizer, config: JobConfig, steps: int, began: int
+    optimizer: torch.optim.Optimizer,
+    options: TrainConfig,
+    resume: ResumeConfig | None,
+    steps: int,
+    began: int,
 ) -> Any:
     """Make the schedule of a run of ``steps`` steps whose present schedule began at ``began``."""
-    options = config.require_train()
-    if not began or config.resume is None or config.resume.schedule == "extend":
+    if not began or resume is None or resume.schedule == "extend":
         return make_scheduler(optimizer, options, steps)
-    if config.resume.schedule == "constant":
+    if resume.schedule == "constant":
         return make_scheduler(optimizer, _hold_rate(options), steps)
     return make_scheduler(optimizer, options, steps - began)
 
@@ -99,13 +97,14 @@ def _hold_rate(options: TrainConfig) -> TrainConfig:
     return options.model_copy(update=held)
 
 
-def lengthen(state: TrainState, config: JobConfig, steps: int) -> TrainState:
+def lengthen(
+    state: TrainState, options: TrainConfig, resume: ResumeConfig, steps: int
+) -> TrainState:
     """Let ``state``, which the earlier run's checkpoint has filled, go on to ``steps`` steps.
 
     Raises ``ConfigError`` where there is no step left, and ``TrainingError`` where a constant rate
     would train nothing.
     """
-    assert config.resume is not None
     progress = state.progress
     if progress.step >= steps:
         raise _refuse(
@@ -115,19 +114,19 @@ def lengthen(state: TrainState, config: JobConfig, steps: int) -> TrainState:
         )
     progress.evaluations_since_best = 0
     progress.evaluation_due = False
-    match config.resume.schedule:
+    match resume.schedule:
         case "extend":
             if not isinstance(state.scheduler, Plateau):  # it depends on no length
-                state = replace(state, scheduler=_repeat(state, config, steps))
+                state = replace(state, scheduler=_repeat(state, options, steps))
             progress.schedule_began = 0
         case "restart":
             progress.schedule_began = progress.step
-            _raise_rates(state, config.require_train().learning_rate)
-            scheduler = make_resumed_scheduler(state.optimizer, config, steps, progress.step)
+            _raise_rates(state, options.learning_rate)
+            scheduler = make_scheduler(state.optimizer, options, steps - progress.step)
             state = replace(state, scheduler=scheduler)
         case "constant":
             progress.schedule_began = progress.step
-            state = replace(state, scheduler=_hold(state, config, steps))
+            state = replace(state, scheduler=_hold(state, options, steps))
     return state
 
 
@@ -152,20 +151,21 @@ def forget_lost_best(earlier: Earlier, state: TrainState, options: TrainConfig) 
     )
 
 
-def copy_best(config: JobConfig, run_dir: Path, state: TrainState) -> None:
+def copy_best(
+    options: TrainConfig, resume: ResumeConfig | None, run_dir: Path, state: TrainState
+) -> None:
     """Copy the best checkpoint of the run that this one continues, where early stopping needs it.
 
     Call it after the first checkpoint is saved: a run without one would go on from the best.
     """
-    best = find_best_step(state.progress, config.require_train())
-    if best is None or config.resume is None or config.resume.run is None:
+    best = find_best_step(state.progress, options)
+    if best is None or resume is None or resume.run is None:
         return
-    here = checkpoint.locate_checkpoint(run_dir / "checkpoints", best)
-    named = run_dir.parent / config.resume.run / "checkpoints"
-    there = checkpoint.locate_checkpoint(named, best)
-    if state.group.leads and there.is_dir() and not here.is_dir():
-        with whole_folder(here) as partial:
-            shutil.copytree(there, partial, dirs_exist_ok=True)
+    own = checkpoint.locate_checkpoint(run_dir / "checkpoints", best)
+    named = checkpoint.locate_checkpoint(run_dir.parent / resume.run / "checkpoints", best)
+    if state.group.leads and named.is_dir() and not own.is_dir():
+        with whole_folder(own) as partial:
+            shutil.copytree(named, partial, dirs_exist_ok=True)
     state.group.wait()
 
 
@@ -191,12 +191,12 @@ def _list_peaks(state: TrainState) -> list[float]:
     return [float(group.get(key, group.get("initial_lr", base))) for group, base in rates]
 
 
-def _repeat(state: TrainState, config: JobConfig, steps: int) -> Any:
+def _repeat(state: TrainState, options: TrainConfig, steps: int) -> Any:
     """Make the schedule of ``steps`` steps, at the step where the run stands."""
     # The schedule does not count steps that overflowed, nor batches that were left out.
     taken = state.progress.schedule_began + state.scheduler.last_epoch
     _raise_rates(state)
-    scheduler = make_scheduler(state.optimizer, config.require_train(), steps)
+    scheduler = make_scheduler(state.optimizer, options, steps)
     with warnings.catch_warnings():
         # torch wants a step of the optimiser before each; they were taken by the earlier run.
         warnings.simplefilter("ignore", UserWarning)
@@ -205,18 +205,18 @@ def _repeat(state: TrainState, config: JobConfig, steps: int) -> Any:
     return scheduler
 
 
-def _hold(state: TrainState, config: JobConfig, steps: int) -> Any:
+def _hold(state: TrainState, options: TrainConfig, steps: int) -> Any:
     groups = state.optimizer.param_groups
     rate, peak = float(groups[0]["lr"]), _list_peaks(state)[0]
     if rate < LEAST_SHARE * peak:
         raise TrainingError(
             f"resume.schedule constant would train at a rate of {rate:.3g}, to which "
-            f"{config.require_train().lr_scheduler_type} had fallen from {peak:.3g}.",
+            f"{options.lr_scheduler_type} had fallen from {peak:.3g}.",
             "Set resume.schedule to restart or extend.",
         )
     for group in groups:
         group["initial_lr"] = group["lr"]  # the base of the schedule
-    return make_scheduler(state.optimizer, _hold_rate(config.require_train()), steps)
+    return make_scheduler(state.optimizer, _hold_rate(options), steps)
 
 
 def copy_history(earlier: Earlier, run_dir: Path) -> None:

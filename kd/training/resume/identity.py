@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,29 @@ RATE_FIELDS = frozenset(
 WINDOWS = "windows by decoded bytes"
 
 
-def compute_stems(config: JobConfig, source_identity: str) -> dict[str, str]:
-    """Digests of what a longer run must share with this one, for each ``resume.schedule``.
+@dataclass(frozen=True)
+class RunIdentity:
+    """The digests by which a job finds the checkpoints from which it may go on.
 
-    They leave out what it may change: the length, and with ``restart`` the learning rate.
+    A checkpoint of the job itself has ``own``. One of a shorter run has the digest in ``shared``
+    for the job's ``resume.schedule``: it leaves out what the longer run may change, which is the
+    length, and with ``restart`` the learning rate.
     """
-    rates = LENGTH_FIELDS | RATE_FIELDS
-    free = {"extend": LENGTH_FIELDS, "constant": LENGTH_FIELDS, "restart": rates}
-    alone = config.model_copy(update={"resume": None})
-    return {
-        schedule: compute_resume_identity(alone, source_identity, fields)
-        for schedule, fields in free.items()
-    }
+
+    own: str
+    shared: dict[str, str]
+
+    @classmethod
+    def of(cls, config: JobConfig, source_identity: str) -> RunIdentity:
+        """Compute the digests of a job that trains on the source of this identity."""
+        rates = LENGTH_FIELDS | RATE_FIELDS
+        free = {"extend": LENGTH_FIELDS, "constant": LENGTH_FIELDS, "restart": rates}
+        alone = config.model_copy(update={"resume": None})
+        shared = {
+            schedule: compute_resume_identity(alone, source_identity, fields)
+            for schedule, fields in free.items()
+        }
+        return cls(compute_resume_identity(config, source_identity), shared)
 
 
 def compute_resume_identity(
@@ -106,7 +118,12 @@ def require_same_job(config: JobConfig, run_dir: Path) -> None:
     earlier = _load_earlier_job(run_dir)
     if earlier is None or earlier.train is None:
         return
-    free = _list_free_fields(config)
+    # The fields in which a longer run may differ from the one that it continues.
+    may_change: Set[str] = frozenset()
+    if config.resume is not None:
+        rates = RATE_FIELDS if config.resume.schedule == "restart" else frozenset[str]()
+        may_change = LENGTH_FIELDS | rates
+    free = {f"train.{name}" for name in may_change}
     changed = [
         *_list_changed_fields(_dump_shaping_fields(earlier), _dump_shaping_fields(config)),
         *_list_changed_capture_fields(earlier, config),
@@ -118,14 +135,6 @@ def require_same_job(config: JobConfig, run_dir: Path) -> None:
             f"Give another run folder (--run-dir) or another name, or delete {run_dir} to start "
             "over. The section resume continues a finished run for more steps.",
         )
-
-
-def _list_free_fields(config: JobConfig) -> set[str]:
-    """The dotted names of the fields in which a longer run may differ from the one it continues."""
-    if config.resume is None:
-        return set()
-    free = LENGTH_FIELDS | (RATE_FIELDS if config.resume.schedule == "restart" else frozenset())
-    return {f"train.{name}" for name in free}
 
 
 def _load_earlier_job(run_dir: Path) -> JobConfig | None:

@@ -31,9 +31,24 @@ FILES = ("model.safetensors", "optimizer.safetensors", "extras.safetensors", "ra
 def restore(path: Path, content: dict[str, Any], state: TrainState) -> None:
     """Put all of a checkpoint into ``state``, which may be in the middle of a step."""
     restore_weights(path, content, state)
-    _restore_scheduler(content["scheduler"], state.scheduler)
-    _restore_scaler(content["scaler"], state.scaler)
-    _restore_random(load_file(path / FILES[3]), state.group.rank)
+    schedule = dict(content["scheduler"])
+    if hasattr(state.scheduler, "lr_lambdas"):
+        # They are functions, which the configuration determines.
+        schedule["lr_lambdas"] = [None] * len(state.scheduler.lr_lambdas)
+    state.scheduler.load_state_dict(schedule)
+    if state.scaler.is_enabled():
+        forget_unscaling(state.scaler)
+        # A run on a device without loss scaling saved nothing.
+        if content["scaler"]:
+            state.scaler.load_state_dict(content["scaler"])
+    # A rank that the checkpoint does not know keeps its seed.
+    random = load_file(path / FILES[3])
+    cpu = random.get(name_random_state("cpu", state.group.rank))
+    cuda = random.get(name_random_state("cuda", state.group.rank))
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    if torch.cuda.is_available() and cuda is not None:
+        torch.cuda.set_rng_state(cuda)
     known = {each.name for each in fields(TrainingProgress)}
     saved = TrainingProgress(
         **{key: value for key, value in content["progress"].items() if key in known}
@@ -57,7 +72,12 @@ def _restore_optimizer(path: Path, content: dict[str, Any], state: TrainState) -
     for module in (state.model, *state.extras.values()):
         module.zero_grad(set_to_none=True)
     for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
-        _restore_group(group, saved)
+        # A later step may have added keys to the group that the checkpoint does not have.
+        for key in select_group_numbers(group).keys() - saved.keys():
+            del group[key]
+        for key, value in saved.items():
+            # JSON turned the tuples of betas into lists.
+            group[key] = tuple(value) if isinstance(value, list) else value
     group_of = {
         parameter: group for group in optimizer.param_groups for parameter in group["params"]
     }
@@ -68,7 +88,10 @@ def _restore_optimizer(path: Path, content: dict[str, Any], state: TrainState) -
         if name not in parameters and state.group.staged:
             continue  # another stage has it
         parameter = parameters[name]
-        if isinstance(value, Tensor) and not _stays_on_host(key, group_of[parameter]):
+        group = group_of[parameter]
+        # torch keeps the step count on the CPU, unless a kernel reads it.
+        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+        if isinstance(value, Tensor) and not on_host:
             value = value.to(parameter.device)
         optimizer.state[parameter][key] = value
     for parameter, values in optimizer.state.items():
@@ -110,49 +133,6 @@ def _join_split_tensors(values: dict[str, Any], dtype: torch.dtype) -> None:
         from kd.optim.eight_bit import join_state
 
         values[key] = join_state(found, dtype)
-
-
-def _stays_on_host(key: str, group: dict[str, Any]) -> bool:
-    """Whether torch keeps this state on the CPU: the step count, unless a kernel reads it."""
-    return key == "step" and not (group.get("fused") or group.get("capturable"))
-
-
-def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    # A later step may have added keys to the group that the checkpoint does not have.
-    for key in select_group_numbers(group).keys() - saved.keys():
-        del group[key]
-    for key, value in saved.items():
-        # JSON turned the tuples of betas into lists.
-        group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _restore_scheduler(saved: dict[str, Any], scheduler: Any) -> None:
-    """Restore all but ``lr_lambdas``, which are functions that the configuration determines."""
-    lambdas = (
-        {"lr_lambdas": [None] * len(scheduler.lr_lambdas)}
-        if hasattr(scheduler, "lr_lambdas")
-        else {}
-    )
-    scheduler.load_state_dict({**saved, **lambdas})
-
-
-def _restore_scaler(saved: dict[str, Any], scaler: Any) -> None:
-    if not scaler.is_enabled():
-        return
-    forget_unscaling(scaler)
-    # A run on a device without loss scaling saved nothing.
-    if saved:
-        scaler.load_state_dict(saved)
-
-
-def _restore_random(tensors: dict[str, Tensor], rank: int) -> None:
-    """Restore this rank's generators; a rank that the checkpoint does not know keeps its seed."""
-    cpu = tensors.get(name_random_state("cpu", rank))
-    cuda = tensors.get(name_random_state("cuda", rank))
-    if cpu is not None:
-        torch.set_rng_state(cpu)
-    if torch.cuda.is_available() and cuda is not None:
-        torch.cuda.set_rng_state(cuda)
 
 
 def load_trained_weights(path: Path, model: nn.Module, group: Group = ALONE) -> None:

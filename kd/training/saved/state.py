@@ -21,8 +21,8 @@ class TrainingProgress:
     which is then made anew. ``skipped`` lists the batches that were left out, each with its
     ``step`` (counted from 1) and the numbers of its ``sequences`` whose loss or gradient is not
     finite. ``schedule_began`` is the step at which the present schedule of the learning rate began.
-    ``stems`` are the identities of the longer runs that may continue this one
-    (``kd.training.resume.identity.compute_stems``). ``threads`` are those of torch, on a CPU.
+    ``stems`` are the digests that a longer run must share to continue this one
+    (``kd.training.resume.identity.RunIdentity``). ``threads`` are those of torch, on a CPU.
     ``phases`` are those of the run's stopwatch, of all processes that have trained it.
     """
 

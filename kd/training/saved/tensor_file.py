@@ -44,7 +44,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     # Numbers of 8 bytes first, then of 4, 2 and 1: each begins at a multiple of its size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header = _make_header({name: tensors[name] for name in names})
+    content = {}
+    begin = 0
+    for name in names:
+        tensor = tensors[name]
+        offsets = [begin, begin + tensor.numel() * tensor.element_size()]
+        shape = list(tensor.shape)
+        content[name] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+        begin = offsets[1]
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    header = text.ljust(8 * math.ceil(len(text) / 8))
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
@@ -67,18 +76,3 @@ def _iterate_blocks(tensor: Tensor) -> Iterator[Tensor]:
     row_bytes = tensor[0].numel() * tensor.element_size()
     for rows in tensor.split(max(_BLOCK_BYTES // max(row_bytes, 1), 1)):
         yield rows.reshape(-1).contiguous()  # one row may be reshaped without a copy
-
-
-def _make_header(tensors: Mapping[str, Tensor]) -> bytes:
-    content = {}
-    begin = 0
-    for name, tensor in tensors.items():
-        end = begin + tensor.numel() * tensor.element_size()
-        content[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    return text.ljust(8 * math.ceil(len(text) / 8))

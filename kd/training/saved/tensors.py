@@ -37,19 +37,15 @@ def collect_optimizer_state(state: TrainState) -> tuple[dict[str, Tensor], dict[
     names = name_parameters(state)
     for parameter, values in state.optimizer.state.items():
         for key, value in values.items():
-            if isinstance(value, Tensor):
-                tensors.update(_split_tensor(f"{names[parameter]}.{key}", value))
-            else:
-                numbers[f"{names[parameter]}.{key}"] = value
+            name = f"{names[parameter]}.{key}"
+            if not isinstance(value, Tensor):
+                numbers[name] = value
+            elif isinstance(value, DTensor) or not hasattr(value, "__tensor_flatten__"):
+                tensors[name] = value.detach()
+            else:  # a state of 8 bits has several plain tensors
+                parts, _ = value.__tensor_flatten__()
+                tensors |= {f"{name}/{part}": getattr(value, part) for part in parts}
     return tensors, numbers
-
-
-def _split_tensor(name: str, value: Tensor) -> dict[str, Tensor]:
-    """The plain tensors of ``value``: itself, or as {name}/{part} those of a state of 8 bits."""
-    if isinstance(value, DTensor) or not hasattr(value, "__tensor_flatten__"):
-        return {name: value.detach()}
-    parts, _ = value.__tensor_flatten__()
-    return {f"{name}/{part}": getattr(value, part) for part in parts}
 
 
 def select_group_numbers(group: dict[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def test_only_waiting_for_the_disk_is_named(
 ) -> None:
     reads = Counted()
     job = make_text_job({"max_steps": 50, "dataloader_num_workers": threads})
-    watch = DiskWatch(job, reads)
+    watch = DiskWatch(job.require_train(), reads)
     found = []
     for _ in range(WARM_UP + 3 * STEPS):
         reads.add(reading)
@@ -120,5 +120,5 @@ def test_only_waiting_for_the_disk_is_named(
 
 
 def test_a_source_in_memory_has_no_disk() -> None:
-    watch = DiskWatch(make_text_job({"max_steps": 50}), None)
+    watch = DiskWatch(make_text_job({"max_steps": 50}).require_train(), None)
     assert {watch.observe_step(1, StepSeconds(1.0, 0.0)) for _ in range(50)} == {None}

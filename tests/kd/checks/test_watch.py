@@ -43,8 +43,12 @@ def step(
     return watch.observe_step(loss, loss if ce_loss is None else ce_loss, grad_norm, BUSY)
 
 
+def begin_watch(job: JobConfig) -> TrainingWatch:
+    return TrainingWatch(job.checks, job.require_train())
+
+
 def make_watch(losses: list[float], **checks: Any) -> TrainingWatch:
-    watch = TrainingWatch(make_job(**checks))
+    watch = begin_watch(make_job(**checks))
     for loss in losses:
         step(watch, loss)
     return watch
@@ -80,7 +84,7 @@ def test_the_first_losses_and_those_near_zero_are_no_spikes() -> None:
 
 def test_an_objective_that_jumps_is_no_spike() -> None:
     """alpha goes from 0 to 1: from 0.3 nats of KL to 3 of cross-entropy, which was 3 before."""
-    watch = TrainingWatch(make_job())
+    watch = begin_watch(make_job())
     for _ in range(30):
         step(watch, 0.3, 3.0)
     assert not watch.is_spike(3.0, 3.1)
@@ -120,7 +124,7 @@ def observe_norms(watch: TrainingWatch, norms: list[float]) -> list[Verdict]:
 
 
 def test_clipping_of_most_steps_is_reported_once() -> None:
-    watch = TrainingWatch(make_job())
+    watch = begin_watch(make_job())
     found = observe_norms(watch, ([2.0] * 3 + [0.5] * 2) * 20)
     assert [verdict.check for verdict in found] == ["clipping"]
     assert not found[0].ok and found[0].facts == {"share": 0.6, "max_grad_norm": 1.0}
@@ -130,14 +134,14 @@ def test_clipping_of_most_steps_is_reported_once() -> None:
 
 
 def test_clipping_of_some_steps_is_not_reported() -> None:
-    assert observe_norms(TrainingWatch(make_job()), [2.0, 0.5] * WINDOW) == [], (
+    assert observe_norms(begin_watch(make_job()), [2.0, 0.5] * WINDOW) == [], (
         "half is not more than half"
     )
-    assert len(observe_norms(TrainingWatch(make_job()), [2.0] * 26 + [0.5] * 24)) == 1
-    assert observe_norms(TrainingWatch(make_job({"max_grad_norm": 0})), [9.0] * WINDOW) == [], (
+    assert len(observe_norms(begin_watch(make_job()), [2.0] * 26 + [0.5] * 24)) == 1
+    assert observe_norms(begin_watch(make_job({"max_grad_norm": 0})), [9.0] * WINDOW) == [], (
         "no clipping at all"
     )
-    assert observe_norms(TrainingWatch(make_job()), [math.inf] * WINDOW) == [], (
+    assert observe_norms(begin_watch(make_job()), [math.inf] * WINDOW) == [], (
         "steps that the loss scaler skips"
     )
 
@@ -150,7 +154,7 @@ def observe_seconds(watch: TrainingWatch, seconds: list[StepSeconds]) -> list[Ve
 
 
 def test_waiting_for_data_is_reported_with_advice() -> None:
-    watch = TrainingWatch(make_job({"dataloader_num_workers": 3}))
+    watch = begin_watch(make_job({"dataloader_num_workers": 3}))
     found = observe_seconds(
         watch, [StepSeconds(0.0, 1.0)] * WARM_UP + [StepSeconds(0.3, 0.7)] * 2 * WINDOW
     )
@@ -163,13 +167,13 @@ def test_waiting_for_data_is_reported_with_advice() -> None:
 def test_the_first_steps_tell_nothing_of_waiting() -> None:
     cold = [StepSeconds(100.0, 1.0)] * WARM_UP
     assert (
-        observe_seconds(TrainingWatch(make_job()), cold + [StepSeconds(0.05, 0.95)] * 3 * WINDOW)
+        observe_seconds(begin_watch(make_job()), cold + [StepSeconds(0.05, 0.95)] * 3 * WINDOW)
         == []
     )
     assert (
         len(
             observe_seconds(
-                TrainingWatch(make_job()),
+                begin_watch(make_job()),
                 cold + [StepSeconds(0.11, 0.89)] * 3 * WINDOW,
             )
         )
@@ -199,7 +203,7 @@ def test_a_starved_loop_is_told_from_a_fed_one(
     batches = TimedIterator(
         read_training_batches(kind(Corpus(text, text)), config.train, range(steps))
     )
-    watch = TrainingWatch(config)
+    watch = begin_watch(config)
     found = []
     for _ in batches:
         began = time.perf_counter()
@@ -223,13 +227,13 @@ def observe_agreement(watch: TrainingWatch, shares: list[float | None]) -> list[
 
 
 def test_a_student_that_leaves_its_teacher_is_reported_once() -> None:
-    watch = TrainingWatch(make_job())
+    watch = begin_watch(make_job())
     assert observe_agreement(watch, [None, 0.3, 0.5, 0.45, 0.41]) == []
     found = observe_agreement(watch, [0.39, 0.35])
     assert [verdict.check for verdict in found] == ["agreement"]
     assert found[0].facts == {"agreement": 0.39, "best": 0.5} and "loss.alpha" in found[0].remedy
     assert len(observe_agreement(watch, [0.5, 0.3])) == 1
-    assert TrainingWatch(make_job()).observe_evaluation({}) == []
+    assert begin_watch(make_job()).observe_evaluation({}) == []
 
 
 # ---------------------------------------------------------------------- state
@@ -253,13 +257,13 @@ def test_restored_from_json_it_goes_on_bit_for_bit() -> None:
             ]
         return results
 
-    whole = go_on(TrainingWatch(make_job()), slice(0, 300))
+    whole = go_on(begin_watch(make_job()), slice(0, 300))
     assert any(isinstance(each, tuple) and each[0] for each in whole) and any(
         isinstance(e, list) and e for e in whole
     )
     for cut in (1, 49, 77, 250):
-        first = TrainingWatch(make_job())
-        second = TrainingWatch(make_job())
+        first = begin_watch(make_job())
+        second = begin_watch(make_job())
         before = go_on(first, slice(0, cut))
         second.restore(json.loads(json.dumps(first.state())))
         assert before + go_on(second, slice(cut, 300)) == whole
@@ -275,7 +279,7 @@ def test_an_empty_state_starts_anew() -> None:
 
 
 def test_a_layer_s_gradient_that_explodes_or_vanishes_is_an_alarm_once() -> None:
-    watch = TrainingWatch(make_job())
+    watch = begin_watch(make_job())
     usual = {"embeddings": 1.0, "layer 0": 1e-7, "head": 100.0}
     assert watch.observe_layers(usual) == []
     large, small = watch.observe_layers({"embeddings": 101.0, "layer 0": 1e-8, "head": 102.0})
@@ -285,18 +289,18 @@ def test_a_layer_s_gradient_that_explodes_or_vanishes_is_an_alarm_once() -> None
     assert "adaptive_clipping" in large.remedy and "learns nothing" in small.remedy
     assert watch.observe_layers({"embeddings": 101.0, "layer 0": 1e-8, "head": 1.0}) == []
     # A checkpoint keeps which alarms have sounded.
-    resumed = TrainingWatch(make_job())
+    resumed = begin_watch(make_job())
     resumed.restore(json.loads(json.dumps(watch.state())))
     (again,) = resumed.observe_layers({"embeddings": 101.0, "layer 0": 1e-8, "head": 102.0})
     assert again.message.endswith("above 100 in head.")
 
 
 def test_a_layer_is_not_judged_by_an_infinite_norm() -> None:
-    assert TrainingWatch(make_job()).observe_layers({"layer 0": math.inf}) == []
+    assert begin_watch(make_job()).observe_layers({"layer 0": math.inf}) == []
 
 
 def test_without_alarms_the_watch_only_looks_for_spikes() -> None:
-    watch = TrainingWatch(make_job(alarms=False))
+    watch = begin_watch(make_job(alarms=False))
     assert observe_norms(watch, [2.0] * 2 * WINDOW) == []
     assert observe_seconds(watch, [StepSeconds(1.0, 0.0)] * 2 * WINDOW) == []
     assert watch.observe_layers({"layer 0": 1e9, "layer 1": 0.0}) == []
@@ -305,7 +309,7 @@ def test_without_alarms_the_watch_only_looks_for_spikes() -> None:
 
 
 def test_dead_units_are_an_alarm_once_and_again_for_another_layer() -> None:
-    watch = TrainingWatch(make_job())
+    watch = begin_watch(make_job())
     assert watch.observe_units({"layer 0": 0.1, "layer 1": 0.0}) == []
     (alarm,) = watch.observe_units({"layer 0": 0.3, "layer 1": 0.0})
     assert alarm.check == "dead_units" and not alarm.ok

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cache.store import Cache, open_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.evaluation.comparison import TEACHER
-from kd.evaluation.measure import STUDENT, measure_models
+from kd.evaluation.in_depth import STUDENT, measure_models
 from kd.evaluation.report import make_report
+from kd.evaluation.teacher_comparison import TEACHER
 from kd.experiments.child import measure_student
 from kd.loss.targets import widen_logprobs
 from kd.models.loading import load_model

@@ -19,8 +19,7 @@ from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, TokenizerMismatch
 from kd.evaluation import report as report_module
 from kd.evaluation.baseline import build_starting_student
-from kd.evaluation.comparison import TEACHER
-from kd.evaluation.measure import (
+from kd.evaluation.in_depth import (
     BASELINE,
     BEFORE,
     STUDENT,
@@ -29,6 +28,7 @@ from kd.evaluation.measure import (
 )
 from kd.evaluation.plots import CONTEXT, CURVES, RELIABILITY
 from kd.evaluation.report import make_report, render_report, write_report
+from kd.evaluation.teacher_comparison import TEACHER
 from kd.files import read_json
 from kd.models.tokenizers import get_vocabulary_size
 from kd.preflight.problems import require_no_problems

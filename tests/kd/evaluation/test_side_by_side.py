@@ -20,8 +20,7 @@ import yaml
 from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.evaluation import side_by_side
-from kd.evaluation.comparison import TEACHER
-from kd.evaluation.measure import (
+from kd.evaluation.in_depth import (
     BASELINE,
     STUDENT,
     EvaluationContext,
@@ -31,6 +30,7 @@ from kd.evaluation.measure import (
 from kd.evaluation.model_card import write_provenance
 from kd.evaluation.pages import format_closing_sections
 from kd.evaluation.side_by_side import ModelCost
+from kd.evaluation.teacher_comparison import TEACHER
 from kd.files import read_json, write_json
 from kd.models.folder import ADAPTER_FOLDER, ModelFolder
 from kd.models.loading import load_model

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kd.evaluation.comparison import TEACHER
 from kd.evaluation.doubts import judge_teacher
-from kd.evaluation.measure import BASELINE, BEFORE, STUDENT
+from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT
 from kd.evaluation.pages import format_verdict
 from kd.evaluation.report import judge_report
+from kd.evaluation.teacher_comparison import TEACHER
 from kd.evaluation.teacher_effect import judge_pair, warn_of_verdict
 from kd.progress import Event, Monitor
 from kd.search.findings import judge_search

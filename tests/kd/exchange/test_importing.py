@@ -412,9 +412,9 @@ def test_tokens_cannot_weigh_by_entropies_that_no_record_holds(tmp_path: Path) -
         "cache": {"fingerprint": source.fingerprint},
         "train": {"max_steps": 1},
     }
-    require_entropies(parse_config(job), source)
+    require_entropies(parse_config(job).loss, source)
     with pytest.raises(ConfigError, match="which the records of this cache do not hold"):
-        require_entropies(parse_config(job | {"loss": {"entropy_weighting": 1.0}}), source)
+        require_entropies(parse_config(job | {"loss": {"entropy_weighting": 1.0}}).loss, source)
 
 
 def test_training_sees_the_imported_distributions(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def compute_expected(kind: str, weight: float, ours: Tensor, targets: Targets) -
 @pytest.mark.parametrize("kind", ["mse", "cosine"])
 def test_value_and_gradients_are_those_of_the_definition(kind: str, teacher_width: int) -> None:
     torch.manual_seed(0)
-    features = FeatureLoss.of(FeatureConfig(kind=kind, weight=0.7), 8, teacher_width)
+    features = FeatureLoss(FeatureConfig(kind=kind, weight=0.7), 8, teacher_width)
     targets = make_targets(teacher_width)
     x = make_states(8).requires_grad_()
     wide = make_states(8).double().requires_grad_()
@@ -69,8 +69,8 @@ def test_value_and_gradients_are_those_of_the_definition(kind: str, teacher_widt
 
 
 def test_a_projection_is_only_where_the_widths_differ() -> None:
-    assert [*FeatureLoss("mse", 1.0, 8, 8).parameters()] == []
-    (weight,) = FeatureLoss("mse", 1.0, 8, 5).parameters()
+    assert [*FeatureLoss(FeatureConfig(kind="mse", weight=1.0), 8, 8).parameters()] == []
+    (weight,) = FeatureLoss(FeatureConfig(kind="mse", weight=1.0), 8, 5).parameters()
     assert weight.shape == (5, 8)
     torch.testing.assert_close(weight @ weight.T, torch.eye(5), rtol=0, atol=1e-5)
 
@@ -80,7 +80,7 @@ def test_a_student_that_is_the_teacher_times_any_number_has_nothing_to_learn(kin
     targets = make_targets(8)
     assert isinstance(targets.teacher, HiddenTarget)
     x = (targets.teacher.decode_states(slice(0, N)) * 4.0).requires_grad_()
-    total = FeatureLoss(kind, 1.0, 8, 8)(x, targets)  # type: ignore[arg-type]
+    total = FeatureLoss(FeatureConfig(kind=kind, weight=1.0), 8, 8)(x, targets)  # type: ignore[arg-type]
     total.backward()
     assert abs(total.item()) < 1e-5 and float(x.grad.abs().max()) < 1e-5
 
@@ -88,7 +88,7 @@ def test_a_student_that_is_the_teacher_times_any_number_has_nothing_to_learn(kin
 def test_a_few_steps_bring_the_student_to_the_teacher() -> None:
     """Both the states and the projection must move: a frozen projection could not come so far."""
     torch.manual_seed(0)
-    features = FeatureLoss("cosine", 1.0, 6, 9)
+    features = FeatureLoss(FeatureConfig(kind="cosine", weight=1.0), 6, 9)
     targets = make_targets(9)
     x = make_states(6).requires_grad_()
     optimizer = torch.optim.Adam([x, *features.parameters()], lr=0.05)
@@ -104,7 +104,7 @@ def test_a_few_steps_bring_the_student_to_the_teacher() -> None:
 
 def test_states_in_bfloat16_are_compared_in_float32() -> None:
     x = make_states(8).bfloat16().requires_grad_()
-    total = FeatureLoss("mse", 1.0, 8, 8)(x, make_targets(8))
+    total = FeatureLoss(FeatureConfig(kind="mse", weight=1.0), 8, 8)(x, make_targets(8))
     total.backward()
     reference = compute_expected("mse", 1.0, x.detach().double(), make_targets(8))
     assert (
@@ -115,4 +115,4 @@ def test_states_in_bfloat16_are_compared_in_float32() -> None:
 def test_other_profiles_are_refused_by_name() -> None:
     plain = Targets(torch.zeros(N, dtype=torch.int64), DenseTarget(torch.zeros(N, V), 1.0))
     with pytest.raises(ValueError, match="profile hidden"):
-        FeatureLoss("mse", 1.0, 8, 8)(make_states(8), plain)
+        FeatureLoss(FeatureConfig(kind="mse", weight=1.0), 8, 8)(make_states(8), plain)

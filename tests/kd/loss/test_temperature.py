@@ -38,7 +38,7 @@ def make_learned_config(mode: str, **options: Any) -> LearnedTemperature:
 
 
 def make_control(mode: str, steps: int = 200, **options: Any) -> TemperatureControl:
-    return TemperatureControl.of(make_learned_config(mode, **options), steps)
+    return TemperatureControl(make_learned_config(mode, **options), steps)
 
 
 # ---------------------------------------------------------------------- the task
@@ -119,7 +119,7 @@ def train(task: Task, temperature: TemperatureControl, steps: range) -> list[flo
 
 @pytest.mark.parametrize("config", [1.5, Ramp(schedule="linear", start=2.0, end=1.0)])
 def test_what_is_not_learned_has_no_state_and_no_gradient(config: float | Ramp) -> None:
-    temperature = TemperatureControl.of(config, 11)
+    temperature = TemperatureControl(config, 11)
     assert [temperature.track(0), temperature.track(10)] == (
         [1.5, 1.5] if config == 1.5 else [2.0, 1.0]
     )
@@ -136,7 +136,7 @@ def test_what_is_not_learned_has_no_state_and_no_gradient(config: float | Ramp) 
         "temperature_gradient": None,
         "temperature_margin": None,
     }
-    assert temperature.describe_alarm() is None and not temperature.teacher_only
+    assert temperature.describe_alarm() is None
 
 
 # ---------------------------------------------------------------------- how theta moves
@@ -211,7 +211,7 @@ def test_adversarial_is_adam_on_the_reversed_gradient_of_the_log_of_the_loss(
         return -ADVERSARY_WEIGHT * min(step / ramp, 1.0) * leaf.grad * T / mean
 
     expected = compute_reference(config, slope, 60)
-    found = train(Task(), TemperatureControl.of(config, 60), range(60))
+    found = train(Task(), TemperatureControl(config, 60), range(60))
     assert found == pytest.approx(expected, rel=1e-9)
     assert max(found) > 1.01, "and it has moved"
 
@@ -222,7 +222,7 @@ def test_entropy_is_adam_on_what_is_above_the_target() -> None:
     expected = compute_reference(
         config, lambda _, T: torch.tensor(task.entropy(task.draw()[1], T.item()) - 1.2), 60
     )
-    assert train(Task(), TemperatureControl.of(config, 60), range(60)) == pytest.approx(
+    assert train(Task(), TemperatureControl(config, 60), range(60)) == pytest.approx(
         expected, rel=1e-9
     )
 
@@ -231,7 +231,7 @@ def test_entropy_is_adam_on_what_is_above_the_target() -> None:
 def test_held_out_modes_move_every_interval_with_as_much_as_its_steps(mode: str) -> None:
     config = make_learned_config(mode, interval=3, learning_rate=0.02)
     faster = config.model_copy(update={"learning_rate": 0.06})
-    temperature = TemperatureControl.of(config, 30)
+    temperature = TemperatureControl(config, 30)
     found = []
     for step in range(30):
         found.append(temperature.evaluate(step))
@@ -464,9 +464,5 @@ def test_the_students_optimiser_has_nothing_to_train_in_it() -> None:
 
 def test_the_configuration_is_where_it_comes_from() -> None:
     config = LossConfig.model_validate({"temperature": {"mode": "teacher_only", "init": 1.3}})
-    temperature = TemperatureControl.of(config.temperature, 10)
-    assert (
-        temperature.teacher_only
-        and temperature.follows_held_out
-        and temperature.evaluate(0) == pytest.approx(1.3)
-    )
+    temperature = TemperatureControl(config.temperature, 10)
+    assert temperature.follows_held_out and temperature.evaluate(0) == pytest.approx(1.3)

@@ -15,8 +15,8 @@ import pytest
 from bench.support.paths import ROOT
 from bench.support.waiting import wait_until
 from kd.errors import ConfigError, Interrupted, NotFinite, RankLost
-from kd.parallel.failures import RankError
 from kd.parallel.launch import FOLDER
+from kd.parallel.rank_failures import RankError
 from kd.progress import Event, Monitor
 from tests.support.kd.sharing.processes import list_processes
 from tests.support.kd.sharing.scripted_rank import launch

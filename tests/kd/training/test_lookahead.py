@@ -249,7 +249,7 @@ def look_ahead(student: LlamaForCausalLM, source: DenseText, batch_size: int = 4
 
 
 def temperature(mode: str, **options: Any) -> TemperatureControl:
-    return TemperatureControl.of(LearnedTemperature.model_validate({"mode": mode, **options}), 100)
+    return TemperatureControl(LearnedTemperature.model_validate({"mode": mode, **options}), 100)
 
 
 def objective(mode: str) -> Objective:

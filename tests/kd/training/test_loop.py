@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from cache.errors import StorageError
 from kd.config.job import JobConfig
 from kd.errors import Interrupted, ModelError, TrainingError
-from kd.evaluation.comparison import compare_with_records
+from kd.evaluation.teacher_comparison import compare_with_records
 from kd.files import read_json
 from kd.loss.targets import Targets
 from kd.models.precision import Precision, round_parameters
@@ -34,7 +34,7 @@ from kd.tracking.metrics import read_metrics
 from kd.training import checkpoint
 from kd.training.early_stopping import record_evaluation
 from kd.training.loop import train
-from kd.training.preparing.loss import count_total_steps
+from kd.training.preparing.job_loss import count_total_steps
 from kd.training.saved.restoring import load_trained_weights
 from kd.training.saved.state import TrainingProgress
 from tests.support.kd.students import assert_same, copy_weights, make_llama

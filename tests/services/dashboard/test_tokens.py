@@ -16,8 +16,8 @@ from bench.support.harness import Parts, make_config
 from bench.support.paths import AUSTEN
 from kd.config.jobfile import parse_config
 from kd.evaluation.baseline import build_starting_student
-from kd.evaluation.comparison import TEACHER, EvaluatedModel
-from kd.evaluation.measure import STUDENT
+from kd.evaluation.in_depth import STUDENT
+from kd.evaluation.teacher_comparison import TEACHER, EvaluatedModel
 from kd.evaluation.tokens.scoring import FILE, write_tokens
 from kd.files import read_json, write_json
 from kd.models.loading import load_model

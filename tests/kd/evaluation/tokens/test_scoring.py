@@ -12,8 +12,8 @@ import torch
 from bench.support.paths import AUSTEN
 from kd.config.data import DataConfig
 from kd.config.jobfile import parse_config
-from kd.evaluation.comparison import TEACHER, EvaluatedModel
-from kd.evaluation.measure import STUDENT
+from kd.evaluation.in_depth import STUDENT
+from kd.evaluation.teacher_comparison import TEACHER, EvaluatedModel
 from kd.evaluation.tokens import scoring
 from kd.evaluation.tokens.scoring import FILE, TOP, decode_each, read_evenly, write_tokens
 from kd.files import read_json
@@ -114,7 +114,7 @@ def test_each_id_of_the_file_has_a_text(run: Path) -> None:
 def test_the_report_is_the_same_without_the_file(
     job: dict[str, Any], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kd.evaluation.measure.write_tokens", lambda *_: None)
+    monkeypatch.setattr("kd.evaluation.in_depth.write_tokens", lambda *_: None)
     result = run_stages(parse_config(job), tmp_path, tmp_path / "run", SILENT)
     assert FILE not in result["artifacts"]
     ours, theirs = (read_json(each / "report.json") for each in (run, tmp_path / "run"))
@@ -135,7 +135,7 @@ def test_a_failure_is_a_warning(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("kd.evaluation.measure.write_tokens", fail)
+    monkeypatch.setattr("kd.evaluation.in_depth.write_tokens", fail)
     result = run_stages(parse_config(job), tmp_path, tmp_path / "run", SILENT)
     assert FILE not in result["artifacts"]
     assert result["report"]["evaluation"]["samples"]

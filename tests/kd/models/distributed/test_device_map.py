@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kd.config.data import DataConfig
 from kd.config.teacher import TeacherConfig
-from kd.evaluation.comparison import EvaluatedModel
+from kd.evaluation.teacher_comparison import EvaluatedModel
 from kd.models.attention.isolation import isolate_documents
 from kd.models.distributed.device_map import Places
 from kd.models.layers import compute_hidden_states, find_device

@@ -10,8 +10,8 @@ from torch import nn
 
 from kd.errors import Interrupted, ModelError
 from kd.models.layers import mark_shared_modules, stopping_forward
-from kd.parallel.failures import RankError
 from kd.parallel.launch import RankOrder, run_in_ranks
+from kd.parallel.rank_failures import RankError
 from kd.progress import SILENT, Monitor
 from tests.support.kd.zoo import build
 

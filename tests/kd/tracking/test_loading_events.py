@@ -11,7 +11,7 @@ import transformers
 from bench.support.paths import AUSTEN
 from kd.models.loading import hide_progress_bars, load_model
 from kd.progress import Event, Monitor
-from kd.tracking import loading
+from kd.tracking import loading_events
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def events() -> list[Event]:
 def test_the_loading_of_a_model_is_reported(
     events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_SECONDS", 0.0)
-    with loading.reported_loading(Monitor(events.append)):
+    monkeypatch.setattr(loading_events, "_SECONDS", 0.0)
+    with loading_events.reported_loading(Monitor(events.append)):
         model = load_model(Path(AUSTEN) / "teacher", torch.float32)
     last = events[-1].data
     assert {event.type for event in events} == {"progress"}
@@ -34,7 +34,7 @@ def test_the_loading_of_a_model_is_reported(
 
 
 def test_a_short_loading_is_not_reported(events: list[Event]) -> None:
-    with loading.reported_loading(Monitor(events.append)):
+    with loading_events.reported_loading(Monitor(events.append)):
         load_model(Path(AUSTEN) / "teacher", torch.float32)
     assert events == []
 
@@ -42,9 +42,9 @@ def test_a_short_loading_is_not_reported(events: list[Event]) -> None:
 def test_other_bars_and_the_hook_of_others_stay(
     events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_SECONDS", 0.0)
+    monkeypatch.setattr(loading_events, "_SECONDS", 0.0)
     before = transformers.utils.logging.set_tqdm_hook(None)
-    with loading.reported_loading(Monitor(events.append)):
+    with loading_events.reported_loading(Monitor(events.append)):
         assert list(transformers.utils.logging.tqdm([1, 2], desc="Writing files")) == [1, 2]
     assert events == []
     assert transformers.utils.logging.set_tqdm_hook(before) is None

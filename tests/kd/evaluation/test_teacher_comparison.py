@@ -17,7 +17,7 @@ from cache.records import Sequences
 from kd.config.data import DataConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ModelError
-from kd.evaluation.comparison import (
+from kd.evaluation.teacher_comparison import (
     TEACHER,
     ComparisonSums,
     EvaluatedModel,
@@ -67,7 +67,7 @@ def compute_reference(
 def test_each_number_is_what_its_definition_says(
     dtype: torch.dtype, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kd.evaluation.comparison.TOP_K", k)
+    monkeypatch.setattr("kd.evaluation.teacher_comparison.TOP_K", k)
     p_NV = make_logprobs(0)
     q_NV = (make_logprobs(0) + make_logprobs(1, 0.7)).log_softmax(1)
     gold_N = torch.randint(0, 29, (60,))
@@ -189,7 +189,7 @@ def test_models_on_packed_text_are_what_the_library_makes_of_each_document(
     chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kd.evaluation.comparison.CHUNK_ELEMENTS", chunk * 2048)
+    monkeypatch.setattr("kd.evaluation.teacher_comparison.CHUNK_ELEMENTS", chunk * 2048)
     teaching = EvaluatedModel.of(teacher, 2048, PACKED, teaches=True)
     readers = {"student": EvaluatedModel.of(student, 2048, PACKED), "itself": teaching}
     sums = compare_models(readers, teaching, source, 3)

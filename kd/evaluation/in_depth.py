@@ -15,14 +15,6 @@ from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.config.teacher import TeacherConfig
 from kd.evaluation.baseline import build_starting_student, train_baseline
-from kd.evaluation.comparison import (
-    TEACHER,
-    TOP_K,
-    ComparisonSums,
-    EvaluatedModel,
-    compare_models,
-    summarise_sums,
-)
 from kd.evaluation.plots import draw_plots
 from kd.evaluation.side_by_side import (
     ModelCost,
@@ -33,6 +25,13 @@ from kd.evaluation.side_by_side import (
     take_stored_precision,
 )
 from kd.evaluation.tasks import run_tasks
+from kd.evaluation.teacher_comparison import (
+    TEACHER,
+    TOP_K,
+    EvaluatedModel,
+    compare_models,
+    summarise_sums,
+)
 from kd.evaluation.tokens.scoring import FILE, write_tokens
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
@@ -233,6 +232,12 @@ def measure_models(
     reference = learners.pop(TEACHER, None)
     sums = compare_models(learners, reference, source, _choose_batch_size(config))
     size = count_held_out_bytes(source, tokenizer)
+    effect = None
+    if BASELINE in sums and STUDENT in sums:
+        # The interval is of the paired difference: both students read the same tokens.
+        difference = sums[STUDENT].losses - sums[BASELINE].losses
+        interval = difference.interval
+        effect = {"nats": difference.mean, "interval": interval and asdict(interval)}
     return {
         "tokens": int(next(iter(sums.values())).count_C.sum()) if sums else 0,
         "bytes": size,
@@ -242,7 +247,7 @@ def measure_models(
             for name, each in sums.items()
         },
         "ngrams": _measure_ngrams(source, vocabulary) if sums else None,
-        "teacher_effect": _measure_teacher_effect(sums),
+        "teacher_effect": effect,
     }
 
 
@@ -253,18 +258,6 @@ def _measure_ngrams(source: Source, vocabulary: int) -> dict[str, Any] | None:
     if ngrams is None or found is None:
         return None
     return {"counted_tokens": ngrams.tokens, "unigram_loss": found[0], "bigram_loss": found[1]}
-
-
-def _measure_teacher_effect(sums: Mapping[str, ComparisonSums]) -> dict[str, Any] | None:
-    """Compute the difference that the teacher made to the held-out loss; None without a baseline.
-
-    The interval is of the paired difference: both students read the same tokens.
-    """
-    if BASELINE not in sums or STUDENT not in sums:
-        return None
-    difference = sums[STUDENT].losses - sums[BASELINE].losses
-    interval = difference.interval
-    return {"nats": difference.mean, "interval": interval and asdict(interval)}
 
 
 def _choose_batch_size(config: JobConfig) -> int:

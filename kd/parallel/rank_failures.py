@@ -36,10 +36,9 @@ def read_first_failure(folder: Path) -> Exception | None:
     """
     found = [read_json(path) for path in sorted(folder.glob("error-*.json"))]
     found.sort(key=lambda each: ("unexpected" in each, each["name"] == "Interrupted", each["at"]))
-    return _rebuild(found[0]) if found else None
-
-
-def _rebuild(content: dict[str, Any]) -> Exception:
+    if not found:
+        return None
+    content = found[0]
     name = content["name"]
     if "unexpected" in content:
         return RankError(f"{name}: {content['detail']}")

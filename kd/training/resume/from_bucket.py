@@ -64,25 +64,21 @@ def keeping_checkpoint(
         yield
     except Interrupted:
         run = find_own_run(run_dir) if stage == TRAIN.name else None
-        if run is not None:
-            _put_newest(run, config, run_dir, monitor)
+        newest = checkpoint.find_newest_checkpoint(run_dir / "checkpoints")
+        if run is not None and newest is not None:
+            _put_newest(run, newest, config.require_train().checkpoints_kept, monitor)
         raise
 
 
-def _put_newest(run: StoredRun, config: JobConfig, run_dir: Path, monitor: Monitor) -> None:
-    folder = run_dir / "checkpoints"
-    newest = checkpoint.find_newest_checkpoint(folder)
-    if newest is None:
-        return
+def _put_newest(run: StoredRun, newest: Path, limit: int, monitor: Monitor) -> None:
     monitor.report_alive(stepping=False)
-    history = run_dir / HISTORY
+    folder = newest.parent
+    history = folder.parent / HISTORY
     try:
         if run.has_checkpoint(newest):
             return
         run.put_checkpoint(newest, history.read_bytes() if history.exists() else b"")
-        state = checkpoint.read_newest_state(folder)
-        best = None if state is None else state["progress"].get("best_step")
-        run.prune_checkpoints(config.require_train().checkpoints_kept, best)
+        run.prune_checkpoints(limit, checkpoint.read_best_step(folder))
     except (StorageError, OSError) as error:
         monitor.emit("warning", message=describe_failed_upload(newest, error))
 
@@ -104,8 +100,7 @@ def _fetch_checkpoints(
             continue
         write_text(run_dir / HISTORY, run.read_history(found).decode())
         break
-    state = checkpoint.read_newest_state(folder)
-    best = None if state is None or not keep_best else state["progress"].get("best_step")
+    best = checkpoint.read_best_step(folder) if keep_best else None
     for found in stored:
         if found.step == best and not checkpoint.locate_checkpoint(folder, found.step).exists():
             _fetch_checkpoint(run, found, folder, report)

@@ -13,61 +13,53 @@ from kd.loss.tail_control import TailControl
 from kd.loss.temperature import TemperatureControl
 from kd.models.lm_head import LMHead
 from kd.models.routers import find_router_balance
-from kd.text.batches import Source
 from kd.tracking.stopwatch import Stopwatch
 from kd.training.preparing.requirements import require_entropies, require_served
 from kd.training.preparing.setting import TrainingSetting
 from kd.training.step_loss import StepLoss
 
 
-def make_loss(setting: TrainingSetting, lm_head: LMHead) -> StepLoss:
+def make_loss(
+    setting: TrainingSetting, config: LossConfig, options: TrainConfig, lm_head: LMHead
+) -> StepLoss:
     """Make the loss that a step of the job computes.
 
     Raises ``ConfigError`` if the records cannot serve it.
     """
-    config = setting.config
     source = setting.source
     device = setting.device
     decoder = TargetDecoder.of(source, device)
     require_served(config, source.codec)
     require_entropies(config, source)
-    steps = count_total_steps(setting.options, source.train_count)
+    steps = count_total_steps(options, source.train_count)
     features = None
-    if config.loss.features.weight > 0 and decoder.lm_head is not None:
+    if config.features.weight > 0 and decoder.lm_head is not None:
         student_width = lm_head.weight.shape[1]
         teacher_width = decoder.lm_head.weight.shape[1]
-        features = FeatureLoss.of(config.loss.features, student_width, teacher_width).to(device)
+        features = FeatureLoss(config.features, student_width, teacher_width).to(device)
+    # The cache's mean counts all positions alike, so it is of no use to a loss that does not.
+    useful = config.tail_control and config.entropy_weighting == 0.0
+    arrays = source.tail_mean() if useful and lm_head.weight.requires_grad else None
+    control = None
+    if arrays is not None:
+        dtype = torch.promote_types(lm_head.weight.dtype, torch.float32)
+        control = TailControl(arrays, lm_head.weight.shape[1], dtype).to(device)
     return StepLoss(
-        config=config.loss,
+        config=config,
         student=setting.student,
         device=device,
         lm_head=lm_head,
         decoder=decoder,
-        objective=Objective.of(config.loss),
-        temperature=TemperatureControl.of(config.loss.temperature, steps),
+        objective=Objective.of(config),
+        temperature=TemperatureControl(config.temperature, steps),
         features=features,
-        routers=find_router_balance(setting.student, config.loss.router_balance),
+        routers=find_router_balance(setting.student, config.router_balance),
         precision=setting.precision,
-        logits_chunk=setting.options.logits_chunk,
+        logits_chunk=options.logits_chunk,
         steps=steps,
         clock=Stopwatch(device),
-        control=_make_control(config.loss, source, lm_head, device),
+        control=control,
     )
-
-
-def _make_control(
-    config: LossConfig, source: Source, lm_head: LMHead, device: torch.device
-) -> TailControl | None:
-    """Make the control variate; None where the records or the loss have no use for one.
-
-    The cache's mean counts all positions alike, so it is of no use to a loss that does not.
-    """
-    useful = config.tail_control and config.entropy_weighting == 0.0
-    arrays = source.tail_mean() if useful and lm_head.weight.requires_grad else None
-    if arrays is None:
-        return None
-    dtype = torch.promote_types(lm_head.weight.dtype, torch.float32)
-    return TailControl(arrays, lm_head.weight.shape[1], dtype).to(device)
 
 
 def count_total_steps(options: TrainConfig, sequences: int) -> int:

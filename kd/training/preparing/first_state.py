@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from kd.config.optimisation.resuming import ResumeConfig
+from kd.config.train import TrainConfig
 from kd.models.precision import make_scaler
-from kd.progress import Monitor
 from kd.training import checkpoint
 from kd.training.preparing.parts import StepParts
 from kd.training.preparing.setting import TrainingSetting
@@ -20,43 +23,49 @@ from kd.training.resume.continuing import (
     make_resumed_scheduler,
     read_schedule_start,
 )
-from kd.training.resume.identity import compute_resume_identity, compute_stems
+from kd.training.resume.identity import RunIdentity
 from kd.training.saved.state import TrainingProgress, TrainState
 
 
-def restore_state(setting: TrainingSetting, parts: StepParts) -> tuple[TrainState, str]:
-    """Return the state of the newest checkpoint, or a new one, and what a checkpoint must match."""
-    config = setting.config
+def restore_state(
+    setting: TrainingSetting,
+    options: TrainConfig,
+    resume: ResumeConfig | None,
+    identity: RunIdentity,
+    parts: StepParts,
+) -> TrainState:
+    """Return the state of the newest checkpoint that the job may go on from, or a new one."""
     folder = setting.folder
-    source = setting.source.fingerprint
-    identity = compute_resume_identity(config, source)
-    earlier = find_earlier(config, folder, identity, source)
-    state = _make_state(setting, parts, read_schedule_start(folder))
+    earlier = None if resume is None else find_earlier(resume, folder, identity)
+    steps = parts.loss.steps
+    began = read_schedule_start(folder)
+    scheduler = make_resumed_scheduler(parts.optimizer, options, resume, steps, began)
+    state = _make_state(setting, parts, scheduler)
     # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
     # generators with it. Ranks draw different dropout.
-    torch.manual_seed(setting.options.seed + setting.group.rank)
-    stored = earlier or Earlier(folder / "checkpoints", identity)
+    torch.manual_seed(options.seed + setting.group.rank)
+    stored = earlier or Earlier(folder / "checkpoints", identity.own)
     for problem in checkpoint.load_newest(stored.checkpoints, state, stored.identity):
         setting.monitor.emit("warning", message=problem)
-    state.progress.stems = compute_stems(config, source)
-    if earlier is not None:
-        state = lengthen(state, config, parts.loss.steps)
-        warning = forget_lost_best(earlier, state, config.require_train())
+    state.progress.stems = identity.shared
+    if resume is not None and earlier is not None:
+        state = lengthen(state, options, resume, steps)
+        warning = forget_lost_best(earlier, state, options)
         if warning is not None:
             setting.monitor.emit("warning", message=warning)
         if setting.group.leads:
             copy_history(earlier, folder)
-        checkpoint.save_checkpoint(folder / "checkpoints", state, identity)
-    copy_best(config, folder, state)
-    keep_threads(state.progress, setting.device, setting.monitor)
-    return state, identity
+        checkpoint.save_checkpoint(folder / "checkpoints", state, identity.own)
+    copy_best(options, resume, folder, state)
+    _keep_threads(setting, state.progress)
+    return state
 
 
-def keep_threads(progress: TrainingProgress, device: torch.device, monitor: Monitor) -> None:
+def _keep_threads(setting: TrainingSetting, progress: TrainingProgress) -> None:
     """Note the number of torch's threads on a CPU, and warn where earlier steps had another one."""
-    threads = torch.get_num_threads() if device.type == "cpu" else None
+    threads = torch.get_num_threads() if setting.device.type == "cpu" else None
     if None not in (threads, progress.threads) and threads != progress.threads:
-        monitor.warn_once(
+        setting.monitor.warn_once(
             f"The {progress.step:,} steps so far were computed with {progress.threads} threads, "
             f"and this process has {threads}, which changes how sums are rounded: the student will "
             "differ in its last digits from one that was trained without a stop. Set "
@@ -65,8 +74,8 @@ def keep_threads(progress: TrainingProgress, device: torch.device, monitor: Moni
     progress.threads = threads
 
 
-def _make_state(setting: TrainingSetting, parts: StepParts, schedule_began: int) -> TrainState:
-    """Make schedule and loss scale, with all that a checkpoint must hold."""
+def _make_state(setting: TrainingSetting, parts: StepParts, scheduler: Any) -> TrainState:
+    """Make the loss scale, and name all that a checkpoint must hold."""
     loss = parts.loss
     extras: dict[str, nn.Module | None] = {
         "temperature": loss.temperature if loss.temperature.learned else None,
@@ -77,9 +86,7 @@ def _make_state(setting: TrainingSetting, parts: StepParts, schedule_began: int)
     return TrainState(
         model=loss.student,
         optimizer=parts.optimizer,
-        scheduler=make_resumed_scheduler(
-            parts.optimizer, setting.config, loss.steps, schedule_began
-        ),
+        scheduler=scheduler,
         scaler=make_scaler(loss.precision),
         progress=TrainingProgress(),
         extras={name: module for name, module in extras.items() if module is not None},

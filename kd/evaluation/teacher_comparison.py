@@ -13,7 +13,7 @@ context length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -155,25 +155,15 @@ def _sum_batch(models: Mapping[str, EvaluatedModel], batch: Batch) -> dict[str, 
     """The sums of every model over a batch."""
     totals: dict[str, ComparisonSums] = {}
     parts: dict[str, list[Tensor]] = {name: [] for name in models}
-    for name, ce_N, sums in _iterate_chunk_sums(models, batch):
-        totals[name] = totals[name] + sums if name in totals else sums
-        parts[name].append(ce_N)
-    targets_B = batch.count_targets()
-    # Only now, because a block may lie in two chunks.
-    return {
-        name: replace(sums, losses=BlockLosses.of(torch.cat(parts[name]).cpu().numpy(), targets_B))
-        for name, sums in totals.items()
-    }
-
-
-def _iterate_chunk_sums(
-    models: Mapping[str, EvaluatedModel], batch: Batch
-) -> Iterator[tuple[str, Tensor, ComparisonSums]]:
-    """The loss of each position (N,) and the sums of every model, chunk by chunk."""
     first = next(iter(models.values()))
     batch = batch.to(find_device(first.model))
     states = {name: model.compute_hidden_states(batch) for name, model in models.items()}
-    context_N = _count_context(batch)
+    # Tokens of its document that a model sees at each target position, itself included. Packed
+    # sequences count positions anew in each document.
+    if batch.positions_BL is not None:
+        context_N = batch.positions_BL.reshape(-1)[batch.rows_N] + 1
+    else:
+        context_N = batch.rows_N % batch.tokens_BL.shape[1] + 1
     size = max(CHUNK_ELEMENTS // first.lm_head.vocabulary, 1)
     for start in range(0, len(batch), size):
         rows = slice(start, start + size)
@@ -184,16 +174,15 @@ def _iterate_chunk_sums(
         gold_N = batch.gold_N[rows]
         for name, q_NV in logprobs.items():
             p_NV = widen_logprobs(logprobs.get(TEACHER, q_NV), q_NV.shape[1])
-            ce_N = -q_NV.gather(1, gold_N[:, None])[:, 0].double()
-            yield name, ce_N, measure_chunk(p_NV, q_NV, gold_N, context_N[rows])
-
-
-def _count_context(batch: Batch) -> Tensor:
-    """Tokens (N,) of its document that a model sees at each target position, itself included."""
-    # Packed sequences count positions anew in each document.
-    if batch.positions_BL is not None:
-        return batch.positions_BL.reshape(-1)[batch.rows_N] + 1
-    return batch.rows_N % batch.tokens_BL.shape[1] + 1
+            sums = measure_chunk(p_NV, q_NV, gold_N, context_N[rows])
+            totals[name] = totals[name] + sums if name in totals else sums
+            parts[name].append(-q_NV.gather(1, gold_N[:, None])[:, 0].double())
+    targets_B = batch.count_targets()
+    # Only now, because a block may lie in two chunks.
+    return {
+        name: replace(sums, losses=BlockLosses.of(torch.cat(parts[name]).cpu().numpy(), targets_B))
+        for name, sums in totals.items()
+    }
 
 
 def measure_chunk(p_NV: Tensor, q_NV: Tensor, gold_N: Tensor, context_N: Tensor) -> ComparisonSums:
@@ -205,23 +194,19 @@ def measure_chunk(p_NV: Tensor, q_NV: Tensor, gold_N: Tensor, context_N: Tensor)
         context_N, 2 ** torch.arange(1, CONTEXT_SPANS, device=context_N.device), right=True
     )
     member_CN = nn.functional.one_hot(span_N, CONTEXT_SPANS).double().T
+    # Of the k most probable tokens, the share that both have.
+    k = min(TOP_K, p_NV.shape[1])
+    ours_NK, theirs_NK = q_NV.topk(k, dim=1).indices, p_NV.topk(k, dim=1).indices
     return ComparisonSums(
         ce=-q_NV.gather(1, gold_N[:, None]).sum(dtype=torch.float64),
         kl=kl_N.sum(),
         variation=(p_NV.exp() - q_NV.exp()).abs().sum(dtype=torch.float64) / 2,
         agreed=(place_N == p_NV.argmax(1)).double().sum(),
-        shared=_sum_top_k_overlap(p_NV, q_NV, min(TOP_K, p_NV.shape[1])),
+        shared=(ours_NK[:, :, None] == theirs_NK[:, None, :]).double().sum() / k,
         kl_C=member_CN @ kl_N,
         count_C=member_CN.sum(1),
         calibration=Calibration.of(best_N.exp(), place_N == gold_N),
     )
-
-
-def _sum_top_k_overlap(p_NV: Tensor, q_NV: Tensor, k: int) -> Tensor:
-    """The sum over positions of the share of the ``k`` most probable tokens in common."""
-    ours_NK = q_NV.topk(k, dim=1).indices
-    theirs_NK = p_NV.topk(k, dim=1).indices
-    return (ours_NK[:, :, None] == theirs_NK[:, None, :]).double().sum() / k
 
 
 def summarise_sums(
@@ -248,21 +233,22 @@ def summarise_sums(
     if not against_teacher:
         return found
     variation = float(sums.variation) / count
+    spans = enumerate(zip(sums.count_C.tolist(), sums.kl_C.tolist(), strict=True))
     return found | {
         "kl": float(sums.kl) / count,
         "total_variation": variation,
         "acceptance": 1.0 - variation,
         "agreement": float(sums.agreed) / count,
         "top_k_agreement": float(sums.shared) / count,
-        "kl_by_context": _average_kl_by_context(sums),
+        # Mean KL where the model sees ``first`` to ``last`` tokens of the document.
+        "kl_by_context": [
+            {
+                "first": 2**span,
+                "last": 2 ** (span + 1) - 1,
+                "tokens": int(tokens),
+                "kl": kl / tokens,
+            }
+            for span, (tokens, kl) in spans
+            if tokens
+        ],
     }
-
-
-def _average_kl_by_context(sums: ComparisonSums) -> list[dict[str, Any]]:
-    """Mean KL where the model sees ``first`` to ``last`` tokens of the document."""
-    rows = enumerate(zip(sums.count_C.tolist(), sums.kl_C.tolist(), strict=True))
-    return [
-        {"first": 2**span, "last": 2 ** (span + 1) - 1, "tokens": int(count), "kl": kl / count}
-        for span, (count, kl) in rows
-        if count
-    ]

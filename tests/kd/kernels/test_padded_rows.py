@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.support.waiting import PATIENCE_SECONDS
-from kd.kernels.rows import ALIGNMENT, GROUP, count_columns, make_rows
+from kd.kernels.padded_rows import ALIGNMENT, GROUP, count_columns, make_rows
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off beside a GPU"),
@@ -95,7 +95,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kd.kernels import triton_rows
-from kd.kernels.rows import count_columns, make_rows
+from kd.kernels.padded_rows import count_columns, make_rows
 
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
 vocabulary = int(sys.argv[2])
