@@ -33,6 +33,11 @@ Kernel = Literal["plain", "varlen", "flash", "flex", "spans"]
 WIDEST_HEAD = 256
 #: The precisions that they compute in.
 HALVES = (torch.bfloat16, torch.float16)
+#: The first and the last compute capability of GPUs with little shared memory: there the flash
+#: kernels do not differentiate heads of these widths, nor wider ones with dropout (torch's
+#: sdp_utils.cpp: "head_dim_gt192_constraints_on_sm86_89_or_120").
+SMALL_GPUS = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
+REFUSED_WIDTHS = range(193, 225)
 
 
 @dataclass(frozen=True)
@@ -88,12 +93,7 @@ def choose_kernel(traits: AttentionTraits) -> Kernel:
         return "plain"
     if traits.capability is None or traits.capability < (8, 0):
         return "spans"
-    fits = (
-        traits.dtype in HALVES
-        and traits.width == traits.value_width
-        and traits.width <= WIDEST_HEAD
-        and traits.width % 8 == 0
-    )
+    fits = _fits_flash(traits) and traits.width % 8 == 0
     if fits and traits.regular and bare and not traits.dropout:
         return "varlen"
     if fits and traits.regular and traits.flash and not traits.sinks:
@@ -110,8 +110,18 @@ def shares_keys(traits: AttentionTraits) -> bool:
     """
     if traits.capability is None:
         return True
-    in_flash = traits.width == traits.value_width <= WIDEST_HEAD
-    return in_flash and traits.capability >= (8, 0) and traits.dtype in HALVES
+    return _fits_flash(traits)
+
+
+def _fits_flash(traits: AttentionTraits) -> bool:
+    """Whether the flash kernels of a GPU compute heads of these widths, and differentiate them."""
+    if traits.capability is None or traits.capability < (8, 0) or traits.dtype not in HALVES:
+        return False
+    small = any(first <= traits.capability <= last for first, last in SMALL_GPUS)
+    wide = traits.dropout and traits.width >= REFUSED_WIDTHS.stop
+    if small and (wide or traits.width in REFUSED_WIDTHS):
+        return False
+    return traits.width == traits.value_width <= WIDEST_HEAD
 
 
 def _needs_blocks(traits: AttentionTraits) -> bool:
