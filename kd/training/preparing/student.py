@@ -49,7 +49,10 @@ def examine_student(setting: TrainingSetting) -> tuple[LMHead, RankMemory, Paral
     scale, softcap = group.share((lm_head.scale, lm_head.softcap))
     lm_head = replace(lm_head, scale=scale, softcap=softcap)
     if config.data.packing:
-        _isolate_documents_alike(student, group)
+        if group.leads:
+            isolate_documents(student, setting.precision.dtype, setting.monitor)
+        if group.share(uses_packed_attention(student)):
+            use_packed_attention(student)
         warn_of_mask(student, length, setting.monitor)
     if options.is_pure_bfloat16:
         # The checks above need all bits of float32, and all that follows sees the rounded weights.
@@ -69,13 +72,6 @@ def examine_student(setting: TrainingSetting) -> tuple[LMHead, RankMemory, Paral
     if warning := memory.warning(room):
         setting.monitor.emit("warning", message=warning)
     return lm_head, memory, strategy
-
-
-def _isolate_documents_alike(student: PreTrainedModel, group: Group) -> None:
-    if group.leads:
-        isolate_documents(student)
-    if group.share(uses_packed_attention(student)):
-        use_packed_attention(student)
 
 
 def _measure_room(student: PreTrainedModel, device: torch.device) -> int | None:
