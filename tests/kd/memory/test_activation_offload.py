@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from kd.config.train import TrainConfig
 from kd.memory import activation_offload
 from kd.memory.activation_checkpointing import checkpoint_activations
-from kd.memory.activation_offload import offload_activations
+from kd.memory.activation_offload import cut_pieces, offload_activations
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.precision import Precision, round_parameters
@@ -63,7 +63,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     sizes: list[int] = []
     real = activation_offload.copy_to_host
 
-    def count(flat: Tensor) -> Tensor:
+    def count(flat: Tensor) -> list[Tensor]:
         sizes.append(flat.nbytes)
         return real(flat)
 
@@ -190,6 +190,16 @@ def test_a_pass_that_fails_leaves_no_hook_behind(monkeypatch: pytest.MonkeyPatch
         values = torch.ones(2**16, requires_grad=True) * 2
         values.square().sum().backward()
     assert sizes == []
+
+
+def test_pieces_waste_little_pinned_memory() -> None:
+    """torch rounds each piece up to a power of two."""
+    for size in (1, 2, 3, 2**16 - 1, 2**16, 2**16 + 1, 100_003, 2**26 + 2**23, 2**31 - 1):
+        pieces = cut_pieces(size)
+        assert sum(pieces) == size
+        assert len(pieces) <= 4
+        pinned = sum(1 << (each - 1).bit_length() for each in pieces)
+        assert pinned <= size * 16 / 15 + 1
 
 
 # ---------------------------------------------------------------------- what is told of it
