@@ -75,7 +75,8 @@ class CachedLoss:
         require_causal(student, opened.sequence_length)
         self.lm_head = find_student_head(student, opened.codec.vocabulary_size)
         if opened.packed:
-            isolate_documents(student)
+            autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}
+            isolate_documents(student, autocast.get(self.accelerator.mixed_precision))
         # ``compute_loss`` hands the forward pass what it is to compute.
         own = self.model.forward
 

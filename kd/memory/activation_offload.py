@@ -2,9 +2,13 @@
 
 Autograd hands over each tensor that a layer keeps. Activations of some size are copied to pinned
 memory of the host, each once for all who keep it, and come back when the backward pass asks for
-them. Weights stay, and so do their copies in the precision of the products. Copies in both
-directions are in the order of the device's own work, so nothing waits for them but that work. All
-gradients stay the same, bit for bit.
+them. Weights stay, and so do their copies in the precision of the products. All gradients stay the
+same, bit for bit.
+
+On a GPU the copies have a stream of their own, beside the device's work. A layer's memory is given
+back at the layer's end, when the device has waited for its copies. In the backward pass the copies
+of the layer below come back while a layer is computed, so that two layers are on the device. No
+layer changes a tensor that it keeps while the copy runs: without the offload autograd refuses that.
 
 A layer that activation checkpointing recomputes keeps only the hidden states that enter it: then
 only these are copied.
@@ -12,6 +16,8 @@ only these are copied.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +33,10 @@ from kd.models.layers import find_decoder_layers
 #: Bytes below which a tensor stays on the device: most tensors are that small, and all of them
 #: together are little.
 LEAST_BYTES = 2**16
+#: Pieces of a copy in host memory, at most. torch rounds pinned memory up to a power of two
+#: (ATen/core/CachingHostAllocator.h), so a copy is cut into such powers: one piece takes up to
+#: twice its bytes, four take a fifteenth more at most.
+MOST_PIECES = 4
 #: What autograd calls views and casts: a tensor that only these made of a parameter is a weight.
 _WEIGHT_NODES = {
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
@@ -48,8 +58,17 @@ def offload_activations(student: PreTrainedModel) -> None:
             "no list of decoder layers.",
             "Set train.activation_offload to false, or use another student.",
         )
-    for layer in layers:
-        layer.forward = _OffloadedForward(layer, layer.forward)  # type: ignore[method-assign]
+    passing = _Passing()
+    for place, layer in enumerate(layers):
+        forward = _OffloadedForward(layer, layer.forward, passing, place == 0)
+        layer.forward = forward  # type: ignore[method-assign]
+
+
+@dataclass
+class _Passing:
+    """The layer that made the latest copies of the present forward pass; None before the first."""
+
+    below: _LayerCopies | None = None
 
 
 @dataclass
@@ -58,47 +77,92 @@ class _OffloadedForward:
 
     layer: nn.Module
     inner: Callable[..., Any]
+    passing: _Passing
+    first: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.layer.training and torch.is_grad_enabled()):
             return self.inner(*args, **kwargs)
-        with _offloading():
-            return self.inner(*args, **kwargs)
-
-
-@contextmanager
-def _offloading() -> Iterator[None]:
-    """Copy to the host what autograd keeps in this context, which is the pass of one layer."""
-    copies = _LayerCopies()
-    with torch.autograd.graph.saved_tensors_hooks(copies.pack, unpack):
-        yield
-    copies.forget_originals()
+        if self.first:
+            self.passing.below = None
+        copies = _LayerCopies(self.passing.below)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(copies.pack, unpack):
+                return self.inner(*args, **kwargs)
+        finally:
+            copies.forget_originals()
+            # Of layers that are one checkpoint only the last keeps something.
+            if copies.copies:
+                self.passing.below = copies
 
 
 # ---------------------------------------------------------------------- copies
 
 
-@dataclass
+@functools.cache
+def _find_copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of the copies in both directions; only one is in use at a time."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _beside_work(device: torch.device) -> Iterator[None]:
+    """Let copies begin when ``device`` has done what it has now, beside what it gets later."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = _find_copy_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+@dataclass(eq=False)
 class _HostCopy:
     """All bytes of a tensor's memory on the host, which ``users`` kept tensors are views of.
 
-    The first of them that the backward pass asks for brings the bytes back, the last lets them go.
+    ``pieces`` are these bytes in order. ``back`` are the bytes on the device, from when the copy
+    back begins until the last user has asked for them; they may be read after ``arrived``.
     """
 
-    host: Tensor
+    pieces: list[Tensor]
     device: torch.device
+    layer: _LayerCopies
     users: int = 0
     back: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+
+    def begin(self) -> Tensor:
+        """Begin to copy the bytes back, unless that was done; returns the memory they come into."""
+        if self.back is None:
+            sizes = [len(each) for each in self.pieces]
+            self.back = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+            with _beside_work(self.device):
+                for part, piece in zip(self.back.split(sizes), self.pieces, strict=True):
+                    part.copy_(piece, non_blocking=True)
+                if self.device.type != "cpu":
+                    self.arrived = torch.cuda.current_stream(self.device).record_event()
+        return self.back
 
     def fetch(self) -> Tensor:
-        """Return the bytes on the device."""
-        if self.back is None:
-            self.back = self.host.to(self.device, non_blocking=True)
-        found = self.back
+        """Return the bytes on the device, and begin with those of the layer below."""
+        found = self.begin()
+        self._wait()
+        self.layer.begin_below()
         self.users -= 1
         if self.users == 0:
             self.back = None
         return found
+
+    def _wait(self) -> None:
+        """Let the device do nothing more before the bytes have arrived."""
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.arrived)
+            self.arrived = None
+
+    def __del__(self) -> None:
+        # A backward pass that broke off leaves a copy on its way into memory that is free now.
+        self._wait()
 
 
 @dataclass(frozen=True)
@@ -114,13 +178,16 @@ class _View:
 
 @dataclass
 class _LayerCopies:
-    """The copies that the pass of one layer has made, by the address of the memory.
+    """The copies that the pass of one layer has made; ``below`` is the layer before it.
 
-    ``originals`` keeps that memory until the layer has ended, so that no address has two tensors.
+    They are found by the address of the memory. ``originals`` keeps that memory until the layer has
+    ended, so that no address has two tensors. ``copies`` keeps none: only autograd does.
     """
 
+    below: _LayerCopies | None
     by_address: dict[int, _HostCopy] = field(default_factory=dict)
     originals: list[Tensor] = field(default_factory=list)
+    copies: list[weakref.ref[_HostCopy]] = field(default_factory=list)
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         """Return what autograd keeps in place of ``tensor``."""
@@ -131,16 +198,30 @@ class _LayerCopies:
         if address not in self.by_address:
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             self.originals.append(flat)
-            self.by_address[address] = _HostCopy(copy_to_host(flat), tensor.device)
+            with _beside_work(tensor.device):
+                copy = _HostCopy(copy_to_host(flat), tensor.device, self)
+            self.by_address[address] = copy
+            self.copies.append(weakref.ref(copy))
         copy = self.by_address[address]
         copy.users += 1
         offset = int(tensor.storage_offset())
         return _View(copy, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def forget_originals(self) -> None:
-        """Let the memory of the device go."""
+        """Let the memory of the device go, once the device has waited for the copies of it."""
+        if self.originals and self.originals[0].is_cuda:
+            device = self.originals[0].device
+            torch.cuda.current_stream(device).wait_stream(_find_copy_stream(device))
         self.originals.clear()
         self.by_address.clear()
+
+    def begin_below(self) -> None:
+        """Begin to copy back what the layer below has kept, once."""
+        below, self.below = self.below, None
+        # They are needed in the reverse of the order in which they were kept.
+        for each in [] if below is None else reversed(below.copies):
+            if (copy := each()) is not None:
+                copy.begin()
 
 
 def unpack(kept: Tensor | _View) -> Tensor:
@@ -151,10 +232,23 @@ def unpack(kept: Tensor | _View) -> Tensor:
     return flat.as_strided(kept.size, kept.stride, kept.offset)
 
 
-def copy_to_host(flat: Tensor) -> Tensor:
-    """Copy bytes to the host, into pinned memory if they are on a GPU."""
-    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
-    return host.copy_(flat, non_blocking=True)
+def copy_to_host(flat: Tensor) -> list[Tensor]:
+    """Copy bytes to the host, into pinned memory if they are on a GPU; returns its pieces."""
+    return [
+        torch.empty(len(part), dtype=part.dtype, pin_memory=part.is_cuda).copy_(
+            part, non_blocking=True
+        )
+        for part in flat.split(cut_pieces(len(flat)))
+    ]
+
+
+def cut_pieces(size: int) -> list[int]:
+    """Cut ``size`` bytes into the largest powers of two, and what is left of them."""
+    pieces: list[int] = []
+    while size and len(pieces) < MOST_PIECES - 1:
+        pieces.append(1 << (size.bit_length() - 1))
+        size -= pieces[-1]
+    return [*pieces, size] if size else pieces
 
 
 def is_activation(tensor: Tensor) -> bool:

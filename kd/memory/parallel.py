@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from kd.config.train import TrainConfig
+from kd.files import format_bytes
 from kd.memory.devices import DeviceRates
 from kd.memory.step_bytes import BlockShape, StepMemoryEstimate, StepShape, compute_group_sizes
 from kd.parallel.limits import list_unsharded_fields
@@ -93,7 +94,7 @@ class RankMemory(StepMemoryEstimate):
     """Bytes of a step at its peak, on the rank that needs most.
 
     ``buffers`` are what FSDP gathers. ``offloaded`` lie in the host's memory
-    (``train.fsdp_offload``), and are not counted in ``total``.
+    (``train.fsdp_offload``, ``train.activation_offload``), and are not counted in ``total``.
     """
 
     buffers: int = 0
@@ -103,6 +104,16 @@ class RankMemory(StepMemoryEstimate):
     def total(self) -> int:
         """All bytes on the device of the rank."""
         return super().total + self.buffers
+
+    def warn_of_host(self, host: int, ranks: int) -> str | None:
+        """A warning if ``ranks`` like this one offload more than the ``host`` has; else None."""
+        if self.offloaded * ranks <= host:
+            return None
+        return (
+            f"{format_bytes(self.offloaded * ranks)} are kept in this host's memory, which has "
+            f"{format_bytes(host)}: it will run out. Set train.activation_offload and "
+            "train.fsdp_offload to false, or train.batch_size lower."
+        )
 
     def offload(self) -> RankMemory:
         """Move the rank's parts of weights, gradients and state to the host."""
@@ -118,7 +129,7 @@ def estimate_rank(step: StepShape, split: Split) -> RankMemory:
     of the layers what one keeps in all.
     """
     ranks = split.ranks
-    whole = RankMemory(**asdict(step.estimate()))
+    whole = RankMemory(**asdict(step.estimate()), offloaded=step.count_offloaded())
     # The gradients of DDP are views of its buckets (``kd.parallel.strategies.replicate``).
     if split.is_whole or split.strategy == "ddp":
         return whole

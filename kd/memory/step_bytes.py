@@ -219,8 +219,8 @@ class StepShape:
     def estimate_activations(self) -> int:
         """Bytes of all activations, with checkpointing, while one group is recomputed.
 
-        Of layers whose activations are offloaded only one is on the device, and the cast weights
-        of all.
+        Of layers whose activations are offloaded two are on the device, one of which is on its way
+        back, and the cast weights of all.
         """
         count = self.student.layer_count
         layer = self._count_kept() / count
@@ -228,13 +228,26 @@ class StepShape:
         recomputed = max(groups, default=0) * layer
         unchecked = count - sum(groups)
         if self.options.activation_offload:
-            stored = max(recomputed, layer * min(unchecked, 1))
+            stored = max(recomputed + self.count_boundary(), layer * min(unchecked, 2))
         else:
             stored = unchecked * layer + len(groups) * self.count_boundary() + recomputed
         # In the backward pass of a layer about half of its activations have a gradient at the same
         # time.
         working = _OUTSIDE_COPIES * self.count_boundary() + layer / 2
         return round(working + stored + self.count_kept_casts())
+
+    def count_offloaded(self) -> int:
+        """Bytes of the activations that wait in the host's memory; 0 without the offload.
+
+        Its copies are cut so that pinned memory takes hardly more
+        (``kd.memory.activation_offload``).
+        """
+        if not self.options.activation_offload:
+            return 0
+        count = self.student.layer_count
+        groups = compute_group_sizes(count, self.options.gradient_checkpointing)
+        whole = (count - sum(groups)) / count * self._count_kept()
+        return round(whole + len(groups) * self.count_boundary())
 
     def _count_kept(self) -> float:
         """Bytes that autograd keeps in all layers, cast weights apart."""

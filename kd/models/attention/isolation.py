@@ -14,10 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from cache.errors import PotstillError
 from kd.errors import ModelError, format_first_line
 from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
+from kd.models.attention.kernels import KernelFailed, comparing_kernels
 from kd.models.depth import cut_fields
 from kd.models.layers import compute_hidden_states, evaluating, find_device
 from kd.models.precision import float32_products
-from kd.progress import Monitor
+from kd.progress import SILENT, Monitor
 from kd.text.packed_rows import PackedRows
 
 #: Tokens of a document of the short trial.
@@ -60,18 +61,25 @@ def warn_of_mask(model: PreTrainedModel, sequence_length: int, monitor: Monitor)
     )
 
 
-def isolate_documents(model: PreTrainedModel) -> None:
+def isolate_documents(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, monitor: Monitor = SILENT
+) -> None:
     """Let ``model`` compute the documents of a packed row as if each were alone.
 
-    Raises ``ModelError`` if it cannot (``try_to_isolate``).
+    ``dtype`` is the precision of its products, where that is not the one of its weights: the
+    kernels for it are tried too. Where one fails, the model keeps its own attention, and
+    ``monitor`` is told why. Raises ``ModelError`` if the model cannot keep documents apart
+    (``try_to_isolate``).
     """
-    if (problem := try_to_isolate(model)) is not None:
+    if (problem := try_to_isolate(model, dtype, monitor)) is not None:
         raise problem
 
 
 @torch.no_grad()
 @float32_products()  # TF32's rounding in a deep mixture of experts would look like a leak
-def try_to_isolate(model: PreTrainedModel) -> ModelError | None:
+def try_to_isolate(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, monitor: Monitor = SILENT
+) -> ModelError | None:
     """Let ``model`` compute the documents of a packed row as if each were alone, if it can.
 
     It uses our attention where this gives the hidden states of its own, and keeps its own mask
@@ -83,8 +91,11 @@ def try_to_isolate(model: PreTrainedModel) -> ModelError | None:
         # A model that uses our attention already would find nothing to replace.
         use_own_attention(model)
         trials = _make_trials(model)
-        if use_packed_attention(model) and all(_computes_as_alone(model, each) for each in trials):
-            return None
+        with comparing_kernels(None if dtype == torch.float32 else dtype):
+            if use_packed_attention(model) and all(
+                _computes_as_alone(model, each, monitor) for each in trials
+            ):
+                return None
         use_own_attention(model)
         return _explain_shared_rows(model, trials)
 
@@ -217,11 +228,17 @@ def _find_longest_reach(config: PreTrainedConfig) -> int:
     return max((size for size in sizes if size <= MOST_TOKENS - 2), default=0)
 
 
-def _computes_as_alone(model: PreTrainedModel, trial: _Trial) -> bool:
+def _computes_as_alone(model: PreTrainedModel, trial: _Trial, monitor: Monitor = SILENT) -> bool:
     """Whether documents in a packed row are as the model's own attention computes each alone."""
     try:
         packed = trial.read_packed(model)
         kept_apart = _isolates(model, trial)
+    except KernelFailed as failure:
+        monitor.warn_once(
+            f"{type(model).__name__} computes its attention by its own code, which needs more time "
+            f"and memory: {failure}"
+        )
+        return False
     # The model's own code may raise anything when it gets document bounds in place of a mask.
     except Exception:
         return False

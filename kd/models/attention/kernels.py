@@ -16,7 +16,10 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,6 +28,7 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.flex_attention import flex_attention_forward
 
+from kd.errors import format_first_line
 from kd.models.attention.blocks import Scoring, attend_in_blocks
 from kd.models.attention.documents import DocumentMask, RowMask
 
@@ -33,6 +37,14 @@ Kernel = Literal["plain", "varlen", "flash", "flex", "spans"]
 WIDEST_HEAD = 256
 #: The precisions that they compute in.
 HALVES = (torch.bfloat16, torch.float16)
+#: How far their output may be from that of spans, as a share of the largest number: much more than
+#: the rounding of 16 bits, much less than what another document or a wrong window changes.
+KERNEL_TOLERANCE = 5e-2
+#: The first and the last compute capability of GPUs with little shared memory: there the flash
+#: kernels do not differentiate heads of these widths, nor wider ones with dropout (torch's
+#: sdp_utils.cpp: "head_dim_gt192_constraints_on_sm86_89_or_120").
+SMALL_GPUS = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
+REFUSED_WIDTHS = range(193, 225)
 
 
 @dataclass(frozen=True)
@@ -64,12 +76,7 @@ def choose_kernel(traits: AttentionTraits) -> Kernel:
         return "plain"
     if traits.capability is None or traits.capability < (8, 0):
         return "spans"
-    fits = (
-        traits.dtype in HALVES
-        and traits.width == traits.value_width
-        and traits.width <= WIDEST_HEAD
-        and traits.width % 8 == 0
-    )
+    fits = _fits_flash(traits) and traits.width % 8 == 0
     if fits and traits.regular and bare and not traits.dropout:
         return "varlen"
     if fits and traits.regular and traits.flash and not traits.sinks:
@@ -86,8 +93,18 @@ def shares_keys(traits: AttentionTraits) -> bool:
     """
     if traits.capability is None:
         return True
-    in_flash = traits.width == traits.value_width <= WIDEST_HEAD
-    return in_flash and traits.capability >= (8, 0) and traits.dtype in HALVES
+    return _fits_flash(traits)
+
+
+def _fits_flash(traits: AttentionTraits) -> bool:
+    """Whether the flash kernels of a GPU compute heads of these widths, and differentiate them."""
+    if traits.capability is None or traits.capability < (8, 0) or traits.dtype not in HALVES:
+        return False
+    small = any(first <= traits.capability <= last for first, last in SMALL_GPUS)
+    wide = traits.dropout and traits.width >= REFUSED_WIDTHS.stop
+    if small and (wide or traits.width in REFUSED_WIDTHS):
+        return False
+    return traits.width == traits.value_width <= WIDEST_HEAD
 
 
 def _needs_blocks(traits: AttentionTraits) -> bool:
@@ -108,33 +125,114 @@ def attend(
     scoring: Scoring,
     sink_H: Tensor | None,
 ) -> Tensor:
-    """Return the output of the layer ``module``, (B, L, H, E)."""
-    q_BHLD, k_BKLD, v_BKLE = match_precision(q_BHLD, k_BKLD, v_BKLE)
-    traits = describe(q_BHLD, v_BKLE, mask, scoring, sink_H)
-    kernel = choose_kernel(traits)
-    if kernel in ("plain", "spans") and not shares_keys(traits):
-        groups = q_BHLD.shape[1] // k_BKLD.shape[1]
-        k_BKLD, v_BKLE = (each.repeat_interleave(groups, dim=1) for each in (k_BKLD, v_BKLE))
-    if kernel == "plain":
-        # Some of torch's kernels write (B, H, L, E), and models view the output as (B, L, H E).
-        return _run_torch(q_BHLD, k_BKLD, v_BKLE, scoring).transpose(1, 2).contiguous()
-    if kernel == "varlen":
-        return run_varlen(q_BHLD, k_BKLD, v_BKLE, mask, scoring)
-    if kernel == "flash":
-        return _run_flash(q_BHLD, k_BKLD, v_BKLE, mask, scoring)
-    if kernel == "flex":
-        found: Tensor = flex_attention_forward(
-            module,
-            q_BHLD,
-            k_BKLD,
-            v_BKLE,
-            mask.blocks,
-            scaling=scoring.scale,
-            softcap=scoring.softcap,
-            s_aux=sink_H,
-        )[0]
-        return found
-    return _run_spans(q_BHLD, k_BKLD, v_BKLE, mask, scoring, sink_H, _needs_blocks(traits))
+    """Return the output of the layer ``module``, (B, L, H, E).
+
+    In ``comparing_kernels`` it is that of spans, and ``KernelFailed`` is raised where the kernel
+    for the other precision fails or computes something else.
+    """
+    rows = match_precision(q_BHLD, k_BKLD, v_BKLE)
+    traits = describe(rows[0], rows[2], mask, scoring, sink_H)
+    call = _Call(traits, module, rows, mask, scoring, sink_H)
+    if _comparing.dtype is None:
+        return call.run(choose_kernel(traits))
+    _require_alike(call.round(_comparing.dtype))
+    return call.run("spans")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a layer asks of a kernel; ``rows_BHLD`` are q, k and v, of which q alone has H heads."""
+
+    traits: AttentionTraits
+    module: nn.Module
+    rows_BHLD: tuple[Tensor, ...]
+    mask: DocumentMask
+    scoring: Scoring
+    sink_H: Tensor | None
+
+    def round(self, dtype: torch.dtype) -> _Call:
+        """Return the call with q, k and v in ``dtype``."""
+        rows = tuple(each.to(dtype) for each in self.rows_BHLD)
+        return replace(self, traits=replace(self.traits, dtype=dtype), rows_BHLD=rows)
+
+    def run(self, kernel: Kernel) -> Tensor:
+        """Return the output of ``kernel``, (B, L, H, E)."""
+        q_BHLD, k_BKLD, v_BKLE = self.rows_BHLD
+        scoring = self.scoring
+        if kernel in ("plain", "spans") and not shares_keys(self.traits):
+            groups = q_BHLD.shape[1] // k_BKLD.shape[1]
+            k_BKLD, v_BKLE = (each.repeat_interleave(groups, dim=1) for each in (k_BKLD, v_BKLE))
+        if kernel == "plain":
+            # Some of torch's kernels write (B, H, L, E), and models view the output as (B, L, H E).
+            return _run_torch(q_BHLD, k_BKLD, v_BKLE, scoring).transpose(1, 2).contiguous()
+        if kernel == "varlen":
+            return run_varlen(q_BHLD, k_BKLD, v_BKLE, self.mask, scoring)
+        if kernel == "flash":
+            return _run_flash(q_BHLD, k_BKLD, v_BKLE, self.mask, scoring)
+        if kernel == "flex":
+            found: Tensor = flex_attention_forward(
+                self.module,
+                q_BHLD,
+                k_BKLD,
+                v_BKLE,
+                self.mask.blocks,
+                scaling=scoring.scale,
+                softcap=scoring.softcap,
+                s_aux=self.sink_H,
+            )[0]
+            return found
+        blocks = _needs_blocks(self.traits)
+        return _run_spans(q_BHLD, k_BKLD, v_BKLE, self.mask, scoring, self.sink_H, blocks)
+
+
+# ---------------------------------------------------------------------- is the kernel right?
+
+
+class KernelFailed(RuntimeError):
+    """A kernel cannot compute a layer, or computes something else than spans."""
+
+
+class _Comparing(threading.local):
+    """The precision whose kernels this thread compares with spans; None for no comparison."""
+
+    dtype: torch.dtype | None = None
+
+
+_comparing = _Comparing()
+
+
+@contextmanager
+def comparing_kernels(dtype: torch.dtype | None) -> Iterator[None]:
+    """Compare in each layer the kernel for ``dtype`` with spans, which go on in its place.
+
+    So a model that is tried in float32 needs no kernel that only float32 needs. None compares
+    nothing.
+    """
+    _comparing.dtype = dtype
+    try:
+        yield
+    finally:
+        _comparing.dtype = None
+
+
+def _require_alike(call: _Call) -> None:
+    """Raise ``KernelFailed`` if the kernel that ``call`` takes differs from spans.
+
+    Spans compute in float32 from the same rounded numbers, so that the kernel alone differs.
+    """
+    kernel = choose_kernel(call.traits)
+    if kernel in ("plain", "spans"):
+        return
+    try:
+        found = call.run(kernel).float()
+    # Triton needs a C compiler, and torch may be built without a kernel.
+    except Exception as error:
+        raise KernelFailed(f"{kernel} attention failed: {format_first_line(error)}") from error
+    expected = call.round(torch.float32).run("spans")
+    difference = float((found - expected).abs().max())
+    # So that a number which is not finite counts as a difference.
+    if not difference <= KERNEL_TOLERANCE * float(expected.abs().max()):
+        raise KernelFailed(f"{kernel} attention differs from torch's by {difference:.2g}")
 
 
 def describe(

@@ -13,6 +13,7 @@ from kd.config.train import TrainConfig
 from kd.loss.chunk_size import suits_kernels
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import offload_activations
+from kd.memory.host import read_memory_bytes
 from kd.memory.parallel import ParallelStrategy, RankMemory, Split, choose_strategy, estimate_rank
 from kd.memory.step_bytes import StepShape
 from kd.memory.step_memory import describe_step, measure_free_memory
@@ -52,7 +53,7 @@ def examine_student(
     lm_head = replace(lm_head, scale=scale, softcap=softcap)
     if data.packing:
         if group.leads:
-            isolate_documents(student)
+            isolate_documents(student, setting.precision.dtype, setting.monitor)
         if group.share(uses_packed_attention(student)):
             use_packed_attention(student)
         warn_of_mask(student, length, setting.monitor)
@@ -71,7 +72,8 @@ def examine_student(
         found = asdict(estimate_rank(step, Split(strategy, group.size))), strategy
     fields, strategy = group.share(found)
     memory = RankMemory(**fields)
-    if warning := memory.warning(room):
+    host = memory.warn_of_host(read_memory_bytes(), group.size)
+    for warning in filter(None, (memory.warning(room), host)):
         setting.monitor.emit("warning", message=warning)
     return lm_head, memory, strategy
 

@@ -19,13 +19,15 @@ from transformers import PreTrainedModel
 from kd.config.train import TrainConfig
 from kd.memory import activation_offload
 from kd.memory.activation_checkpointing import checkpoint_activations
-from kd.memory.activation_offload import offload_activations
+from kd.memory.activation_offload import cut_pieces, offload_activations
+from kd.memory.parallel import Split, estimate_rank
+from kd.memory.step_bytes import StepShape
+from kd.memory.step_memory import describe_step
 from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states, find_decoder_layers
 from kd.models.precision import Precision, round_parameters
 from kd.text.packed_rows import PackedRows
 from tests.support.kd.students import make_llama
-from tests.support.kd.training import estimate_memory
 from tests.support.kd.zoo import build
 
 FLOAT32 = Precision("cpu", torch.float32)
@@ -63,7 +65,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     sizes: list[int] = []
     real = activation_offload.copy_to_host
 
-    def count(flat: Tensor) -> Tensor:
+    def count(flat: Tensor) -> list[Tensor]:
         sizes.append(flat.nbytes)
         return real(flat)
 
@@ -192,22 +194,55 @@ def test_a_pass_that_fails_leaves_no_hook_behind(monkeypatch: pytest.MonkeyPatch
     assert sizes == []
 
 
+def test_pieces_waste_little_pinned_memory() -> None:
+    """torch rounds each piece up to a power of two."""
+    for size in (1, 2, 3, 2**16 - 1, 2**16, 2**16 + 1, 100_003, 2**26 + 2**23, 2**31 - 1):
+        pieces = cut_pieces(size)
+        assert sum(pieces) == size
+        assert len(pieces) <= 4
+        pinned = sum(1 << (each - 1).bit_length() for each in pieces)
+        assert pinned <= size * 16 / 15 + 1
+
+
 # ---------------------------------------------------------------------- what is told of it
 
 
-def estimate(student: PreTrainedModel, **changes: Any) -> int:
+def describe(student: PreTrainedModel, **changes: Any) -> StepShape:
     options = TrainConfig(max_steps=1, batch_size=BATCH).model_copy(update=changes)
-    return estimate_memory(student, options, LENGTH, VOCABULARY, FLOAT32).activations
+    return describe_step(student, options, LENGTH, VOCABULARY, FLOAT32)
 
 
-def test_one_layer_stays_on_the_device() -> None:
+def estimate(student: PreTrainedModel, **changes: Any) -> int:
+    return describe(student, **changes).estimate().activations
+
+
+def test_two_layers_stay_on_the_device() -> None:
     student = make_student()
     plain = estimate(student)
     offloaded = estimate(student, activation_offload=True)
-    layer = (plain - offloaded) / (LAYERS - 1)
+    layer = (plain - offloaded) / (LAYERS - 2)
     # The widths of its matrices tell within a third what a layer keeps.
     assert layer == pytest.approx(measure_kept_bytes(make_student(), 1) / LAYERS, rel=1 / 3)
     boundary = 4 * BATCH * LENGTH * WIDTH
     full = estimate(student, gradient_checkpointing="full")
     both = estimate(student, gradient_checkpointing="full", activation_offload=True)
-    assert full - both == pytest.approx(LAYERS * boundary, abs=2)
+    assert full - both == pytest.approx((LAYERS - 1) * boundary, abs=2)
+
+
+@pytest.mark.parametrize(("how", "tolerance"), [("none", 1 / 3), ("full", 0.0), ("sqrt", 0.0)])
+def test_the_memory_of_the_host_is_counted(
+    how: Any, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student = make_student()
+    changes = {"activation_offload": True, "gradient_checkpointing": how}
+    memory = estimate_rank(describe(student, **changes), Split())
+    checkpoint_activations(student, how)
+    offload_activations(student)
+    with counting(monkeypatch) as sizes:
+        compute_gradients(student)
+    assert memory.offloaded == pytest.approx(sum(sizes), rel=tolerance)
+    assert estimate_rank(describe(student), Split()).offloaded == 0
+    assert memory.warn_of_host(2 * memory.offloaded, 2) is None
+    warning = memory.warn_of_host(2 * memory.offloaded - 1, 2)
+    assert warning is not None
+    assert "train.activation_offload" in warning

@@ -5,12 +5,16 @@ its stream: ``Event.synchronize``, ``Stream.synchronize``, ``torch.cuda.synchron
 stream that waits, or a copy that CUDA makes at once. Host memory that is read before holds neither
 zeros nor the right values.
 
-Two rules of CUDA are checked when the copy is made: memory that a second stream reads must have
-been recorded on that stream, and a pinned source must still hold what it held.
+What a second stream copies to the device arrives as late.
+
+Three rules of CUDA are checked when a copy is made: memory that a second stream reads must have
+been recorded on that stream, or still be in use; memory that it writes must have been taken before
+it waited for the device's own stream; and a pinned source must still hold what it held.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -23,6 +27,9 @@ from torch import Tensor
 DEVICE = torch.device("cuda:0")
 #: What the host waited for, and how often.
 WAITS: Counter[str] = Counter()
+#: Counts what is taken of the device's memory.
+TAKEN = itertools.count()
+_NOT_WRITTEN = 0xAB
 
 
 class CudaMisused(RuntimeError):
@@ -39,6 +46,7 @@ class SimulatedStream:
     def __init__(self, *_: Any, **__: Any) -> None:
         self._postponed: list[Callable[[], None]] = []
         self._outer: list[SimulatedStream] = []
+        self._waited_at = -1
         self._every.append(self)
 
     def postpone(self, work: Callable[[], None]) -> None:
@@ -58,7 +66,12 @@ class SimulatedStream:
         self.catch_up()
 
     def wait_stream(self, other: SimulatedStream) -> None:
+        self._waited_at = next(TAKEN)
         other.catch_up()
+
+    def may_write(self, target: Tensor) -> bool:
+        """Whether no work of the device's own stream can still use the memory of ``target``."""
+        return self is DEFAULT or self._waited_at > getattr(target.untyped_storage(), "taken", -1)
 
     def wait_event(self, event: SimulatedEvent) -> None:
         event.catch_up()
@@ -139,13 +152,20 @@ def record(tensor: Tensor) -> None:
     tensor.untyped_storage().recorded = True  # type: ignore[attr-defined]
 
 
-def send_to_device(source: Tensor, non_blocking: bool) -> None:
-    """Account for a copy of ``source`` to the device.
+def send_to_device(source: Tensor, non_blocking: bool, target: Tensor | None = None) -> None:
+    """Account for a copy of ``source`` to the device, and make it if there is a ``target``.
 
-    The values are there at once. From pinned memory a GPU may read ``source`` as late as the stream
-    is waited for: until then it must not change.
+    From pinned memory a GPU may read ``source`` as late as the stream is waited for: until then it
+    must not change. The device's own stream sees the values in its own order, which is at once.
     """
     stream = current_stream()
+    if target is not None and not stream.may_write(target):
+        raise CudaMisused("memory was written on a second stream that had not waited for it")
+    later = target is not None and non_blocking and stream is not DEFAULT
+    if target is not None and not later:
+        target.copy_(source)
+    if later:
+        target.view(-1).view(torch.uint8).fill_(_NOT_WRITTEN)
     stream.catch_up()
     if not (non_blocking and source.is_pinned()):
         WAITS["copy to the device"] += 1
@@ -157,6 +177,8 @@ def send_to_device(source: Tensor, non_blocking: bool) -> None:
             raise CudaMisused(
                 f"pinned memory {tuple(source.shape)} was written before its copy had ended"
             )
+        if later:
+            torch.ops.aten.copy_.default(target, sent)
 
     stream.postpone(check)
 
@@ -177,10 +199,13 @@ def bring_to_host(target: Tensor, inner: Tensor, non_blocking: bool) -> None:
         raise CudaMisused("a copy that does not block went to memory that is not pinned")
     # In its own order the stream reads what was there; another one reads what it finds.
     other = stream is not DEFAULT
-    values = inner if other else inner.clone()
+    values = inner.detach() if other else inner.clone()
+    storage = values.untyped_storage()
 
     def copy() -> None:
-        if other and not hasattr(inner.untyped_storage(), "recorded"):
+        # Where ``values`` and ``storage`` alone refer to the memory, it was given back.
+        unused = torch._C._storage_Use_Count(storage._cdata) <= 2
+        if other and unused and not hasattr(storage, "recorded"):
             raise CudaMisused("memory was read on a second stream without record_stream")
         torch.ops.aten.copy_.default(target, values)
 

@@ -237,8 +237,7 @@ def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
     elif isinstance(source, SimulatedTensor):
         target.cpu_tensor.copy_(source.cpu_tensor)
     else:
-        streams.send_to_device(source, non_blocking)
-        target.cpu_tensor.copy_(source)
+        streams.send_to_device(source, non_blocking, target.cpu_tensor)
     return target
 
 
@@ -310,6 +309,8 @@ def _make_factory(name: str) -> Callable[..., Tensor]:
 
     def make(*args: Any, **options: Any) -> Tensor:
         options.pop("pin_memory", None)
-        return SimulatedTensor(func(*args, **{**options, "device": _CPU}))
+        made = func(*args, **{**options, "device": _CPU})
+        made.untyped_storage().taken = next(streams.TAKEN)
+        return SimulatedTensor(made)
 
     return make

@@ -52,6 +52,10 @@ def test_what_the_hot_path_waits_for() -> None:
     run_on_the_device("waits.py")
 
 
+def test_activations_that_wait_on_the_host() -> None:
+    run_on_the_device("offload.py")
+
+
 @pytest.mark.parametrize("capability", ["7.5", "8.0"])
 def test_packed_rows_of_some_architectures(capability: str) -> None:
     run_on_the_device("architectures.py", capability=capability)

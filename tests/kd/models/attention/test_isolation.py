@@ -1,5 +1,6 @@
 """The attention that keeps documents apart is chosen by what a model computes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from kd.errors import ModelError
+from kd.models.attention import kernels
 from kd.models.attention.interface import use_packed_attention
 from kd.models.attention.isolation import (
     _computes_as_alone,
@@ -287,3 +289,64 @@ def test_models_are_examined_without_tf32_and_trained_as_before() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert found == {"highest"}
+
+
+def isolate_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]
+) -> tuple[str, list[str]]:
+    """Isolate a float32 model as on a GPU that trains in bfloat16 with ``kernel``.
+
+    Returns the attention that the model has then, and what the monitor was told. Flex attention,
+    which that GPU takes for float32, must not run: it would be compiled for nothing.
+    """
+
+    def choose(traits: kernels.AttentionTraits) -> kernels.Kernel:
+        return "varlen" if traits.dtype == torch.bfloat16 else "flex"
+
+    monkeypatch.setattr(kernels, "choose_kernel", choose)
+    monkeypatch.setattr(kernels, "flex_attention_forward", None)
+    monkeypatch.setattr(kernels, "run_varlen", kernel)
+    told: list[str] = []
+    model = build("llama tied")
+    monitor = Monitor(lambda event: told.append(event.data["message"]))
+    isolate_documents(model, torch.bfloat16, monitor)
+    name: str = model.config._attn_implementation
+    return name, told
+
+
+def attend_in_spans(*arguments: Any) -> Tensor:
+    return kernels._run_spans(*arguments, None, False)
+
+
+def test_a_student_is_tried_with_the_kernel_that_it_trains_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = []
+
+    def run(q: Tensor, *rest: Any) -> Tensor:
+        used.append(q.dtype)
+        return attend_in_spans(q, *rest)
+
+    assert isolate_on_a_gpu(monkeypatch, run) == ("potstill", [])
+    assert set(used) == {torch.bfloat16}
+
+
+def test_a_kernel_that_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    name, told = isolate_on_a_gpu(monkeypatch, run)
+    assert name == "sdpa"
+    (message,) = told
+    assert "varlen attention failed: RuntimeError: no such kernel" in message
+
+
+def test_a_kernel_that_sees_other_documents_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        found = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return found.transpose(1, 2)
+
+    name, told = isolate_on_a_gpu(monkeypatch, run)
+    assert name == "sdpa"
+    (message,) = told
+    assert "varlen attention differs from torch's by" in message

@@ -45,9 +45,13 @@ H100 = AttentionTraits(
     flash=False,
     flex=True,
 )
+RTX = replace(H100, capability=(8, 9))
 T4 = replace(H100, capability=(7, 5), dtype=torch.float16)
 CPU = replace(H100, capability=None, dtype=torch.float32, flex=False)
 NARROW_VALUES = {"width": 192, "value_width": 128}
+#: Flash kernels do not train such heads on GPUs with little shared memory, the second with dropout.
+WIDE = {"width": 208, "value_width": 208}
+WIDEST = {"width": 256, "value_width": 256}
 
 CHOICES = [
     (H100, {}, "varlen"),
@@ -67,6 +71,13 @@ CHOICES = [
     (H100, {"flash": True, "softcap": True}, "flash"),
     (H100, {"flash": True, "dropout": True}, "flash"),
     (H100, {"flash": True, "sinks": True}, "flex"),
+    (H100, WIDE, "varlen"),
+    (RTX, {}, "varlen"),
+    (RTX, WIDE, "flex"),
+    (RTX, WIDEST, "varlen"),
+    (RTX, WIDEST | {"flash": True, "softcap": True, "dropout": True}, "spans"),
+    (replace(RTX, capability=(12, 0)), WIDE, "flex"),
+    (replace(RTX, capability=(10, 0)), WIDE, "varlen"),
     (T4, {}, "spans"),
     (T4, {"causal": True}, "plain"),
     (CPU, {}, "spans"),
@@ -92,6 +103,10 @@ def test_the_kernel_fits_the_device_and_the_model(
         (H100, {"dtype": torch.float32}, False),
         (H100, NARROW_VALUES, False),
         (H100, {"width": 512, "value_width": 512}, False),
+        (H100, WIDE, True),
+        (RTX, WIDE, False),
+        (RTX, WIDEST, True),
+        (RTX, WIDEST | {"dropout": True}, False),
         (T4, {}, False),
         (CPU, {}, True),
     ],

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from kd.models.attention import kernels
+from kd.models.attention.interface import uses_packed_attention
+from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
+from kd.progress import Monitor
 from kd.text.packed_rows import PackedRows
+from tests.support.kd.students import make_llama
 from tests.support.kd.zoo import ROWS
 from tests.support.packed_zoo import OURS, POSITIONS_BL, SIZES, THEIRS, TOKENS_BL, make_packed
 
@@ -59,6 +65,28 @@ def test_packed_rows_are_computed_on_the_device(kind: str, monkeypatch: pytest.M
     if not (newer and kind in ROUTED):
         error = float((found.detach().cpu().float() - expected).abs().max())
         assert error <= (0.05 if newer else 1e-4) * float(expected.abs().max())
+
+
+def test_a_student_is_isolated_with_the_kernel_that_it_trains_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights are float32 then, for which a GPU with Triton would compile flex attention."""
+    monkeypatch.setattr(kernels, "_finds", lambda package: package == "triton")
+    used = set()
+    run = kernels.run_varlen
+
+    def note(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        used.add(q.dtype)
+        return run(q, *rest)
+
+    monkeypatch.setattr(kernels, "run_varlen", note)
+    model = make_llama(ROWS).to("cuda")
+    told: list[str] = []
+    monitor = Monitor(lambda event: told.append(event.data["message"]))
+    isolate_documents(model, torch.bfloat16, monitor)
+    newer = torch.cuda.get_device_capability() >= (8, 0)
+    assert (told, uses_packed_attention(model)) == ([], True)
+    assert used == ({torch.bfloat16} if newer else set())
 
 
 def test_the_kernel_of_packed_rows_is_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
