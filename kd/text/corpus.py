@@ -28,7 +28,7 @@ from cache.records import Sequences
 from kd.config.data import DataConfig, TextSources
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor, ProgressMeter
-from kd.text.files import find_files
+from kd.text.files import find_source_files
 from kd.text.mixtures import (
     Packer,
     TextReader,
@@ -234,12 +234,12 @@ class _FieldText:
 
 
 def _count_bytes(sources: TextSources, field: str) -> int:
-    """Count the bytes of the files of ``field`` in ``sources``; 0 if one is a dataset."""
-    if has_dataset(sources):
-        return 0
+    """Count the bytes of the files of ``field`` in ``sources``; 0 if ``datasets`` reads one."""
     split = field.partition(".")[0]
-    found = (find_files(name_source(source), split=split) for source in sources)
-    return sum(file.stat().st_size for each in found for file in each.files)
+    found = [find_source_files(source, split=split) for source in sources]
+    if None in found:
+        return 0
+    return sum(file.stat().st_size for each in found if each for file in each.files)
 
 
 class _ReadingReport:
