@@ -20,6 +20,7 @@ from kd.evaluation.in_depth import EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
 from kd.evaluation.report import judge_report
 from kd.evaluation.teacher_effect import warn_of_verdict
+from kd.evaluation.words import explain_words
 from kd.files import find_run, read_json, write_json, write_text
 from kd.models.folder import STUDENT_FILES, resolve_model
 from kd.models.loading import hide_progress_bars
@@ -169,4 +170,5 @@ def render_examination(report: Report) -> str:
         "",
         *format_model_table(found["models"], found["top_k"]),
     ]
-    return "\n".join([*lines[:-1], *format_closing_sections(report)]) + "\n"
+    lines[-1:] = format_closing_sections(report)
+    return "\n".join([*lines, *explain_words(lines)]) + "\n"

@@ -23,6 +23,7 @@ from kd.evaluation.doubts import PERPLEXITIES, find_perplexity, judge_teacher
 from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
 from kd.evaluation.teacher_comparison import TEACHER, compare_with_records
+from kd.evaluation.words import explain_words
 from kd.files import read_json, write_json, write_text
 from kd.models.precision import pick_device
 from kd.progress import NOTICES, keep_notices, replace_nonfinite
@@ -228,7 +229,8 @@ def render_report(report: Report) -> str:
         _describe_speed(report),
     )
     lines += [fact for fact in facts if fact]
-    return "\n".join([*lines, *format_closing_sections(report)]) + "\n"
+    lines += format_closing_sections(report)
+    return "\n".join([*lines, *explain_words(lines)]) + "\n"
 
 
 def _gather_models(report: Report) -> dict[str, dict[str, Any]]:

@@ -56,6 +56,7 @@ from kd.models.stored.tensors import (
     list_notices,
     match_tensors,
     require_all_tensors,
+    select_plain,
     without_report,
 )
 from kd.models.teacher_files import TeacherFiles
@@ -445,16 +446,17 @@ def check_stored_model(folder: Path) -> list[Notice]:
     """Compare a model with the headers of its files, before its weights are read.
 
     Returns what must be named. Raises ``ModelError`` if tensors are missing or have another
-    shape. Quantised weights are stored under other names, and compared when they are read.
+    shape. Of a quantised model only the embedding and the norms are compared: its other weights are
+    stored under names that depend on the quantiser, and are compared when they are read.
     """
     stored = ModelFolder(folder)
     stored.require_whole_files()
-    if stored.stored_quantization is not None:
-        return []
     hide_progress_bars()
     with _reading_errors(folder), torch.device("meta"):
         outline = _make_outline(stored, ReadingPlan(torch.float32))
         found = match_tensors(outline.hollow, stored, outline.names)
+    if stored.stored_quantization is not None:
+        found = select_plain(outline.hollow, found)
     require_all_tensors(type(outline.hollow).__name__, folder, found)
     return list_notices(outline.hollow, outline.is_split, folder, found)
 

@@ -27,7 +27,12 @@ from kd.addresses import resolve_public_address
 from kd.buckets.inputs import is_stored_name
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, Problem
-from kd.preflight.dataset_files import Reason, check_dataset_folder, open_confined
+from kd.preflight.dataset_files import (
+    Reason,
+    check_dataset_folder,
+    open_confined,
+    require_permitted,
+)
 from kd.preflight.limits import Confinement
 from kd.preflight.named_paths import (
     NamedResource,
@@ -36,7 +41,7 @@ from kd.preflight.named_paths import (
     list_named_resources,
 )
 from kd.text.sources import datasets_opened_by
-from kd.text.text_files import find_files, is_saved_dataset
+from kd.text.text_files import find_files, is_saved_dataset, list_all_files
 
 #: Names for which ``datasets`` uses a builder of its own, which searches for files itself; one of
 #: them
@@ -61,7 +66,8 @@ def confined_datasets(limits: Confinement | None) -> Iterator[None]:
     if limits is None or limits.free_datasets:
         yield
         return
-    with datasets_opened_by(partial(open_confined, limits=limits)):
+    opener = partial(open_confined, limits=limits)
+    with datasets_opened_by(opener, partial(require_permitted, limits=limits)):
         yield
 
 
@@ -159,6 +165,10 @@ def _check_dataset(each: NamedResource, root: Path, limits: Confinement) -> Reas
     linked = _check_links(each.name, folder.rglob("*"), limits)
     if linked is not None or limits.free_datasets:
         return linked
+    # Links are followed where the files are read, also one behind another.
+    shown = (file for file in list_all_files(folder) if not file.name.startswith("."))
+    if (outside := limits.find_first_outside(shown)) is not None:
+        return f"{each.name!r} includes {outside.name!r}, which jobs may not read.", _OUTSIDE
     named_outside = check_dataset_folder(folder, limits.permits)
     return named_outside and (f"the dataset {each.name!r} {named_outside[0]}", named_outside[1])
 

@@ -13,7 +13,6 @@ Imports no torch, and ``datasets`` only to read.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -24,14 +23,12 @@ import yaml
 
 from kd.config.data import DatasetSpec
 from kd.errors import DataError
-from kd.text.sources import open_saved_dataset
-from kd.text.text_files import is_saved_dataset
+from kd.text.sources import name_copy, open_saved_dataset
+from kd.text.text_files import CARDS, is_saved_dataset
 
 if TYPE_CHECKING:
     from kd.preflight.limits import Confinement
 
-#: The files in which a dataset names its files.
-CARDS = ("README.md", ".huggingface.yaml")
 #: Formats whose files name no other file, and ``cache``, which is an earlier copy from the hub.
 PLAIN_FORMATS = {"arrow", "cache", "conll", "csv", "json", "parquet", "text", "xml"}
 #: Longer cards take seconds to parse; the process that reads the dataset checks them.
@@ -95,23 +92,25 @@ def check_saved_names(folder: Path) -> Reason:
     return None
 
 
+def require_permitted(spec: DatasetSpec, files: Iterable[Path], limits: Confinement) -> None:
+    """Raise ``DataError`` if a card of ``spec`` or one of its ``files`` leads out of it."""
+    _require(spec, _check_own_cards(spec, limits))
+    outside = limits.find_first_outside(files)
+    _require(spec, None if outside is None else _refuse_file(outside.name))
+
+
 def _require(spec: DatasetSpec, reason: Reason) -> None:
     if reason is not None:
         raise DataError(f"dataset {spec.path!r} {reason[0]}", reason[1])
 
 
 def _find_copies_folder(spec: DatasetSpec) -> Path:
-    """Return the folder for the library's copy of a dataset.
-
-    A local dataset gets a folder by its whole path, because the library uses only its last name.
-    """
+    """Return the folder for the library's copy of a dataset."""
     from datasets import config
 
     copies = Path(config.HF_DATASETS_CACHE)
     folder = Path(spec.path)
-    if not folder.is_dir():
-        return copies
-    return copies / "confined" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+    return copies / "confined" / name_copy(folder) if folder.is_dir() else copies
 
 
 # ---------------------------------------------------------------------- the card

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from cache.errors import PotstillError
 from kd.buckets.inputs import is_stored_name
-from kd.config.data import DataConfig
+from kd.config.data import DataConfig, DatasetSpec
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, Problem
 from kd.models.folder import ModelFolder, find_source
 from kd.preflight.named_paths import point_at_teacher
 from kd.preflight.validate import guard_access
 from kd.progress import Notice
+from kd.text.mixtures import name_source
 from kd.text.packing import Document, refuse_short
 from kd.text.reading.contents import TextFile
 from kd.text.reading.notes import TextNotes
@@ -33,7 +34,7 @@ from kd.text.reading.tables import count_null_texts
 from kd.text.rows import COLUMNS, RowWithoutText, read_cell
 from kd.text.sources import MISSING, FoundDocument, find_documents
 from kd.text.stored.places import TextPlace
-from kd.text.text_files import choose_format, find_files, is_saved_dataset
+from kd.text.text_files import choose_format, find_source_files
 from kd.text.tokens import DocumentEncoder
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def find_row_problems(
     for field, receive in (("train", shown), ("validation", hide_row)):
         seen = _FieldLength()
         for number, source in enumerate(getattr(data, field)):
-            if not isinstance(source, str) or is_stored_name(source):
+            if is_stored_name(name_source(source)):
                 seen.whole = False
                 continue
             look = _Look(root, field, data, tokenizer, notes.of_text(next(numbers)), receive, seen)
@@ -165,10 +166,14 @@ class _Look:
     show: Show
     seen: _FieldLength
 
-    def find_problems(self, pointer: str, source: str) -> Iterator[Problem]:
+    def find_problems(self, pointer: str, source: str | DatasetSpec) -> Iterator[Problem]:
         """Find the rows that are refused; the first is named, and the others counted."""
-        saved = is_saved_dataset(self.root / source)
-        files = [self.root / source] if saved else find_files(source, self.root, self.field).files
+        listed = find_source_files(source, self.root, self.field)
+        if listed is None and isinstance(source, DatasetSpec):
+            self.seen.whole = False
+            return
+        saved = listed is None
+        files = [self.root / name_source(source)] if listed is None else listed.files
         errors = list[PotstillError]()
         rows = shown = 0
         until = time.monotonic() + _SECONDS

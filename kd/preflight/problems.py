@@ -140,10 +140,11 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
         *find_disk_problems(folders.home, config.cache.store),
     ]
     found = [*urls, *(each for each in looked_up if each.pointer not in named)]
-    if folders.opened and not found:
-        found += find_first_problems(config, folders.root, folders.home, folders.note)
+    # The rows come first: they are shown before torch is imported, which takes many seconds.
     if folders.opened and not found:
         found += find_row_problems(config, folders.root, folders.note, folders.show)
+    if folders.opened and not found:
+        found += find_first_problems(config, folders.root, folders.home, folders.note)
     return found
 
 

@@ -15,19 +15,18 @@ from cache.manifest import CacheIdentity, list_differences
 from kd.addresses import HUB_ID
 from kd.buckets.inputs import describe_nothing, is_stored_name, list_stored, may_read_buckets
 from kd.capture.codec_identity import make_codec_identity
-from kd.config.data import DataConfig
+from kd.config.data import DataConfig, DatasetSpec
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
 from kd.files import Disk, find_caches
 from kd.models.folder import ModelFolder, locate_model
 from kd.preflight.confinement import describe_missing_cache
-from kd.preflight.named_paths import NamedResource, list_named_resources
 from kd.progress import Notice, ignore_notice
+from kd.text.mixtures import name_source
 from kd.text.text_files import (
     FoundFiles,
     choose_format,
-    find_files,
-    is_saved_dataset,
+    find_source_files,
     list_stored_texts,
 )
 
@@ -268,48 +267,54 @@ def find_text_problems(
 
     ``note`` receives what a folder or a pattern leaves out.
     """
-    looked_at = set[tuple[str, str]]()
-    for each in list_named_resources(config):
-        field = each.pointer.split("/")[2]
-        # A path that comes again, so that its text is read again, is looked at once.
-        if each.kind == "text" and (field, each.name) not in looked_at:
-            looked_at.add((field, each.name))
-            check = _check_source(each, field, root, config.data, note)
-            yield from guard_access(each.pointer, check)
+    for field in ("train", "validation"):
+        looked_at = set[str | DatasetSpec]()
+        for number, source in enumerate(getattr(config.data, field)):
+            # A path that comes again, so that its text is read again, is looked at once.
+            if source not in looked_at:
+                looked_at.add(source)
+                pointer = f"/data/{field}/{number}"
+                check = _check_source(pointer, source, field, root, config.data, note)
+                yield from guard_access(pointer, check)
 
 
 def _check_source(
-    each: NamedResource, field: str, root: Path, data: DataConfig, note: Callable[[Notice], None]
+    pointer: str,
+    source: str | DatasetSpec,
+    field: str,
+    root: Path,
+    data: DataConfig,
+    note: Callable[[Notice], None],
 ) -> Iterator[Problem]:
     """Find what is wrong with a source by names and sizes; no text of a bucket is downloaded."""
-    if is_stored_name(each.name):
-        missing = list(_check_stored(each.pointer, each.name))
+    name = name_source(source)
+    if isinstance(source, str) and is_stored_name(source):
+        missing = list(_check_stored(pointer, source))
         yield from missing
         if missing or not may_read_buckets():
             return
-        names, left_out = list_stored_texts(each.name, field)
+        names, left_out = list_stored_texts(source, field)
         found = FoundFiles(list(map(Path, names)), left_out)
-        objects = list_stored(each.name).objects
+        objects = list_stored(source).objects
         has_text = any(objects[name].bytes for name in names)
-    elif is_saved_dataset(root / each.name):
-        return
     else:
-        found = find_files(each.name, root, field)
+        listed = find_source_files(source, root, field)
+        if listed is None:
+            return
+        found = listed
         if not found.files:
-            refused = found.refuse_nothing(f"no file matches {each.name!r}.")
-            yield Problem(each.pointer, refused.detail, _explain_root(root))
+            yield Problem(pointer, found.refuse_nothing(source).detail, _explain_root(root))
             return
         # One file with text is enough: a folder may hold empty ones.
         has_text = any(map(_has_text, found.files))
         for file in found.files:
             if not os.access(file, os.R_OK):
                 detail = f"{file.name!r} cannot be read."
-                yield Problem(each.pointer, detail, "Check its mode and owner.")
+                yield Problem(pointer, detail, "Check its mode and owner.")
     for notice in found.list_notices():
         note(notice)
     if not has_text:
-        detail = f"{each.name!r} holds no text."
-        yield Problem(each.pointer, detail, "Give a file with text in it.")
+        yield Problem(pointer, f"{name!r} holds no text.", "Give a file with text in it.")
     for file in found.files:
         choose_format(file, data)
 

@@ -28,7 +28,14 @@ from cache.records import Sequences
 from kd.config.data import DataConfig, TextSources
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor, ProgressMeter
-from kd.text.mixtures import Packer, TextReader, get_weight, has_dataset, is_mixture, name_source
+from kd.text.mixtures import (
+    Packer,
+    TextReader,
+    get_weight,
+    has_dataset,
+    is_mixture,
+    name_source,
+)
 from kd.text.packing import Block, Document, join_blocks, pack_in_blocks
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import find_documents
@@ -39,7 +46,7 @@ from kd.text.stored.places import BEGINNING, Cursor, TextPlace
 from kd.text.stored.shard_files import Layout
 from kd.text.stored.view import StoredSequences, TokenStore
 from kd.text.stored.writing import StoreOrder, is_current, write_store
-from kd.text.text_files import find_files
+from kd.text.text_files import find_source_files
 from kd.text.tokens import DocumentEncoder, choose_pad_id
 
 if TYPE_CHECKING:
@@ -234,12 +241,12 @@ class _FieldText:
 
 
 def _count_bytes(sources: TextSources, field: str) -> int:
-    """Count the bytes of the files of ``field`` in ``sources``; 0 if one is a dataset."""
-    if has_dataset(sources):
-        return 0
+    """Count the bytes of the files of ``field`` in ``sources``; 0 if ``datasets`` reads one."""
     split = field.partition(".")[0]
-    found = (find_files(name_source(source), split=split) for source in sources)
-    return sum(file.stat().st_size for each in found for file in each.files)
+    found = [find_source_files(source, split=split) for source in sources]
+    if None in found:
+        return 0
+    return sum(file.stat().st_size for each in found if each for file in each.files)
 
 
 class _ReadingReport:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,13 @@ from kd.text.reading.contents import TextFile, ignore_count, name_rows, open_row
 from kd.text.reading.notes import TextNotes
 from kd.text.rows import Row, RowWithoutText, drop_absent_fields, read_cell
 from kd.text.stored.places import BEGINNING, TextPlace
-from kd.text.text_files import choose_format, find_files, is_saved_dataset
+from kd.text.text_files import (
+    choose_format,
+    describe_file,
+    find_source_files,
+    is_saved_dataset,
+    list_all_files,
+)
 
 #: What is noted of rows that hold no text, and the least of them that may be too many.
 MISSING = "rows without text, left out"
@@ -60,25 +68,57 @@ def find_documents(
         if number < start.source:
             continue
         begin = start if number == start.source else TextPlace(number)
-        if isinstance(source, str) and is_saved_dataset(Path(source)):
-            source = DatasetSpec(path=source)
-        if isinstance(source, DatasetSpec):
-            rows = map(drop_absent_fields, open_dataset(source, config.streaming))
-            yield from _read_cells(rows, source.path, config, begin, notes)
+        found = find_source_files(source, split=field.partition(".")[0])
+        spec = source if isinstance(source, DatasetSpec) else DatasetSpec(path=source)
+        if found is None:
+            rows = map(drop_absent_fields, open_dataset(spec, config.streaming))
+            yield from _read_cells(rows, spec.path, config, begin, notes)
             continue
-        found = find_files(source, split=field.partition(".")[0])
         for each in found.list_notices():
             notes.add(each, TextPlace(number))
         if not found.files:
-            raise found.refuse_nothing(f"data.{field}: no file matches {source!r}.")
-        for index, file in enumerate(found.files):
-            if index >= begin.file:
+            raise found.refuse_nothing(source, f"data.{field}: ")
+        kept: list[tuple[int, int | None]] = [(0, None)] * len(found.files)
+        if source is spec:
+            _require_permitted(spec, found.files)
+            if "[" in spec.split:
+                kept = _slice_files(spec, found.files, config)
+        for index, (file, (first, end)) in enumerate(zip(found.files, kept, strict=True)):
+            if index >= begin.file and first != end:
                 place = begin if index == begin.file else TextPlace(number, index)
                 if choose_format(file, config) == "text":
                     yield FoundDocument(f"{file}: row 1", TextFile(file, note), place)
                     continue
-                yield from _read_cells(open_rows(file, config), str(file), config, place, notes)
+                place = place._replace(row=max(place.row, first))
+                kept_rows = islice(open_rows(file, config), end)
+                yield from _read_cells(kept_rows, str(file), config, place, notes)
             note(file.stat().st_size)
+
+
+def _slice_files(
+    spec: DatasetSpec, files: list[Path], config: DataConfig
+) -> list[tuple[int, int | None]]:
+    """Return of each file the first row that the slice of ``spec`` holds, and the end of them."""
+    from datasets import ReadInstruction
+
+    counts = [
+        1 if choose_format(file, config) == "text" else _count_rows(file, config) for file in files
+    ]
+    whole = {spec.split.partition("[")[0]: sum(counts)}
+    try:
+        (part,) = ReadInstruction.from_spec(spec.split).to_absolute(whole)
+    except (ValueError, AssertionError) as error:
+        detail = f"the slice {spec.split!r} of {spec.path!r} cannot be taken: {error}."
+        raise DataError(detail, "Write it as train[:10%], or train[100:200].") from None
+    before = accumulate(counts, initial=0)
+    return [
+        (min(max(part.from_ - each, 0), count), min(max(part.to - each, 0), count))
+        for each, count in zip(before, counts, strict=False)
+    ]
+
+
+def _count_rows(file: Path, config: DataConfig) -> int:
+    return sum(1 for _ in name_rows(open_rows(file, config), str(file), "Correct or remove it."))
 
 
 def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[Row]:
@@ -128,7 +168,7 @@ def open_saved_dataset(spec: DatasetSpec) -> Any:
     return concatenate_datasets(parts)
 
 
-def _load_splits(folder: Path) -> dict[str, Any]:
+def _load_splits(folder: Path) -> Row:
     """Load every split of a saved dataset; a split without others is ``train`` too."""
     several = folder / "dataset_dict.json"
     if several.is_file():
@@ -152,30 +192,59 @@ def _load_split(folder: Path) -> Any:
 
 
 def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[Row]:
-    from datasets import load_dataset
+    from datasets import config, load_dataset
 
-    if is_saved_dataset(Path(spec.path)):
+    folder = Path(spec.path)
+    if is_saved_dataset(folder):
         saved: Iterable[Row] = open_saved_dataset(spec)
         return saved
+    copies = Path(config.HF_DATASETS_CACHE)
     rows: Iterable[Row] = load_dataset(
-        spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=streaming
+        spec.path,
+        spec.name,
+        split=spec.split,
+        revision=spec.revision,
+        streaming=streaming,
+        cache_dir=str(copies / "folders" / name_copy(folder) if folder.is_dir() else copies),
     )
     return rows
 
 
+def name_copy(folder: Path) -> str:
+    """Return a name for the library's copy of ``folder``, which changes when a file in it does.
+
+    The library names it by the folder's last name and the patterns of its card alone.
+    """
+    files = list(map(describe_file, list_all_files(folder)))
+    content = json.dumps([str(folder.resolve()), files])
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+#: Raises ``DataError`` if a dataset's folder or one of its files may not be read.
+Permission = Callable[[DatasetSpec, Iterable[Path]], None]
+
+
+def _permit_all(spec: DatasetSpec, files: Iterable[Path]) -> None:
+    """Permit what the user of this process may read."""
+
+
 _open_rows: Opener = _load_rows
+_require_permitted: Permission = _permit_all
 
 
 @contextmanager
-def datasets_opened_by(opener: Opener) -> Iterator[None]:
-    """Until the end of the block, let ``opener`` open every dataset, in all threads."""
-    global _open_rows  # noqa: PLW0603  one process, one job
-    before = _open_rows
-    _open_rows = opener
+def datasets_opened_by(opener: Opener, require_permitted: Permission) -> Iterator[None]:
+    """Until the end of the block, let ``opener`` open every dataset, in all threads.
+
+    ``require_permitted`` is asked about the files of a dataset in a folder before they are opened.
+    """
+    global _open_rows, _require_permitted
+    before = _open_rows, _require_permitted
+    _open_rows, _require_permitted = opener, require_permitted
     try:
         yield
     finally:
-        _open_rows = before
+        _open_rows, _require_permitted = before
 
 
 def _read_cells(

@@ -1,14 +1,15 @@
 """Files of text: which there are, and in which format.
 
-One rule says which files of a folder, of a pattern and of a bucket are read, and which of a local
-``{path: ...}`` are counted:
+One rule says which files of a folder, of a pattern, of a bucket and of ``{path: FOLDER}`` are read:
 
     read       files with an ending of ``SUFFIXES``, in any case; folders that are linked, too
     left out   hidden files and folders (their names begin with . or _), files about the data
                (README, LICENSE, dataset_info.json, a.txt.json beside a.txt), other endings, and the
                files of other splits, if the names tell splits apart
 
-What is left out is counted and named. A file that is named itself is always read.
+What is left out is counted and named. A file that is named itself is always read. The library
+``datasets`` reads the datasets of the hub, those that it saved, and folders that only it
+understands (``find_source_files``).
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from kd.buckets.inputs import download_files, is_stored_name, list_stored
-from kd.config.data import DataConfig
+from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
 from kd.progress import Notice
 
 #: Files of one split that ``save_to_disk`` of ``datasets`` wrote, and the one above several splits.
 SAVED_SPLIT = ("state.json", "dataset_info.json")
 SAVED_SPLITS = "dataset_dict.json"
+#: The files in which a dataset names its files.
+CARDS = ("README.md", ".huggingface.yaml")
 #: The formats that format auto knows, by the suffix of a file.
 SUFFIXES = {
     ".txt": "text",
@@ -45,6 +48,7 @@ PACKED = (".gz", ".zst")
 #: Why something without an ending of text may be left out.
 _NO_FILE = "folders and devices"
 _HIDDEN = "hidden files and folders"
+_OTHER_SPLIT = "files of other splits"
 #: What the names of files about the data begin with, and whole names of such files.
 _ABOUT = re.compile(r"(readme|licen[cs]e|copying|changelog|contributing|citation)([-_.]|$)")
 _ABOUT_NAMES = frozenset(
@@ -76,8 +80,11 @@ class FoundFiles:
     files: list[Path] = field(default_factory=list)
     left_out: Mapping[str, list[str]] = field(default_factory=dict)
 
-    def refuse_nothing(self, detail: str) -> DataError:
-        """Return the error for a source without files; ``detail`` names it."""
+    def refuse_nothing(self, source: str | DatasetSpec, where: str = "") -> DataError:
+        """Return the error for a ``source`` without files; ``where`` stands before it."""
+        detail = f"{where}no file matches {source!r}."
+        if isinstance(source, DatasetSpec):
+            detail = f"{where}{source.path!r} has no file of the split {source.split!r}."
         found = [f"{len(names)} {reason}" for reason, names in self.left_out.items()]
         left_out = f" Left out: {', '.join(found)}." if found else ""
         return DataError(detail + left_out, "Give a file, a folder or a glob.")
@@ -89,12 +96,52 @@ class FoundFiles:
             yield Notice(f"{reason}, left out", len(names), repr(names[0]), remedy)
 
 
+def find_source_files(
+    source: str | DatasetSpec, root: Path = Path(), split: str = "train"
+) -> FoundFiles | None:
+    """List the files of a source of ``split`` (train or validation); None: ``datasets`` reads it.
+
+    That is so for ids of the hub, for what ``save_to_disk`` wrote, and for folders without a file
+    of text, with a card that lists files, or with a name or several splits in the job. A split that
+    the job names itself must be there.
+    """
+    if isinstance(source, str):
+        return None if is_saved_dataset(root / source) else find_files(source, root, split)
+    folder = root / source.path
+    wanted = source.split.partition("[")[0]
+    own = source.name is None and wanted in _SPLITS and "+" not in source.split
+    if not own or not folder.is_dir() or is_saved_dataset(folder) or _lists_files(folder):
+        return None
+    found = find_files(source.path, root, wanted, named=True)
+    return found if found.files or _OTHER_SPLIT in found.left_out else None
+
+
+def _lists_files(folder: Path) -> bool:
+    """Return whether the card of a dataset lists its files."""
+    for card in (folder / name for name in CARDS):
+        try:
+            content = card.read_bytes() if card.is_file() else b""
+        except OSError as error:
+            raise refuse_unreadable(error) from None
+        # The header of a README stands between two lines of dashes.
+        is_plain = card.suffix == ".md" and not content.lstrip().startswith(b"---")
+        header = content.partition(b"\n---")[0] if card.suffix == ".md" else content
+        if b"configs" in header and not is_plain:
+            return True
+    return False
+
+
 def find_files(
-    source: str, root: Path = Path(), split: str = "train", enter: Callable[[Path], bool] = _enter
+    source: str,
+    root: Path = Path(),
+    split: str = "train",
+    enter: Callable[[Path], bool] = _enter,
+    named: bool = False,
 ) -> FoundFiles:
-    """List the files of ``split`` (train or validation) that a path, folder or pattern names.
+    """List the files of ``split`` that a path, folder or pattern names.
 
     A saved dataset has none: its files cannot be read one by one. Those of a bucket are downloaded.
+    ``named``: the job names the split (train, validation or test), and no other is read for it.
     ``enter`` says of a folder that is linked whether to look into it. Raises ``DataError`` for what
     cannot be looked at, such as a folder without permission or a link to nowhere.
     """
@@ -113,7 +160,7 @@ def find_files(
     except OSError as error:
         raise refuse_unreadable(error) from None
     below = {path.relative_to(base).as_posix(): found[path] for path in sorted(found)}
-    chosen, left_out = _choose(below, split)
+    chosen, left_out = _choose(below, split, named)
     return FoundFiles([base / name for name in chosen], left_out)
 
 
@@ -124,6 +171,13 @@ def list_all_files(folder: Path) -> list[Path]:
         return sorted(path for path, is_file in found if is_file)
     except OSError as error:
         raise refuse_unreadable(error) from None
+
+
+def describe_file(file: Path) -> list[str | int]:
+    """Return the paths and numbers by which a file is known: they change when its bytes do."""
+    about = file.stat()
+    times = (about.st_mtime_ns, about.st_ctime_ns)
+    return [str(file.absolute()), str(file.resolve()), about.st_size, about.st_ino, *times]
 
 
 def refuse_unreadable(error: OSError) -> DataError:
@@ -180,7 +234,9 @@ def choose_format(path: Path, config: DataConfig) -> str:
 # ---------------------------------------------------------------------- which are read
 
 
-def _choose(names: Mapping[str, bool], split: str) -> tuple[list[str], dict[str, list[str]]]:
+def _choose(
+    names: Mapping[str, bool], split: str, named: bool = False
+) -> tuple[list[str], dict[str, list[str]]]:
     """Choose the names to read, and return the others by the reason; False: it is no file."""
     left_out = defaultdict[str, list[str]](list)
     splits = dict[str, str]()
@@ -190,9 +246,9 @@ def _choose(names: Mapping[str, bool], split: str) -> tuple[list[str], dict[str,
             left_out[reason].append(name)
         else:
             splits[name] = _find_split(name)
-    kept = _choose_splits(set(splits.values()), split)
+    kept = _choose_splits(set(splits.values()), split, named)
     if others := [name for name, found in splits.items() if found not in kept]:
-        left_out["files of other splits"] = others
+        left_out[_OTHER_SPLIT] = others
     return [name for name, found in splits.items() if found in kept], dict(left_out)
 
 
@@ -221,12 +277,14 @@ def _find_split(name: str) -> str:
     return ""
 
 
-def _choose_splits(found: set[str], split: str) -> set[str]:
+def _choose_splits(found: set[str], split: str, named: bool) -> set[str]:
     """Choose which of the splits that names tell (nothing: none) are read as ``split``."""
-    if len(found) < 2:
+    if len(found) < 2 and not named:
         return found
     if split == "train":
         return found - {"validation", "test"}
+    if named:
+        return found & {split}
     held_out = [each for each in ("validation", "test") if each in found]
     return {held_out[0]} if held_out else found - {"train"}
 

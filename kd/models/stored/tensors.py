@@ -40,12 +40,29 @@ def match_tensors(hollow: PreTrainedModel, folder: ModelFolder, names: dict[str,
 
     ``names`` maps patterns of names in the files to names of the model.
     """
+    if hasattr(hollow.config, "quantization_config"):  # else its quantiser would be asked for
+        del hollow.config.quantization_config
     shapes = folder.read_text_shapes()
     tensors = {name: torch.empty(shapes[name], device="meta") for name in shapes}
     plan = {"config": hollow.config, "key_mapping": names, "device_map": {"": "meta"}, **REPORTED}
     made: Any = type(hollow)
     with without_report():
         return dict(made.from_pretrained(None, state_dict=tensors, dtype=torch.float32, **plan)[1])
+
+
+def select_plain(hollow: PreTrainedModel, found: Found) -> Found:
+    """Leave of ``found`` what no quantiser renames: the embedding, and vectors such as norms."""
+    embedding = hollow.get_input_embeddings()
+    plain = {
+        name
+        for name, each in hollow.named_parameters()
+        if each is embedding.weight or (each.dim() == 1 and not name.endswith("bias"))
+    }
+    return {
+        "missing_keys": plain & {*found["missing_keys"]},
+        "unexpected_keys": (),
+        "mismatched_keys": [each for each in found["mismatched_keys"] if each[0] in plain],
+    }
 
 
 def require_all_tensors(name: str, folder: Path, found: Found) -> None:

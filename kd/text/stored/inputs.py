@@ -20,7 +20,7 @@ from cache.disk import hash_file
 from kd.config.data import DataConfig, DatasetSpec, TextSources
 from kd.errors import DataError
 from kd.text.sources import open_dataset
-from kd.text.text_files import find_files, is_saved_dataset, list_all_files
+from kd.text.text_files import describe_file, find_source_files, list_all_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,22 +106,15 @@ def hash_rules(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _describe_source(source: str | DatasetSpec, field: str, config: DataConfig) -> dict[str, Any]:
-    if isinstance(source, str) and is_saved_dataset(Path(source)):
-        source = DatasetSpec(path=source)
-    if isinstance(source, str):
-        return {"files": [_describe_file(file) for file in find_files(source, split=field).files]}
-    spec = source.model_dump(mode="json")
-    folder = Path(source.path)
-    if folder.is_dir():
-        return {**spec, "files": [_describe_file(file) for file in list_all_files(folder)]}
-    rows = None if config.streaming else open_dataset(source, False)
-    return {**spec, "fingerprint": getattr(rows, "_fingerprint", None)}
-
-
-def _describe_file(file: Path) -> list[str | int]:
-    about = file.stat()
-    times = (about.st_mtime_ns, about.st_ctime_ns)
-    return [str(file.absolute()), str(file.resolve()), about.st_size, about.st_ino, *times]
+    found = find_source_files(source, split=field)
+    spec = source if isinstance(source, DatasetSpec) else DatasetSpec(path=source)
+    known = {} if found is not None and spec is not source else spec.model_dump(mode="json")
+    folder = Path(spec.path)
+    if found is not None or folder.is_dir():
+        files = list_all_files(folder) if found is None else found.files
+        return {**known, "files": list(map(describe_file, files))}
+    rows = None if config.streaming else open_dataset(spec, False)
+    return {**known, "fingerprint": getattr(rows, "_fingerprint", None)}
 
 
 def hash_young_files(inputs: Inputs) -> dict[str, str]:

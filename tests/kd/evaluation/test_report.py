@@ -29,6 +29,7 @@ from kd.evaluation.in_depth import (
 from kd.evaluation.plots import CONTEXT, CURVES, RELIABILITY
 from kd.evaluation.report import make_report, render_report, write_report
 from kd.evaluation.teacher_comparison import TEACHER
+from kd.evaluation.words import WORDS, explain_words
 from kd.files import read_json
 from kd.models.tokenizers import get_vocabulary_size
 from kd.preflight.problems import require_no_problems
@@ -127,6 +128,9 @@ def test_by_default_the_student_s_calibration_and_bits_and_its_pictures(
         f"| {report['teacher_perplexity']:,.2f} |" in page
         and f"| {measured['bits_per_byte']:.4f} |" in page
     )
+    words = page.partition("\n## Words\n")[2]
+    for word in ("nats", "bits per byte", "held out", "KL", "parity", "calibration error"):
+        assert f"\n- **{word}**: " in words
     assert f"]({CURVES})" in page and "10% of the weight on the hard labels" in page
 
 
@@ -423,3 +427,10 @@ def test_samples_are_labelled_fenced_and_never_drawn_at_the_height_of_their_whit
         "The student continues:\n\n```text\n↵×80 ␣×40it\n\nwas:\n    so\n```\n\n"
         "The teacher continues:\n\n```text\n↵×1 ␣×2\n```"
     )
+
+
+def test_a_word_in_a_sample_is_not_explained() -> None:
+    assert explain_words(["```text", "parity", "```", "perplexity"])[3:] == [
+        "- **perplexity**: " + WORDS["perplexity"][1]
+    ]
+    assert explain_words(["```text", "nats", "```"]) == []

@@ -360,7 +360,7 @@ def test_nothing_is_looked_at_where_something_is_refused(
         "kd.preflight.confinement.find_files", lambda source, _: seen.append(source) or []
     )
     monkeypatch.setattr(
-        "kd.preflight.validate.find_files", lambda source, _: seen.append(source) or []
+        "kd.preflight.validate.find_source_files", lambda source, *_: seen.append(source)
     )
     found = find_problems(reading("/**/*"), Folders(root, root / "home", limits))
     assert [each.pointer for each in found] == ["/data/train/0"] and seen == []

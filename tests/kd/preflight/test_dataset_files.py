@@ -426,6 +426,8 @@ def test_a_column_that_is_decoded_from_files_is_refused(
     )
     (root / "set/train.jsonl").unlink()
     parquet.write_table(rows.cast(features.arrow_schema), root / "set/train.parquet")
+    assert read(root / "set", limits, streaming) == [OWN]  # the other column is not decoded
+    write_card(root / "set", "train.parquet")
     assert "the column 'shown', which is decoded" in refusal(root / "set", limits, streaming)
 
 

@@ -121,19 +121,23 @@ def test_rows_that_are_refused_are_counted_and_the_first_is_named(root: Path) ->
     assert train.detail.endswith("Of 8 rows that were looked at 8 are refused.")
 
 
-def test_looking_at_rows_imports_no_torch(root: Path) -> None:
+def test_rows_are_shown_before_torch_is_imported(root: Path) -> None:
+    """Also of a teacher whose tensors are compared, which needs torch."""
     look(root, [make_row(1)])
+    (root / "teacher" / "model.safetensors").symlink_to(AUSTEN / "teacher" / "model.safetensors")
     script = (
         "import sys; from pathlib import Path; from kd.config.jobfile import parse_config;"
-        "from kd.preflight.learned_rows import find_row_problems;"
+        "from kd.preflight.problems import Folders, find_problems;"
         "job = {'teacher': {'model': 'teacher'},"
         " 'student': {'init': {'layers': 1, 'hidden_size': 64}},"
         " 'data': {'train': 'a.jsonl', 'format': 'messages'}, 'train': {'max_steps': 1}};"
-        "rows = [];"
-        f"list(find_row_problems(parse_config(job), Path({str(root)!r}), print, rows.append));"
-        "assert len(rows) == 1 and 'torch' not in sys.modules"
+        f"root = Path({str(root)!r});"
+        "show = lambda row: print('torch' in sys.modules);"
+        "folders = Folders(root, root / 'home', opened=True, show=show);"
+        "print(find_problems(parse_config(job), folders), 'torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    done = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE)
+    assert done.stdout.decode().splitlines() == ["False", "[] True"]
 
 
 def test_a_job_of_whole_texts_has_no_rows_to_show(root: Path) -> None:

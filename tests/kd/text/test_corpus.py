@@ -102,10 +102,11 @@ def test_several_sources_follow_each_other(tmp_path):
     assert list(read_documents(sources, "train", config())) == expected
 
 
-def test_a_local_dataset_folder_is_read_through_datasets(tmp_path, hub_caches):
+def test_a_local_dataset_folder_is_read_with_its_splits(tmp_path, hub_caches):
     folder = tmp_path / "set"
     folder.mkdir()
     write(folder, "train.jsonl")
+    (folder / "train.jsonl.json").write_text('{"text": "About the file beside it."}')
     write(folder, "test.jsonl", ROWS[:1])
     assert documents(DatasetSpec(path=str(folder))) == TEXTS
     assert documents(DatasetSpec(path=str(folder), split="train[1:]")) == TEXTS[1:]

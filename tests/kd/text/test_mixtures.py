@@ -20,9 +20,16 @@ from tests.support.kd.text import config, refusal, write
 # ---------------------------------------------------------------------- streams
 
 
+CARD = "---\nconfigs:\n- config_name: default\n  data_files: train-*.jsonl\n---\n# Text\n"
+
+
 def dataset(folder: Path, texts: list[str], files: int = 1) -> DatasetSpec:
-    """Write a dataset into its own folder, with its rows in ``files`` files."""
+    """Write a dataset into its own folder, with its rows in ``files`` files.
+
+    Its card lists them, so that the library ``datasets`` reads it.
+    """
     folder.mkdir()
+    (folder / "README.md").write_text(CARD, encoding="utf-8")
     for number, part in enumerate(np.array_split(np.array(texts, dtype=object), files)):
         write(folder, f"train-{number:05}.jsonl", [{"text": text} for text in part])
     return DatasetSpec(path=str(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from bench.support.paths import ROOT
+from kd.evaluation.words import WORDS
 from tests.support.documents import DOCUMENTS, list_targets
 
 DOCS = ROOT / "docs"
@@ -47,3 +48,9 @@ def test_the_dashboard_explains_words_as_the_glossary_does() -> None:
     assert len(said) == 13
     for word, sentence in said:
         assert any(row.startswith(f"| {word} |") and sentence in row for row in rows), word
+
+
+def test_a_report_explains_words_as_the_glossary_does() -> None:
+    rows = (DOCS / "glossary.md").read_text(encoding="utf-8").splitlines()
+    for row, sentence in WORDS.values():
+        assert any(each.startswith(f"| {row} |") and sentence in each for each in rows), row

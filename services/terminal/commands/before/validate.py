@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -41,6 +42,7 @@ def validate(
     A warning says what this machine lacks: a package, a GPU, a webhook's permission. The worker
     that runs the job may be another machine. A notice says what a run would leave out or change.
     Of chats the first rows are shown, with the tokens that are learned in colour or ⟦brackets⟧.
+    Where the models are in folders of this machine, it says what data.packing auto means for them.
     """
     from kd.errors import ConfigError
     from kd.preflight.problems import Folders, find_problems
@@ -49,13 +51,15 @@ def validate(
     warnings: list[Problem] = []
     notices: list[Notice] = []
     rows: list[LearnedRow] = []
+    packing: bool | None = None
     try:
         config = load_job_file(job_file, overrides)
         warnings = _find_warnings(config, settings)
-        folders = Folders(
-            settings.root, settings.home, opened=True, note=notices.append, show=rows.append
-        )
+        show = rows.append if as_json else _show_row
+        folders = Folders(settings.root, settings.home, opened=True, note=notices.append, show=show)
         problems = find_problems(config, folders)
+        if not problems and config.data.packing == "auto":
+            packing = _settle_packing(config, settings.root, notices)
     except ConfigError as error:
         problems = error.problems
     if as_json:
@@ -66,11 +70,12 @@ def validate(
             "learned": rows,
         }
         shown = {name: [each.to_json() for each in found[name]] for name in found}
-        print_json({"valid": not problems} | shown)
+        print_json({"valid": not problems, "packing": packing} | shown)
     elif not problems:
         out.print(f"{job_file} is a valid job: {config.kind} {config.name}")
-    for row in () if as_json else rows:
-        _show_row(row)
+        if packing is not None:
+            means = "documents share rows" if packing else "each document has rows of its own"
+            out.print(f"data.packing auto is {str(packing).lower()}: {means}")
     for problem in () if as_json else problems:
         print_error(str(problem), "")
     for warning in () if as_json else warnings:
@@ -78,6 +83,22 @@ def validate(
     for notice in () if as_json else notices:
         err.print(f"notice: {notice}", markup=False)
     raise typer.Exit(INVALID if problems else 0)
+
+
+def _settle_packing(config: JobConfig, root: Path, notices: list[Notice]) -> bool | None:
+    """Return what data.packing auto means for a job; None: its models must be fetched or read."""
+    from kd.capture.plan import settle_packing
+    from kd.config.jobfile import parse_config
+    from kd.preflight.named_paths import list_named_resources, make_paths_absolute
+    from kd.progress import Monitor
+
+    models = [each for each in list_named_resources(config) if each.kind == "model"]
+    if any(each.file or each.own_code or not (root / each.name).is_dir() for each in models):
+        return None
+    monitor = Monitor()
+    settled = settle_packing(parse_config(make_paths_absolute(config, root)), monitor)
+    notices += monitor.notices
+    return None if settled.data.packing == "auto" else settled.data.packing
 
 
 def _show_row(row: LearnedRow) -> None:

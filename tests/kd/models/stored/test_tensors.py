@@ -117,6 +117,33 @@ def test_missing_tensors_are_refused_before_and_while_they_are_read(
             read()
 
 
+def as_gptq(tensors: Tensors) -> Tensors:
+    """Name the tensors as GPTQ does; the numbers do not matter."""
+    changed = dict(tensors)
+    for name in tensors:
+        if "_proj" in name:
+            del changed[name]
+            module = name.removesuffix(".weight")
+            for end in ("qweight", "qzeros", "scales"):
+                changed[f"{module}.{end}"] = torch.ones(4, 8, dtype=torch.int32)
+    return changed
+
+
+@pytest.mark.parametrize("damage", ["compiled", "embedding", "norm", "layers"])
+def test_of_a_quantised_model_the_embedding_and_the_norms_are_compared_before(
+    rewrite: Any, damage: str
+) -> None:
+    marked = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    folder = rewrite(as_gptq)
+    set_config(folder, **marked)
+    assert check_stored_model(folder) == []
+    change, fields, _ = DAMAGES[damage]
+    rewrite(change)
+    set_config(folder, **fields)
+    with pytest.raises(ModelError, match="do not hold all tensors"):
+        check_stored_model(folder)
+
+
 def test_an_index_that_lists_half_of_the_tensors_is_refused(rewrite: Any) -> None:
     folder = rewrite(without("layers.1"))
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kd.config.data import DatasetSpec
 from kd.errors import DataError
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import find_documents
-from kd.text.text_files import find_files, list_stored_texts
+from kd.text.text_files import find_files, find_source_files, list_stored_texts
 from tests.support.kd.text import config, documents, write
 from tests.support.users import not_as_root
 
@@ -83,6 +84,66 @@ def test_a_bucket_has_the_rule_of_a_folder(folder, monkeypatch):
     assert {name for each in left_out.values() for name in each} == {
         name for name in NAMES if NAMES[name]
     }
+
+
+def test_a_path_of_a_folder_has_the_rule_of_the_folder(folder):
+    found = find_source_files(DatasetSpec(path=str(folder)))
+    assert found == find_files(str(folder))
+    notes = TextNotes()
+    source = DatasetSpec(path=str(folder))
+    read = find_documents([source], "train", config(format="text"), notes=notes)
+    assert len(list(read)) == len(found.files)
+    counts = {each.what.removesuffix(", left out"): each.count for each in notes.list_notices()}
+    assert counts == {reason: len(names) for reason, names in found.left_out.items()}
+
+
+def test_a_split_that_a_job_names_is_read_alone_and_must_be_there(folder, tmp_path):
+    for split, expected in {
+        "validation": ["deep/corpus_val.txt", "dev/e.txt"],
+        "test": ["test-00000-of-00001.txt", "test.txt"],
+    }.items():
+        found = find_source_files(DatasetSpec(path=str(folder), split=split))
+        assert list_names(found, folder) == expected
+    (tmp_path / "plain").mkdir()
+    write(tmp_path / "plain", "a.jsonl")
+    with pytest.raises(DataError, match=r"no file of the split 'validation'.* 1 files of other"):
+        documents(DatasetSpec(path=str(tmp_path / "plain"), split="validation"))
+
+
+@pytest.mark.parametrize("slice", ["[:3]", "[2:5]", "[-2:]", "[:50%]", "[4:4]", "[:90%]", "[50%:]"])
+def test_a_slice_counts_the_rows_of_the_files_in_their_order(tmp_path, slice):
+    for name, first in (("a.jsonl", 0), ("b.JSONL", 3), ("c.jsonl.json", 9)):
+        write(tmp_path, name.lower(), [{"text": str(first + row)} for row in range(3)])
+    (tmp_path / "b.jsonl").rename(tmp_path / "b.JSONL")
+    (tmp_path / "c.jsonl").touch()
+    begin, end = slice[1:-1].split(":")
+    begin, end = ((each and (int(each[:-1]) * 6 // 100 if "%" in each else int(each))) or None
+                  for each in (begin, end))  # fmt: skip
+    expected = list(map(str, range(6)))[begin:end]
+    spec = DatasetSpec(path=str(tmp_path), split=f"train{slice}")
+    assert documents(spec) == expected
+    found = list(find_documents([spec], "train", config()))
+    for each in found:  # as an interrupted reading goes on
+        rest = find_documents([spec], "train", config(), start=each.place)
+        assert list(rest) == found[found.index(each) :]
+
+
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+def test_a_folder_that_only_the_library_understands_is_left_to_it(tmp_path, hub_caches, name):
+    write(tmp_path, "a.jsonl")
+    for left in ({"name": "small"}, {"split": "train+test"}, {"split": "fresh"}):
+        assert find_source_files(DatasetSpec(path=str(tmp_path), **left)) is None
+    own = DatasetSpec(path=str(tmp_path))
+    (tmp_path / name).write_text("---\nlicense: mit\n---\n# Text\n", encoding="utf-8")
+    assert [each.name for each in find_source_files(own).files] == ["a.jsonl"]
+    card = "configs:\n- config_name: default\n  data_files: other.txt\n"
+    card = f"---\n{card}---\n# Text\n" if name == "README.md" else card
+    (tmp_path / name).write_text(card, encoding="utf-8")
+    (tmp_path / "other.txt").write_text("One.\nTwo.", encoding="utf-8")
+    assert documents(own) == ["One.", "Two."]
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "a.csv").write_text("text\nThree.\n", encoding="utf-8")
+    assert documents(DatasetSpec(path=str(tmp_path / "csv"))) == ["Three."]
 
 
 def test_the_splits_of_a_folder_are_told_apart_only_where_there_are_several(folder):
