@@ -132,13 +132,13 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
             ),
         }
     )
-    here = [
+    on_disk = [
         garbage
         for folder in folders
         if not _is_busy(folder)
         for garbage in _list_garbage(folder, older_than)
     ]
-    return here + [
+    return on_disk + [
         Garbage(root / each.fingerprint, root / STORED / each.fingerprint, why, each.bytes, each)
         for each in find_stored_garbage(root, older_than)
         for why in [f"in the bucket: {each.why}"]

@@ -154,7 +154,7 @@ def _never_stop() -> bool:
     return False
 
 
-class WorkHeldElsewhere(Interrupted):
+class WorkHeld(Interrupted):
     """Another process does the same work. Try again when the lock at ``lock`` is free."""
 
     type = "elsewhere"
@@ -165,7 +165,7 @@ class WorkHeldElsewhere(Interrupted):
 
 
 @dataclass(frozen=True)
-class RangeTerms:
+class SharedCapture:
     """What all workers of one capture must share, so that their shards fit together.
 
     ``knots`` is the number of knots of profile tempered; None for the other profiles.
@@ -179,19 +179,19 @@ class ShardRanges(Protocol):
     """Hands the shards of one capture to its workers, a range at a time.
 
     One worker leads: it opens the ranges, and seals the manifest when all are finished. The others
-    help. ``terms`` are those of the capture to help with; None for the worker that leads.
+    help. ``shared`` is that of the capture to help with; None for the worker that leads.
     """
 
-    terms: RangeTerms | None
+    shared: SharedCapture | None
 
-    def open(self, terms: RangeTerms, shards: int, waiting: Callable[[], None]) -> None:
+    def open(self, shared: SharedCapture, shards: int, check_stop: Callable[[], None]) -> None:
         """Let workers take the ``shards`` of a capture, from now on; waits as ``take`` does."""
 
-    def take(self, waiting: Callable[[], None]) -> range | None:
+    def take(self, check_stop: Callable[[], None]) -> range | None:
         """Return the shards to capture next; an empty range where there are none now.
 
-        None: nothing is left for this worker to do. ``waiting`` is called while there is no answer,
-        and may raise to give up. Raises ``Interrupted`` where the capture must stop.
+        None: nothing is left for this worker to do. ``check_stop`` is called while there is no
+        answer, and may raise to give up. Raises ``Interrupted`` where the capture must stop.
         """
 
     def finish(self, shards: range, sequences: int) -> None:
@@ -220,7 +220,7 @@ class Monitor:
     """Receives a run's events, and decides whether it stops at the next safe point.
 
     ``patient``: whether the run waits while another process does the same work; otherwise it raises
-    ``WorkHeldElsewhere``. ``ranges`` hands out the shards of a capture by several workers; None for
+    ``WorkHeld``. ``ranges`` hands out the shards of a capture by several workers; None for
     a capture by this process alone.
     """
 
@@ -276,7 +276,7 @@ class Monitor:
     def wait_for(self, what: str, lock: Path, stage: str) -> None:
         """Report now and then that the run waits for ``what``, which the holder of ``lock`` does.
 
-        Call it repeatedly while waiting. Raises ``WorkHeldElsewhere`` if the run is not patient,
+        Call it repeatedly while waiting. Raises ``WorkHeld`` if the run is not patient,
         and ``Interrupted`` if it should stop.
         """
         pulse = self._pulse
@@ -285,7 +285,7 @@ class Monitor:
             pulse.waits_at = now
             self.emit("stage", stage=stage, phase=f"waiting for {what}")
         if not self.patient:
-            raise WorkHeldElsewhere(what, lock)
+            raise WorkHeld(what, lock)
         if self.should_stop():
             raise Interrupted(
                 f"Stopped on request while waiting for {what}.", "Run the same job again."

@@ -389,7 +389,7 @@ class Settings(BaseSettings):
         "one that looks into caches.",
     )
     child_module: str = Field(
-        "services.worker.child",
+        "services.worker.stage_child",
         pattern=r"^[A-Za-z_][\w.]*$",
         description="Module that runs one stage in a process of its own.",
     )

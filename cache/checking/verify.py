@@ -25,11 +25,11 @@ _NUMBER = re.compile(r"[0-9]+")
 _OBJECT = re.compile(r"(manifest\.json|seals/.+)|(.+?)\.[0-9a-f]{32}(/.+)?")
 
 
-def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> list[str]:
+def verify_cache(folder: Path, check_stop: Callable[[], None] | None = None) -> list[str]:
     """Read every byte of a cache; return one line for each file that is missing or damaged.
 
     A sound cache gives no line. Files that are not part of it count for nothing; ``find_extras``
-    names them. ``waiting`` is called before each shard, and may raise to give up.
+    names them. ``check_stop`` is called before each shard, and may raise to give up.
     Raises ``CacheNotFound`` if there is no folder.
     """
     try:
@@ -37,15 +37,15 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
     except (CacheIncomplete, CacheMismatch, CacheCorrupt) as error:
         return [f"{MANIFEST}: {error.detail}"]
     if (mirror := open_mirror(folder)) is not None:
-        return _verify_mirrored(mirror, manifest, waiting)
+        return _verify_mirrored(mirror, manifest, check_stop)
     with storage_errors(folder):
         lines = check_group(folder)
         entries = open_entries(folder, manifest)
         if isinstance(entries, EntryPieces):
             lines += entries.find_problems()
         for index in range(len(entries)):
-            if waiting is not None:
-                waiting()
+            if check_stop is not None:
+                check_stop()
             with suppress(CacheCorrupt):  # its piece of the manifest has a line already
                 lines += _check_folder(folder, name_shard(index), entries[index].digest)
         for name, digest in list_sealed_folders(manifest):
@@ -54,7 +54,7 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
 
 
 def _verify_mirrored(
-    mirror: Mirror, manifest: Manifest, waiting: Callable[[], None] | None
+    mirror: Mirror, manifest: Manifest, check_stop: Callable[[], None] | None
 ) -> list[str]:
     """Read every byte in the bucket, as ``verify_cache`` does in a folder."""
     if manifest.pieces is not None:
@@ -63,8 +63,8 @@ def _verify_mirrored(
     entries = open_entries(mirror.folder, manifest)
     shards = ((name_shard(index), entry.digest) for index, entry in enumerate(entries))
     for name, digest in chain(shards, list_sealed_folders(manifest)):
-        if waiting is not None:
-            waiting()
+        if check_stop is not None:
+            check_stop()
         try:
             mirror.open_folder(name, digest)
             seal = read_seal(mirror.folder, name, digest)
@@ -75,18 +75,18 @@ def _verify_mirrored(
     return lines
 
 
-def find_missing(opened: Cache, waiting: Callable[[], None] | None = None) -> list[str]:
+def find_missing(opened: Cache, check_stop: Callable[[], None] | None = None) -> list[str]:
     """Return a line for each file that is missing, or damaged, as ``verify_cache`` does.
 
     Of a cache in a bucket no byte is read: its files are compared with their sha256 when they are
     read, and now their sizes alone.
     """
     if (mirror := opened.mirror) is None:
-        return verify_cache(opened.folder, waiting)
+        return verify_cache(opened.folder, check_stop)
     lines = []
     for index, entry in enumerate(opened.entries):
-        if waiting is not None:
-            waiting()
+        if check_stop is not None:
+            check_stop()
         name = name_shard(index)
         if not mirror.is_whole(name, opened.open_seal(name, entry.digest)):
             lines.append(f"{name}: a file is missing")

@@ -173,8 +173,8 @@ def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> TeacherIdentit
         return TeacherIdentity(hash_remote_teacher(section), "remote")
     # Another precision gives other logits, so it belongs to the identity of the teacher.
     dtype = choose_teacher_dtype(teacher, pick_device())
-    waiting = partial(monitor.check, "while the teacher's files were read")
-    digest = compute_fingerprint(teacher.folder, section.gguf_file, waiting)
+    check_stop = partial(monitor.check, "while the teacher's files were read")
+    digest = compute_fingerprint(teacher.folder, section.gguf_file, check_stop)
     return TeacherIdentity(
         digest,
         str(dtype).removeprefix("torch."),

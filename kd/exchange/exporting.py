@@ -57,8 +57,8 @@ def export_records(
     meter = ProgressMeter(len(store), "sequences")
     with whole_folder(folder) as temporary:
         for name, numbers in files.items():
-            waiting = partial(monitor.check, f"in {name}; no file is kept")
-            _write_file(temporary / name, layout, store, numbers, k, waiting)
+            check_stop = partial(monitor.check, f"in {name}; no file is kept")
+            _write_file(temporary / name, layout, store, numbers, k, check_stop)
             monitor.emit("progress", **meter.advance(len(numbers), 0))
             monitor.check(f"after {name}; no file is kept")
         summary = layout.finish(temporary)
@@ -102,14 +102,14 @@ def _write_file(
     store: Cache,
     numbers: range,
     k: int | None,
-    waiting: Callable[[], None],
+    check_stop: Callable[[], None],
 ) -> None:
     import pyarrow.parquet
 
     description = FileDescription(store, numbers.start)
     with pyarrow.parquet.ParquetWriter(path, layout.schema) as file:
         for sequences, records, entries in read_entries(store, numbers, k):
-            waiting()
+            check_stop()
             description.add(sequences, records)
             file.write_table(layout.make_table(sequences, records, entries))
         file.add_key_value_metadata(description.to_metadata())

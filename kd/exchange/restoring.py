@@ -243,8 +243,8 @@ def restore_cache(
     provenance = replace(
         manifest.provenance, teacher_name=teacher_name or manifest.provenance.teacher_name
     )
-    waiting = "while the same records are imported"
-    with open_writer(root, identity, lambda: monitor.check(waiting)) as writer:
+    stop = "while the same records are imported"
+    with open_writer(root, identity, lambda: monitor.check(stop)) as writer:
         missing = writer.find_missing_shards()
         meter = ProgressMeter(identity.data.sequences, "sequences")
         rows = chain.from_iterable(origin.read_sequences() for origin in origins)

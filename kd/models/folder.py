@@ -523,12 +523,12 @@ def locate_model(model: str, root: Path) -> Path:
 
 
 def compute_fingerprint(
-    folder: Path, gguf_file: str | None = None, waiting: Callable[[], None] | None = None
+    folder: Path, gguf_file: str | None = None, check_stop: Callable[[], None] | None = None
 ) -> str:
     """Return the sha256 of the files that determine the model's outputs.
 
     These are the configuration, the model's own code and the weights, or ``gguf_file`` alone.
-    ``waiting`` is called between blocks of a file, and may raise to give up.
+    ``check_stop`` is called between blocks of a file, and may raise to give up.
     """
     ModelFolder(folder).require_own_files(gguf_file)
     names = [gguf_file] if gguf_file else list_identity_files(folder)
@@ -537,17 +537,17 @@ def compute_fingerprint(
         path = folder / name
         if not path.is_file():
             raise ModelError(f"{path} does not exist.", "Check teacher.gguf_file.")
-        digest.update(name.encode() + _hash_blocks(path, waiting))
+        digest.update(name.encode() + _hash_blocks(path, check_stop))
     return digest.hexdigest()
 
 
-def _hash_blocks(path: Path, waiting: Callable[[], None] | None) -> bytes:
+def _hash_blocks(path: Path, check_stop: Callable[[], None] | None) -> bytes:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_HASHED_BYTES):
             digest.update(block)
-            if waiting is not None:
-                waiting()
+            if check_stop is not None:
+                check_stop()
     return digest.digest()
 
 

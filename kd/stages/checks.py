@@ -60,7 +60,7 @@ def run_fidelity(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor)
         monitor.emit("stage", stage="precompute", phase="comparing with the teacher")
         stop = "while the cache was compared with its teacher"
         with stopping_forward(monitor, stop):
-            found = recheck_fidelity(store, origin, waiting=lambda: monitor.check(stop))
+            found = recheck_fidelity(store, origin, check_stop=lambda: monitor.check(stop))
     write_json(run_dir / "fidelity.json", {"fingerprint": folder.name, **found.to_json()})
     monitor.emit("artifact", name="fidelity.json", path=str(run_dir / "fidelity.json"))
     if found.problems:

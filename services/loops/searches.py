@@ -47,8 +47,8 @@ from services.settings import Settings
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
 from services.store.queue import publish_hint
-from services.worker.child_process import Outbox
 from services.worker.failures import describe_error
+from services.worker.stage_process import Outbox
 
 if TYPE_CHECKING:
     from kd.search.study import Trial

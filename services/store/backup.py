@@ -67,7 +67,7 @@ TREES = ("caches", "runs", "files", "models", "data")
 _PATH = re.compile(r'"(/[^"\\*?\[]+(?=")|/[^"\\*?\[]*/)')
 #: Ends of the names of files beside caches that only running processes, or only this folder, need.
 PASSING_SUFFIXES = (".lock", ".used", ".writers", PLACE_FILE)
-#: Keys of hints and signs of life, which mean nothing later.
+#: Keys of hints and heartbeats, which mean nothing later.
 SKIPPED_PREFIXES = ("kd:celery:", "kd:worker:", "kd:workers")
 #: Time for which the writes of the store may wait.
 PAUSE_SECONDS = 5.0

@@ -38,8 +38,8 @@
 -- kd:job:{id}:dependents  set     jobs whose waits contain this job
 -- kd:job:{id}:study       list    of a search: the journal of its Optuna study, as lines of JSON
 -- kd:job:{id}:trials      hash    of a search: number of a trial -> id of its job; the job's 'parent' is the search
--- kd:job:{id}:ranges      hash    of a capture by several workers: the board of ranges (ranges.lua), with the keys below it
--- kd:boards               zset    jobs with a board of ranges, by time of creation
+-- kd:job:{id}:ranges      hash    of a capture by several workers: the table of ranges (ranges.lua), with the keys below it
+-- kd:boards               zset    jobs with a table of ranges, by time of creation
 -- kd:index:{owner}:{status}  zset jobs by time of creation (microseconds); * is any owner or status
 -- kd:queue:{stage}        zset    queued jobs, by priority, then by time of creation
 -- kd:queue:{stage}:{team} zset    the same, of one team
@@ -60,7 +60,7 @@
 -- kd:webhooks             zset    "job event-id" of messages to send, by the time of the next try
 -- kd:webhooks:tries       hash    the same -> failed tries
 -- kd:counters             hash    counters, by the name of the Prometheus sample
--- kd:worker:{id}          string  a worker's sign of life, with a TTL; the worker writes it
+-- kd:worker:{id}          string  a worker's heartbeat, with a TTL; the worker writes it
 -- kd:workers              set     ids of workers; some may be gone
 -- kd:keys:used            hash    short id of an API key -> the time of its last use; the API writes it
 -- kd:celery:{stage}       list    Celery's hints that a job is queued; the record decides
@@ -192,11 +192,11 @@ local function keep(id, command)
   end
 end
 
--- The board of ranges of a capture by several workers, and all below it. Its members are fenced from now on.
-local BOARD = {'ranges', 'ranges:free', 'ranges:begun', 'ranges:held', 'ranges:members', 'ranges:ends', 'ranges:done', 'ranges:refused'}
-local function drop_board(id)
+-- The table of ranges of a capture by several workers, and all below it. Its members are fenced from now on.
+local RANGE_KEYS = {'ranges', 'ranges:free', 'ranges:begun', 'ranges:held', 'ranges:members', 'ranges:ends', 'ranges:done', 'ranges:refused'}
+local function drop_ranges(id)
   if redis.call('ZREM', 'kd:boards', id) == 0 then return end
-  for _, part in ipairs(BOARD) do redis.call('DEL', key(id, part)) end
+  for _, part in ipairs(RANGE_KEYS) do redis.call('DEL', key(id, part)) end
 end
 
 -- ---------------------------------------------------------------- teams
@@ -388,7 +388,7 @@ local function move(id, status, ...)
     waits = queue(id)
   end
   if not ACTIVE[status] then
-    drop_board(id)
+    drop_ranges(id)
     redis.call('ZREM', 'kd:leases', id)
     redis.call('HDEL', key(id), 'worker')
   end
@@ -652,7 +652,7 @@ local function unlist(id)
   for _, stage in ipairs(STAGES) do unqueue(id, stage) end
   for _, name in ipairs({'kd:open', 'kd:leases', 'kd:deadlines'}) do redis.call('ZREM', name, id) end
   redis.call('HDEL', 'kd:devices:' .. team_of(id), id)
-  drop_board(id)
+  drop_ranges(id)
 end
 
 function changes.delete(id)
@@ -676,7 +676,7 @@ local function allowed(status, parent)
   return found
 end
 
--- The signs of life of all workers; a worker whose sign has expired has none.
+-- The heartbeats of all workers; a worker whose heartbeat has expired has none.
 local function workers()
   local found = {}
   for _, worker in ipairs(redis.call('SMEMBERS', 'kd:workers')) do

@@ -1,7 +1,7 @@
 """Ranges of shards that several workers capture together; ``ranges.lua`` has every state.
 
-The worker that holds the job's lease opens the board of ranges. It and its helpers are members of
-the board: each renews its own lease by beats, takes ranges, and tells when their shards are sealed.
+The worker that holds the job's lease opens the table of ranges. It and its helpers are members of
+the table: each renews its own lease by beats, takes ranges, and tells when their shards are sealed.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Membership:
 class HelpOrder:
     """A membership of a worker that does not hold the job, and what it must know of the job.
 
-    ``terms`` is what all workers of the capture must share (``kd.ranges.RangeTerms``).
+    ``shared`` is what all workers of the capture must share (``kd.ranges.SharedCapture``).
     """
 
     member: Membership
     attempt: int
-    terms: dict[str, Any]
+    shared: dict[str, Any]
     config: dict[str, Any]
     owner: str
     request_id: str = ""
@@ -109,7 +109,7 @@ class RangeView:
     members: tuple[RangeMember, ...]
 
 
-class RangeBoard(ScriptedStore):
+class RangeTable(ScriptedStore):
     """Hands out the ranges of jobs. Methods raise ``RedisError``."""
 
     def open(
@@ -117,13 +117,13 @@ class RangeBoard(ScriptedStore):
         claim: Claim,
         worker: str,
         lease_seconds: float,
-        terms: dict[str, Any],
+        shared: dict[str, Any],
         shards: int,
         workers: int | None,
     ) -> Membership | None:
         """Cut ``shards`` into ranges for ``workers`` (None: any number); None if fenced."""
         size = choose_range_size(shards, workers)
-        head = (claim.id, claim.fence, worker, to_ms(lease_seconds), json.dumps(terms))
+        head = (claim.id, claim.fence, worker, to_ms(lease_seconds), json.dumps(shared))
         outcome, *token = self._transition("ranges_open", *head, shards, size, workers or "")
         return Membership(claim.id, int(token[0])) if outcome == "opened" else None
 
@@ -140,10 +140,10 @@ class RangeBoard(ScriptedStore):
         )
         if not found:
             return None
-        job_id, token, attempt, terms, config, owner, *request = found
+        job_id, token, attempt, shared, config, owner, *request = found
         member = Membership(job_id, int(token))
         return HelpOrder(
-            member, int(attempt), json.loads(terms), json.loads(config), owner, *request
+            member, int(attempt), json.loads(shared), json.loads(config), owner, *request
         )
 
     def take(self, member: Membership) -> TakenRange | NoRange:

@@ -34,22 +34,22 @@ from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.script import is_own_mistake
 from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
-from services.store.ranges import HelpOrder, RangeBoard
+from services.store.ranges import HelpOrder, RangeTable
 from services.worker.devices import DeviceError, WorkerDevice, take_device
 from services.worker.helping import CaptureHelp
 from services.worker.lock_waiter import LockWaiter
 from services.worker.supervisor import Attempt
 
-#: Time between two signs of life.
-SIGN_OF_LIFE_SECONDS = 5.0
-#: Seconds for which a sign of life counts.
-SIGN_OF_LIFE_TTL = 30
+#: Time between two heartbeats of a worker.
+HEARTBEAT_SECONDS = 5.0
+#: Seconds for which a heartbeat counts.
+HEARTBEAT_TTL = 30
 #: Time between two checks of the device.
 DEVICE_SECONDS = 30.0
 #: Workers that a capture calls at once.
 CALLED = 32
 #: Time after which an idle worker that gets no hints, although hints wait, ends itself.
-DEAF_SECONDS = 60.0
+UNRESPONSIVE_SECONDS = 60.0
 
 log = logging.getLogger("potstill.worker")
 
@@ -107,9 +107,9 @@ class StageWorker:
         """Help with a capture that wants more workers. Returns whether there was one."""
         if CAPTURE.name not in self.stages:
             return False
-        board = RangeBoard(self.store.redis)
+        table = RangeTable(self.store.redis)
         lease = self.settings.lease_seconds
-        order = board.help(self.id, lease, self._capacity(), self.stages)
+        order = table.help(self.id, lease, self._capacity(), self.stages)
         if order is None:
             return False
         names = {"job_id": order.member.id, "attempt": order.attempt}
@@ -179,9 +179,9 @@ class StageWorker:
             self.id,
             self._call_helpers,
         ).run()
-        if ended.elsewhere is not None:
+        if ended.held_lock is not None:
             log.info("another process does the same work: the job waits for it")
-            self.lock_waiter.hold_claim(claim, ended.elsewhere)
+            self.lock_waiter.hold_claim(claim, ended.held_lock)
             return
         log.info("stage %s ends: %s", stage, ended.status)
         if ended.status == "queued":
@@ -219,22 +219,22 @@ class StageWorker:
         self.stopping.set()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    # -- signs of life
+    # -- heartbeats
 
-    def show_life(self) -> None:
-        """Show every few seconds that this worker is alive, until it has ended."""
+    def send_heartbeat(self) -> None:
+        """Show this worker in the list every few seconds, until it has ended."""
         while not self.ended.is_set():
             if time.monotonic() - self._device_seen > DEVICE_SECONDS and not self.stopping.is_set():
                 self._device_is_well()
             try:
-                self.store.show_worker(self.describe(), SIGN_OF_LIFE_TTL)
-                self._check_hearing()
+                self.store.show_worker(self.describe(), HEARTBEAT_TTL)
+                self._end_if_unresponsive()
                 flush_restarts(self.store)
                 self._tell(None)
             except RedisError as error:
                 self._tell(error)
                 self._last_work = time.monotonic()
-            self.ended.wait(SIGN_OF_LIFE_SECONDS)
+            self.ended.wait(HEARTBEAT_SECONDS)
 
     def describe(self) -> WorkerState:
         """The worker as GET /workers shows it."""
@@ -264,7 +264,7 @@ class StageWorker:
             beat_at=self.store.read_clock(),
         )
 
-    def _check_hearing(self) -> None:
+    def _end_if_unresponsive(self) -> None:
         """End this worker if it is idle and gets no hints although hints wait.
 
         A Celery consumer can stop receiving after a lost connection.
@@ -272,7 +272,7 @@ class StageWorker:
         waiting = any(self.store.redis.llen(QUEUE_PREFIX + stage) for stage in self.stages)
         if self.claim or self.helped or not waiting or self.stopping.is_set():
             self._last_work = time.monotonic()
-        elif time.monotonic() - self._last_work > DEAF_SECONDS:
+        elif time.monotonic() - self._last_work > UNRESPONSIVE_SECONDS:
             log.error("hints wait, but none arrive here: this worker ends, to be started again")
             os._exit(1)
 
@@ -336,7 +336,7 @@ def run(settings: Settings, stages: list[str]) -> None:
     worker_logger.addFilter(shorten_end)
     life = threading.Thread(
         target=keep_running,
-        args=("sign-of-life", worker.show_life, worker.ended),
+        args=("sign-of-life", worker.send_heartbeat, worker.ended),
         name="sign-of-life",
         daemon=True,
     )

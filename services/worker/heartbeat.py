@@ -16,8 +16,8 @@ from services.process.lasting_loops import keep_running
 from services.store.connection import describe_failure
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, BeatReply, Claim
 from services.store.jobs.store import JobStore
-from services.worker.child_process import Outbox
 from services.worker.counters import RunCounters
+from services.worker.stage_process import Outbox
 
 log = logging.getLogger("potstill.worker")
 

@@ -1,6 +1,6 @@
 """One worker that helps with the capture of a job which another worker holds.
 
-It takes ranges of shards from the board (``services.store.ranges``) and captures them in a child of
+It takes ranges of shards from the table (``services.store.ranges``) and captures them in a child of
 its own. What it cannot do ends its help, and not the job.
 """
 
@@ -27,9 +27,7 @@ from kd.files import HELPERS, find_caches
 from services.settings import Settings
 from services.store.jobs.leases import BEATS_PER_LEASE
 from services.store.jobs.store import JobStore
-from services.store.ranges import HelpOrder, RangeBoard
-from services.worker.child import EXIT_PASSING, EXIT_STOPPED
-from services.worker.child_process import Child, StageJob, prepare_child, start_child
+from services.store.ranges import HelpOrder, RangeTable
 from services.worker.devices import WorkerDevice
 from services.worker.failures import (
     Failure,
@@ -40,7 +38,9 @@ from services.worker.failures import (
     describe_memory_limit,
 )
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
-from services.worker.range_broker import RangeBroker
+from services.worker.range_server import RangeServer
+from services.worker.stage_child import EXIT_PASSING, EXIT_STOPPED
+from services.worker.stage_process import Child, StageJob, prepare_child, start_child
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
@@ -82,32 +82,32 @@ class CaptureHelp:
 
     def run(self) -> None:
         """Help to the end. A failure is a warning of the job, and this worker helps no more."""
-        board = RangeBoard(self._store.redis)
-        broker = RangeBroker(board, self._settings.lease_seconds, self._order.member)
+        table = RangeTable(self._store.redis)
+        server = RangeServer(table, self._settings.lease_seconds, self._order.member)
         try:
-            with broker:
-                warning = self._supervise(broker)
+            with server:
+                warning = self._supervise(server)
         except RedisError as error:
             log.warning("the help ends: %s", type(error).__name__)
             return
-        broker.leave(warning)
+        server.leave(warning)
         log.info("the help with %s ends: %s", self._order.member.id, warning or "as it should")
 
-    def _supervise(self, broker: RangeBroker) -> str:
+    def _supervise(self, server: RangeServer) -> str:
         """Run the child; return the warning that the job gets, or nothing."""
         try:
             # First, because a job of another version may not be readable here.
             self._require_same_version()
             config = parse_config(self._order.config)
             self._require_same_place(config)
-            child = self._start(broker)
+            child = self._start(server)
         except (PotstillError, OSError) as error:
             return self._describe_failure(describe_error(error))
         limit = choose_limit_bytes(config.resources, self._device)
         with child, MemoryLimit(child.process.pid, limit) as memory:
             while child.process.poll() is None:
-                child.show_life()
-                self._govern(child, broker)
+                child.send_heartbeat()
+                self._govern(child, server)
                 if memory.is_exceeded():
                     child.kill("memory")
                 with suppress(subprocess.TimeoutExpired):
@@ -118,7 +118,7 @@ class CaptureHelp:
         return self._judge(child, memory)
 
     def _require_same_version(self) -> None:
-        own, theirs = read_version(), self._order.terms["version"]
+        own, theirs = read_version(), self._order.shared["version"]
         if own != theirs:
             raise OtherCapture(
                 f"It runs Potstill {own}, and the worker that leads the capture {theirs}.",
@@ -127,7 +127,7 @@ class CaptureHelp:
 
     def _require_same_place(self, config: JobConfig) -> None:
         own = describe_place(self._settings, config)
-        theirs = self._order.terms
+        theirs = self._order.shared
         if own["place"] != theirs["place"]:
             raise OtherCapture(
                 f"Its caches are in {own['place']}, and the caches of the worker that leads the "
@@ -135,16 +135,16 @@ class CaptureHelp:
                 "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
             )
 
-    def _start(self, broker: RangeBroker) -> Child:
+    def _start(self, server: RangeServer) -> Child:
         order = self._order
         job = StageJob(order.member.id, CAPTURE.name, order.owner, order.config, helps=True)
         child_order, environment = prepare_child(
             self._store, self._settings, self._device, job, self._run_dir
         )
-        return start_child(self._settings, child_order, environment, broker, order.terms)
+        return start_child(self._settings, child_order, environment, server, order.shared)
 
-    def _govern(self, child: Child, broker: RangeBroker) -> None:
-        if self._stopping.is_set() or broker.reply != "go":
+    def _govern(self, child: Child, server: RangeServer) -> None:
+        if self._stopping.is_set() or server.reply != "go":
             child.stop(self._settings.stop_grace_seconds)
         if child.kill_at is not None and time.monotonic() > child.kill_at:
             child.kill("grace")

@@ -29,9 +29,7 @@ from kd.memory.model_memory import estimate_least_memory
 from services.settings import Settings
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
 from services.store.jobs.store import JobStore
-from services.store.ranges import Membership, RangeBoard
-from services.worker.child import EXIT_ELSEWHERE, EXIT_PASSING, EXIT_STOPPED
-from services.worker.child_process import Child, StageJob, prepare_child, start_child
+from services.store.ranges import Membership, RangeTable
 from services.worker.devices import WorkerDevice
 from services.worker.failures import (
     describe_crash,
@@ -43,7 +41,9 @@ from services.worker.failures import (
 from services.worker.heartbeat import Heartbeat
 from services.worker.helping import count_workers, describe_place
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
-from services.worker.range_broker import RangeBroker
+from services.worker.range_server import RangeServer
+from services.worker.stage_child import EXIT_HELD, EXIT_PASSING, EXIT_STOPPED
+from services.worker.stage_process import Child, StageJob, prepare_child, start_child
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
@@ -55,12 +55,12 @@ log = logging.getLogger("potstill.worker")
 class AttemptResult:
     """The end of an attempt: the job's status, "fenced", or "lost" if Redis could not be reached.
 
-    ``elsewhere`` is the lock of another process that does the same work. The claim is then still
+    ``held_lock`` is the lock of another process that does the same work. The claim is then still
     held. ``unfit`` says why no process could be started on this host; empty if one was started.
     """
 
     status: str
-    elsewhere: Path | None = None
+    held_lock: Path | None = None
     unfit: str = ""
 
 
@@ -95,13 +95,13 @@ class Attempt:
         """Run the stage to its end."""
         kills = OomKills.count()
         try:
-            broker = self._make_broker()
-            child = self._start(broker)
+            server = self._make_range_server()
+            child = self._start(server)
         except (PotstillError, OSError, RedisError) as error:
             return self._record_failed_start(error)
         limit = choose_limit_bytes(parse_config(self._claim.config).resources, self._device)
         with (
-            broker or nullcontext(),
+            server or nullcontext(),
             child,
             MemoryLimit(child.process.pid, limit) as memory,
             Heartbeat(
@@ -109,7 +109,7 @@ class Attempt:
             ) as heartbeat,
         ):
             while child.process.poll() is None and heartbeat.reply != "fenced":
-                child.show_life()
+                child.send_heartbeat()
                 self._govern(child, heartbeat)
                 if memory.is_exceeded():
                     child.kill("memory")
@@ -120,41 +120,41 @@ class Attempt:
         heartbeat.deliver(self._stopping)
         if heartbeat.reply == "fenced":
             return AttemptResult("fenced")
-        if child.process.returncode == EXIT_ELSEWHERE and child.elsewhere is not None:
-            return AttemptResult("running", child.elsewhere)
+        if child.process.returncode == EXIT_HELD and child.held_lock is not None:
+            return AttemptResult("running", child.held_lock)
         return AttemptResult(
             retry_until_answered(lambda: self._conclude(child, kills, memory), self._stopping)
         )
 
-    def _make_broker(self) -> RangeBroker | None:
+    def _make_range_server(self) -> RangeServer | None:
         """Return what hands out the shards of this stage; None where this worker is alone."""
         config = parse_config(self._claim.config)
         workers = count_workers(config)
         if self._stage != CAPTURE.name or workers == 1 or not config.needs_cache:
             return None
-        board = RangeBoard(self._store.redis)
+        table = RangeTable(self._store.redis)
         place = describe_place(self._settings, config)
         lease = self._settings.lease_seconds
 
-        def open_board(terms: dict[str, Any], shards: int) -> Membership | None:
-            opened = board.open(self._claim, self._worker, lease, terms | place, shards, workers)
+        def open_table(shared: dict[str, Any], shards: int) -> Membership | None:
+            opened = table.open(self._claim, self._worker, lease, shared | place, shards, workers)
             self._call_helpers(self._claim.id, workers)
             return opened
 
-        return RangeBroker(board, lease, open_board=open_board, report=self._take_progress)
+        return RangeServer(table, lease, open_table=open_table, report=self._take_progress)
 
     def _take_progress(self, event: dict[str, Any]) -> None:
         if self._child is not None:
             self._child.outbox.put(event)
 
-    def _start(self, broker: RangeBroker | None) -> Child:
+    def _start(self, server: RangeServer | None) -> Child:
         claim = self._claim
         job = StageJob(claim.id, self._stage, claim.owner, claim.config, claim.turn)
         with storage_errors(self._run_dir):
             order, environment = prepare_child(
                 self._store, self._settings, self._device, job, self._run_dir
             )
-            self._child = start_child(self._settings, order, environment, broker)
+            self._child = start_child(self._settings, order, environment, server)
         return self._child
 
     def _record_failed_start(self, error: Exception) -> AttemptResult:

@@ -14,7 +14,7 @@ from kd.progress import (
     Monitor,
     Notice,
     ProgressMeter,
-    WorkHeldElsewhere,
+    WorkHeld,
     keep_notices,
 )
 
@@ -43,7 +43,9 @@ def test_what_may_take_long_is_said_at_once(clock: list[float]) -> None:
     assert [event.data["stepping"] for event in heard] == [True, False, True]
 
 
-def test_a_check_is_a_sign_of_life_and_makes_no_loop_of_what_was_none(clock: list[float]) -> None:
+def test_a_check_tells_that_a_run_goes_on_and_makes_no_loop_of_what_was_none(
+    clock: list[float],
+) -> None:
     heard: list[Event] = []
     monitor = Monitor(heard.append)
     monitor.check("anywhere")
@@ -63,7 +65,7 @@ def test_whoever_waits_says_so_now_and_then(clock: list[float]) -> None:
         monitor.wait_for("a capture", Path("x.lock"), "precompute")
         clock[0] += WAITING_SECONDS / 50
     assert [event.data["phase"] for event in heard] == ["waiting for a capture"] * 2
-    with pytest.raises(WorkHeldElsewhere) as caught:
+    with pytest.raises(WorkHeld) as caught:
         Monitor(patient=False).wait_for("a capture", Path("x.lock"), "precompute")
     assert caught.value.lock == Path("x.lock")
 

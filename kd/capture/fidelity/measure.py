@@ -59,14 +59,14 @@ def measure_fidelity(
     live: LiveTeacher,
     positions: int = POSITIONS,
     redraws: int = REDRAWS,
-    waiting: Callable[[], None] = lambda: None,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> FidelityMeasurement:
     """Compare about ``positions`` positions with the teacher, at each temperature.
 
     Positions come from sequences at equal distances over the cache. The teacher reads each of their
     documents alone, and once more beside copies of it, which shows its own noise. The same cache
-    and teacher always give the same rows. ``waiting`` is called between the parts of the work, and
-    may raise to give up.
+    and teacher always give the same rows. ``check_stop`` is called between the parts of the work,
+    and may raise to give up.
     """
     codec = replace(store.codec, draws=1)  # one of the stored draws of each position is read
     device = find_device(live.model)
@@ -81,16 +81,16 @@ def measure_fidelity(
     found: list[list[Measurements]] = [[] for _ in decoders]
     squared: list[Tensor] = []
     for number, part in enumerate(read_samples(store, live, positions)):
-        waiting()
+        check_stop()
         again = part.measure_noise(live, [decoder.temperature for decoder in decoders])
         squared += again
         fresh = (
-            part.redraw(codec, live.lm_head, number, redraws, waiting)
+            part.redraw(codec, live.lm_head, number, redraws, check_stop)
             if codec.rules.sampled
             else None
         )
         for decoder, list_ in zip(decoders, found, strict=True):
-            waiting()
+            check_stop()
             list_.append(compare_records(part, fresh, decoder, summarise_noise(again)))
     noise = summarise_noise(squared)
     allowed = choose_allowed_noise(store.identity.teacher.dtype, noise)

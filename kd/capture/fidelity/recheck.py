@@ -41,14 +41,14 @@ def recheck_fidelity(
     origin: TeacherLocation,
     positions: int = POSITIONS,
     redraws: int = REDRAWS,
-    waiting: Callable[[], None] = lambda: None,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> FidelityRecheck:
     """Measure a sealed cache; its rows are replaced if its own teacher finds them in bounds.
 
-    ``waiting`` is called between the parts of the work, and may raise to give up.
+    ``check_stop`` is called between the parts of the work, and may raise to give up.
     """
     live = LiveTeacher.load(store.identity, origin.teacher)
-    found = measure_fidelity(store, live, positions, redraws, waiting)
+    found = measure_fidelity(store, live, positions, redraws, check_stop)
     problems = tuple(find_out_of_bounds(store, found))
     written = origin.genuine and not problems
     if written:

@@ -57,7 +57,12 @@ class PositionSample:
         return [measure_squared_noise(self.logp_NV, again_NV, self.gold_N, temperatures)]
 
     def redraw(
-        self, codec: Codec, lm_head: LMHead, number: int, redraws: int, waiting: Callable[[], None]
+        self,
+        codec: Codec,
+        lm_head: LMHead,
+        number: int,
+        redraws: int,
+        check_stop: Callable[[], None],
     ) -> Records:
         """Record these positions with R other seeds.
 
@@ -70,7 +75,7 @@ class PositionSample:
         recorders = (Recorder(lm_head, replace(codec, seed=seed), knots) for seed in seeds)
         written = []
         for recorder in recorders:
-            waiting()
+            check_stop()
             written.append(recorder.record(self.hidden_ND, self.gold_N, number, places))
         joined = Records.concatenate(written).columns
         return Records(

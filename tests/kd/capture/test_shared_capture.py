@@ -22,7 +22,7 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
 from kd.pipeline import run_stage
-from kd.progress import Event, Monitor, WorkHeldElsewhere
+from kd.progress import Event, Monitor, WorkHeld
 
 SLOW = """
 import json, sys
@@ -90,7 +90,7 @@ def test_without_patience_it_is_told_whose_lock_to_wait_for(job: JobConfig, tmp_
     events: list[Event] = []
     with captured_elsewhere(job, tmp_path) as finish:
         began = time.monotonic()
-        with pytest.raises(WorkHeldElsewhere) as caught:
+        with pytest.raises(WorkHeld) as caught:
             second(job, tmp_path, Monitor(events.append, patient=False))
         assert time.monotonic() - began < 30
         folder = folder_of(job, tmp_path)
@@ -132,7 +132,7 @@ def test_three_jobs_of_a_service_read_the_teacher_once(
     job: JobConfig, new_parts: Callable[..., Parts], tiny_teacher: Path, tiny_text: Path
 ) -> None:
     parts = new_parts(
-        child_module="services.worker.child", data_roots=(tiny_teacher, tiny_text.parent)
+        child_module="services.worker.stage_child", data_roots=(tiny_teacher, tiny_text.parent)
     )
     parts.start_api()
     for _ in range(2):

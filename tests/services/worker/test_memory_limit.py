@@ -138,7 +138,7 @@ def test_the_kernel_kills_a_run_first_and_its_guard_last(
     assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     guards = [
-        child for child in children if "lifeline" in Path(f"/proc/{child}/cmdline").read_text()
+        child for child in children if "stdin_guard" in Path(f"/proc/{child}/cmdline").read_text()
     ]
     own = Path("/proc/self/oom_score_adj").read_text()
     assert [Path(f"/proc/{each}/oom_score_adj").read_text() for each in guards] == [own]

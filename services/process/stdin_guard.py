@@ -1,6 +1,6 @@
 """The end of a process whose parent has gone.
 
-``python lifeline.py PID SECONDS`` guards a process and its group: it reads signs of life from stdin
+``python stdin_guard.py PID SECONDS`` guards a process and its group: it reads heartbeats from stdin
 and kills both when they stop. It imports little, because one guard runs beside every child.
 """
 

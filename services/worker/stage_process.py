@@ -1,7 +1,7 @@
 """The supervisor's view of the process that runs a stage: start it, read its events, end it.
 
 The supervisor writes a byte to its stdin in every turn. Without these bytes the process ends itself
-(``lifeline``).
+(``services.process.stdin_guard``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from services.store.jobs.store import JobStore
 from services.store.tenancy import build_confinement
 from services.worker.counters import RunCounters
 from services.worker.event_size import bound_event
-from services.worker.range_broker import RangeBroker
+from services.worker.range_server import RangeServer
 
 if TYPE_CHECKING:  # the API, which imports this module, has no library for devices
     from services.worker.devices import WorkerDevice
@@ -46,7 +46,7 @@ STEPS_OF_SILENCE = 10
 #: The least time without a byte on stdin after which a child ends itself.
 LEAST_PATIENCE_SECONDS = 5.0
 
-#: Events that tell how the child is and how it ends; a broker gets the others first.
+#: Events that tell how the child is and how it ends; a range server gets the others first.
 _OWN_EVENTS = frozenset({"result", "error", "elsewhere", "alive", "shard"})
 #: Variables of the worker's environment that a run may need. KD_REDIS_URL is left out because it
 #: contains a password.
@@ -153,8 +153,8 @@ class Child:
     silence_timer: SilenceTimer = field(default_factory=SilenceTimer)
     result: dict[str, Any] | None = None
     error: dict[str, str] | None = None
-    elsewhere: Path | None = None
-    broker: RangeBroker | None = None
+    held_lock: Path | None = None
+    server: RangeServer | None = None
     kill_at: float | None = None
     kill_reason: str = ""
 
@@ -188,7 +188,7 @@ class Child:
     def _take(self, event: dict[str, Any]) -> None:
         if event["type"] == "warning":
             event = {**event, "data": self._hide_secrets(event["data"])}
-        if event["type"] not in _OWN_EVENTS and self.broker and self.broker.take(event):
+        if event["type"] not in _OWN_EVENTS and self.server and self.server.take(event):
             return
         match event["type"]:
             case "result":
@@ -196,7 +196,7 @@ class Child:
             case "error":
                 self.error = self._hide_secrets(event["data"])
             case "elsewhere":
-                self.elsewhere = Path(event["data"]["lock"])
+                self.held_lock = Path(event["data"]["lock"])
             case "alive" | "shard":
                 pass  # only the silence timer and the counters need these
             case _:
@@ -212,8 +212,8 @@ class Child:
             for name, value in data.items()
         }
 
-    def show_life(self) -> None:
-        """Write a byte to the process, so that it knows that its supervisor is alive."""
+    def send_heartbeat(self) -> None:
+        """Write a byte to the process: without these, its guard kills it."""
         assert self.process.stdin is not None
         # Nobody reads if the process has ended, or if its guard was stopped.
         with suppress(BlockingIOError, BrokenPipeError):
@@ -249,7 +249,7 @@ class Order:
 
     ``gpus`` is the number of GPUs that the child is given; its torch must see them. ``answers`` is
     the file descriptor from which the child reads which shards to capture, where several workers
-    capture a cache; ``terms`` are those of the capture that it helps with (``RangeTerms``).
+    capture a cache; ``shared`` describes the capture that it helps with (``SharedCapture``).
     ``turn`` is that of the stage (``kd.config.kinds``).
     """
 
@@ -261,7 +261,7 @@ class Order:
     confinement: dict[str, Any] | None = None
     gpus: int = 0
     answers: int | None = None
-    terms: dict[str, Any] | None = None
+    shared: dict[str, Any] | None = None
     turn: int = 0
 
 
@@ -297,27 +297,27 @@ def start_child(
     settings: Settings,
     order: Order,
     environment: dict[str, str],
-    broker: RangeBroker | None = None,
-    terms: dict[str, Any] | None = None,
+    server: RangeServer | None = None,
+    shared: dict[str, Any] | None = None,
 ) -> Child:
     """Start the process with ``environment`` added. Its log is log.txt in its run folder.
 
-    ``broker`` answers a child that captures with others, by ``terms`` where it helps.
+    ``server`` answers a child that captures with others, as ``shared`` says if it helps.
     """
     folder = Path(order.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    answers = () if broker is None else (broker.open_pipe(),)
-    order = replace(order, answers=answers[0] if answers else None, terms=terms)
+    answers = () if server is None else (server.open_pipe(),)
+    order = replace(order, answers=answers[0] if answers else None, shared=shared)
     try:
         process = _launch(settings, folder / "log.txt", environment, answers)
     except BaseException:
-        if broker is not None:
-            broker.close_pipe()
+        if server is not None:
+            server.close_pipe()
         raise
     finally:
         for descriptor in answers:
             os.close(descriptor)
-    child = Child(process, Outbox(), find_secrets(settings), broker=broker)
+    child = Child(process, Outbox(), find_secrets(settings), server=server)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it died at once; its exit code says why
         process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")

@@ -1,9 +1,9 @@
-"""One stage of one job in its own process: ``python -m services.worker.child``.
+"""One stage of one job in its own process: ``python -m services.worker.stage_child``.
 
 stdin     one line with an ``Order`` (child_process.py), then a byte now and then; if stdin ends or
           is silent, the supervisor is gone, and this process and its descendants are killed
 stdout    JSON lines: the events of kd.progress, then one event of type result, error or elsewhere
-answers   a pipe whose number is in the order: what range_broker.py answers, for a capture by
+answers   a pipe whose number is in the order: what range_server.py answers, for a capture by
           several workers
 stderr    the log, and all that the run prints
 SIGTERM   save, then end
@@ -31,21 +31,21 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost
 from kd.files import LOCK
-from kd.parallel.lifeline import die_with_parent
+from kd.parallel.parent_death import die_with_parent
 from kd.preflight.confinement import confined_datasets
 from kd.preflight.limits import Confinement, grant_limits
 from kd.preflight.problems import Folders, require_no_problems
-from kd.progress import Event, EventPipe, Monitor, RangeTerms, WorkHeldElsewhere
-from services.process.lifeline import die_with_stdin, offer_to_oom_killer
+from kd.progress import Event, EventPipe, Monitor, SharedCapture, WorkHeld
+from services.process.stdin_guard import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
 from services.worker.failures import describe_error, is_passing
-from services.worker.range_desk import RangeDesk
+from services.worker.range_client import RangeClient
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_STOPPED = 75
-EXIT_ELSEWHERE = 76
+EXIT_HELD = 76
 EXIT_PASSING = 77
 #: Time that an earlier process has to release the run folder.
 LOCK_SECONDS = 30.0
@@ -126,13 +126,13 @@ def attempt_stage(
             # A link may have changed since the job was taken. The files themselves are checked by
             # the stage.
             require_no_problems(config, Folders(Path(), None, limits))
-            desk = open_desk(listen, order)
-            monitor = Monitor(listen, stop.is_set, patient=False, ranges=desk)
+            client = open_range_client(listen, order)
+            monitor = Monitor(listen, stop.is_set, patient=False, ranges=client)
             with confined_datasets(limits):
                 result = run_stage(stage, config, home, run_dir, monitor, order["turn"])
-    except WorkHeldElsewhere as error:
+    except WorkHeld as error:
         events.send(Event("elsewhere", {"lock": str(error.lock)}))
-        return EXIT_ELSEWHERE
+        return EXIT_HELD
     except Interrupted as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_STOPPED
@@ -151,13 +151,13 @@ def attempt_stage(
     return EXIT_DONE
 
 
-def open_desk(listen: Callable[[Event], None], order: dict[str, Any]) -> RangeDesk | None:
+def open_range_client(listen: Callable[[Event], None], order: dict[str, Any]) -> RangeClient | None:
     """Return where this process asks for shards; None where it captures alone."""
     if order.get("answers") is None:
         return None
-    terms = order.get("terms")
-    known = None if terms is None else RangeTerms(terms["fingerprint"], terms["knots"])
-    return RangeDesk(listen, order["answers"], known)
+    shared = order.get("shared")
+    known = None if shared is None else SharedCapture(shared["fingerprint"], shared["knots"])
+    return RangeClient(listen, order["answers"], known)
 
 
 @contextmanager
@@ -175,13 +175,13 @@ def holding_run_folder(run_dir: Path, stop: threading.Event) -> Iterator[None]:
 
 
 def _read_line() -> bytes:
-    """Read the first line. Signs of life that follow it may be lost here."""
+    """Read the first line. Heartbeats that follow it may be lost here."""
     read = b""
     while b"\n" not in read:
         part = os.read(0, 65536)
         if not part:
             raise SystemExit(
-                "services.worker.child expects an order on stdin: only a worker starts it."
+                "services.worker.stage_child expects an order on stdin: only a worker starts it."
             )
         read += part
     return read.partition(b"\n")[0]

@@ -1,10 +1,10 @@
 """Ranges of shards between the child that captures them and the job store.
 
-    child --asks on stdout--> RangeBroker --open, take, finish, beat--> board of ranges in Redis
-    child <--answers, a pipe-- RangeBroker <--a range, wait, done, stop--
+    child --asks on stdout--> RangeServer --open, take, finish, beat--> table of ranges in Redis
+    child <--answers, a pipe-- RangeServer <--a range, wait, done, stop--
 
     ask                             answer
-    {ask: open, terms, shards}      {answer: go | stop}
+    {ask: open, shared, shards}    {answer: go | stop}
     {ask: take}                     {answer: range, number, first, stop}, or
                                     {answer: wait | done | stop}
     {ask: finish, number, ...}      none
@@ -30,36 +30,37 @@ from redis.exceptions import RedisError
 from services.process.lasting_loops import keep_running
 from services.store.connection import describe_failure
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE
-from services.store.ranges import Membership, RangeBoard, RangeView, ReportedProgress, TakenRange
+from services.store.ranges import Membership, RangeTable, RangeView, ReportedProgress, TakenRange
 
-#: Opens the board of ranges: terms and number of shards -> the membership, or None if fenced.
-OpenBoard = Callable[[dict[str, Any], int], Membership | None]
+#: Opens the table of ranges with what its workers share, and the number of shards. It returns the
+#: membership, or None if fenced.
+OpenTable = Callable[[dict[str, Any], int], Membership | None]
 
 log = logging.getLogger("potstill.worker")
 
 
-class RangeBroker:
+class RangeServer:
     """Answers one child, and keeps its membership alive.
 
-    ``member`` is None for the child that leads the capture, until it opens the board with
-    ``open_board``; ``report`` then gets the progress of all workers after each beat.
+    ``member`` is None for the child that leads the capture, until it opens the table with
+    ``open_table``; ``report`` then gets the progress of all workers after each beat.
     """
 
     def __init__(
         self,
-        board: RangeBoard,
+        table: RangeTable,
         lease_seconds: float,
         member: Membership | None = None,
-        open_board: OpenBoard | None = None,
+        open_table: OpenTable | None = None,
         report: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.member = member
         #: Whether the capture goes on: "stop" and "fenced" tell a helper to end.
         self.reply = "go"
         self._pipe: int | None = None
-        self._board = board
+        self._table = table
         self._lease = lease_seconds
-        self._open_board = open_board
+        self._open_table = open_table
         self._report = report
         self._reported = ReportedProgress()
         self._total = 0
@@ -75,7 +76,7 @@ class RangeBroker:
             daemon=True,
         )
 
-    def __enter__(self) -> RangeBroker:
+    def __enter__(self) -> RangeServer:
         self._thread.start()
         return self
 
@@ -96,7 +97,7 @@ class RangeBroker:
             self._pipe = None
 
     def take(self, event: dict[str, Any]) -> bool:
-        """Take an event of the child, if it is for this broker; returns whether it is."""
+        """Take an event of the child, if it is for this server; returns whether it is."""
         kind, data = event["type"], event["data"]
         if kind == "ranges":
             self._asks.put(data)
@@ -117,7 +118,7 @@ class RangeBroker:
         """End the membership, if Redis answers; else its lease runs out."""
         if self.member is not None:
             with suppress(RedisError):
-                self._board.leave(self.member, warning)
+                self._table.leave(self.member, warning)
 
     def _run(self) -> None:
         interval = min(BEAT_SECONDS, self._lease / BEATS_PER_LEASE)
@@ -147,15 +148,15 @@ class RangeBroker:
     def _answer(self, ask: dict[str, Any]) -> dict[str, Any] | None:
         match ask["ask"]:
             case "open":
-                assert self._open_board is not None
-                self.member = self._open_board(ask["terms"], ask["shards"])
+                assert self._open_table is not None
+                self.member = self._open_table(ask["shared"], ask["shards"])
                 return {"answer": "stop" if self.member is None else "go"}
             case "finish":
                 assert self.member is not None
-                self._board.finish(self.member, ask["number"], ask["sequences"])
+                self._table.finish(self.member, ask["number"], ask["sequences"])
                 return None
         assert self.member is not None
-        found = self._board.take(self.member)
+        found = self._table.take(self.member)
         if isinstance(found, TakenRange):
             place = {"number": found.number, "first": found.first, "stop": found.stop}
             return {"answer": "range", **place}
@@ -166,13 +167,13 @@ class RangeBroker:
         if self.member is None:
             return
         warnings = list(self._warnings)
-        answer = self._board.beat(self.member, self._lease, self._reported, warnings)
+        answer = self._table.beat(self.member, self._lease, self._reported, warnings)
         del self._warnings[: len(warnings)]
         self.reply = answer.reply
         if answer.finished - self._known:
             self._known = answer.finished
             self._send({"finished": sorted(answer.finished)})
-        if self._report is not None and (view := self._board.view(self.member.id)) is not None:
+        if self._report is not None and (view := self._table.view(self.member.id)) is not None:
             self._report(compute_progress(view, self._total))
 
     def _send(self, answer: dict[str, Any]) -> None:
