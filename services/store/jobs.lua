@@ -676,6 +676,13 @@ local function allowed(status, parent)
   return found
 end
 
+local function allows(actions, action)
+  for _, each in ipairs(actions) do
+    if each == action then return true end
+  end
+  return false
+end
+
 -- The heartbeats of all workers; a worker whose heartbeat has expired has none.
 local function workers()
   local found = {}
@@ -734,12 +741,10 @@ function transitions.change(action, id, max_open)
   local status, parent, owner = unpack(redis.call('HMGET', key(id), 'status', 'parent', 'owner'))
   if not status then return {'unknown', ''} end
   local actions = allowed(status, parent)
-  for _, each in ipairs(actions) do
-    if each == action then
-      local limit = action == 'retry' and tonumber(max_open or '')
-      if limit and open_jobs(owner or '') >= limit then return {'quota', status, tostring(open_jobs(owner or ''))} end
-      return {'done', changes[action](id, status)}
-    end
+  if allows(actions, action) then
+    local limit = action == 'retry' and tonumber(max_open or '')
+    if limit and open_jobs(owner or '') >= limit then return {'quota', status, tostring(open_jobs(owner or ''))} end
+    return {'done', changes[action](id, status)}
   end
   if ALREADY[action] and ALREADY[action][status] then return {'already', status} end
   return {'illegal', status, unpack(actions)}
@@ -762,11 +767,8 @@ end
 -- Whether a job ended so long ago, and no open search needs it as a trial.
 local function has_ended(id, age)
   local status, finished, parent = unpack(redis.call('HMGET', key(id), 'status', 'finished_at', 'parent'))
-  if not TERMINAL[status] or now - (tonumber(finished or '') or now) < tonumber(age) then return false end
-  for _, action in ipairs(allowed(status, parent)) do
-    if action == 'delete' then return true end
-  end
-  return false
+  local old = TERMINAL[status] and now - (tonumber(finished or '') or now) >= tonumber(age)
+  return old and allows(allowed(status, parent), 'delete')
 end
 
 -- retire(id, age_ms, 1 if open jobs may name it) -> retired | kept: delete a job that ended so long ago
@@ -868,15 +870,10 @@ function transitions.claim_next(stages, worker, lease, gpus, memory, price)
   local line = {}
   for stage in string.gmatch(stages, '%S+') do
     for _, each in ipairs(line_up(stage)) do
-      each.stage, each.turn = stage, #line
-      line[#line + 1] = each
+      line[#line + 1] = {team = each.team, held = each.held, recent = each.recent, created = #line, stage = stage}
     end
   end
-  table.sort(line, function(a, b)
-    if a.held ~= b.held then return a.held < b.held end
-    if a.recent ~= b.recent then return a.recent < b.recent end
-    return a.turn < b.turn
-  end)
+  table.sort(line, goes_before)
   for _, each in ipairs(line) do
     local id = first_fit(each.stage, each.team, gpus, memory)
     while id do
@@ -1127,20 +1124,20 @@ function transitions.webhooks(lease, limit)
   return found
 end
 
--- webhook(id, event, delay_ms or '' for no other try, warning or '') -> number of failed tries
+-- webhook(id, event, delay_ms or '' for no other try, warning or '')
 function transitions.webhook(id, event, delay, warning)
   local entry = id .. ' ' .. event
   if delay ~= '' then
-    if not redis.call('ZSCORE', 'kd:webhooks', entry) then return 0 end
+    if not redis.call('ZSCORE', 'kd:webhooks', entry) then return end
     redis.call('ZADD', 'kd:webhooks', now + delay, entry)
-    return redis.call('HINCRBY', 'kd:webhooks:tries', entry, 1)
+    redis.call('HINCRBY', 'kd:webhooks:tries', entry, 1)
+    return
   end
   redis.call('ZREM', 'kd:webhooks', entry)
   redis.call('HDEL', 'kd:webhooks:tries', entry)
   if warning ~= '' and redis.call('EXISTS', key(id)) == 1 then
-    emit(id, 'warning', cjson.encode({message = warning}))
+    warn(id, warning)
   end
-  return 0
 end
 
 -- ---------------------------------------------------------------- from the driver of a search

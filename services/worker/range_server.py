@@ -23,11 +23,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from redis.exceptions import RedisError
 
-from services.process.lasting_loops import keep_running
+from cache.remote.address import name_place
+from kd.config.job import JobConfig
+from kd.face.version import read_version
+from kd.files import find_caches
+from services.process.lasting_loops import start_loop
+from services.settings import Settings
 from services.store.connection import describe_failure
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE
 from services.store.ranges import Membership, RangeTable, RangeView, ReportedProgress, TakenRange
@@ -67,17 +73,11 @@ class RangeServer:
         self._warnings: list[str] = []
         self._known: frozenset[int] = frozenset()
         self._asks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._waiting: dict[str, Any] | None = None
+        self._unanswered: dict[str, Any] | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=keep_running,
-            args=("ranges", self._run, self._closing),
-            name="ranges",
-            daemon=True,
-        )
 
     def __enter__(self) -> RangeServer:
-        self._thread.start()
+        self._thread = start_loop("ranges", self._run, self._closing)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,12 +107,10 @@ class RangeServer:
             self._reported = ReportedProgress(data["done"], *rates)
             self._total = data["total"]
             return True
-        if self._report is None and kind != "warning":
-            return True  # the worker that leads reports these for the job
-        if self._report is None:
+        if self._report is None and kind == "warning":
             self._warnings.append(data["message"])
-            return True
-        return False
+        # The other events of a helper are reported for the job by the worker that leads.
+        return self._report is None
 
     def leave(self, warning: str = "") -> None:
         """End the membership, if Redis answers; else its lease runs out."""
@@ -135,13 +133,13 @@ class RangeServer:
 
     def _answer_next(self, seconds: float) -> None:
         """Answer the next ask that comes within ``seconds``; one that failed is answered again."""
-        if self._waiting is None:
+        if self._unanswered is None:
             try:
-                self._waiting = self._asks.get(timeout=min(seconds, 0.25))
+                self._unanswered = self._asks.get(timeout=min(seconds, 0.25))
             except queue.Empty:
                 return
-        answer = self._answer(self._waiting)
-        self._waiting = None
+        answer = self._answer(self._unanswered)
+        self._unanswered = None
         if answer is not None:
             self._send(answer)
 
@@ -158,8 +156,7 @@ class RangeServer:
         assert self.member is not None
         found = self._table.take(self.member)
         if isinstance(found, TakenRange):
-            place = {"number": found.number, "first": found.first, "stop": found.stop}
-            return {"answer": "range", **place}
+            return {"answer": "range", **asdict(found)}
         # A helper that another job needs ends like one for which nothing is left.
         return {"answer": "done" if found == "leave" else found}
 
@@ -183,11 +180,26 @@ class RangeServer:
             os.write(self._pipe, json.dumps(answer).encode() + b"\n")
 
 
+def describe_place(settings: Settings, config: JobConfig) -> dict[str, str]:
+    """Return the version of this program and the name of its store of caches.
+
+    All workers of one capture must have the same.
+    """
+    caches = find_caches(settings.home, config.cache.store or settings.store)
+    return {"version": read_version(), "place": name_place(caches)}
+
+
+def count_workers(config: JobConfig) -> int | None:
+    """Return the number of workers that may capture for a job; None for any number."""
+    wanted: Any = config.resources.workers
+    return None if wanted == "auto" else int(wanted)
+
+
 def compute_progress(view: RangeView, total: int) -> dict[str, Any]:
     """Return the progress event of all workers of a capture; ``total`` sequences in all."""
-    reported = [member.reported for member in view.members]
-    done = min(view.sequences + sum(member.unfinished for member in view.members), total)
-    pace = sum(each.pace for each in reported)
+    workers = view.capture.workers
+    done = min(view.sequences + view.unfinished, total)
+    pace = sum(worker.sequences_per_second for worker in workers)
     data = {
         "done": done,
         "total": total,
@@ -195,7 +207,7 @@ def compute_progress(view: RangeView, total: int) -> dict[str, Any]:
         "fraction": round(done / total, 6) if total else 0.0,
         "eta_seconds": round((total - done) / pace, 1) if pace > 0 else None,
         "per_second": round(pace, 3),
-        "tokens": sum(each.tokens for each in reported),
-        "tokens_per_second": round(sum(each.rate for each in reported), 1),
+        "tokens": view.tokens,
+        "tokens_per_second": round(sum(worker.tokens_per_second for worker in workers), 1),
     }
     return {"type": "progress", "data": data}

@@ -176,7 +176,8 @@ def test_only_the_end_of_a_slow_range_is_captured_twice(jobs: JobStore, table: R
     assert table.take(slow) == "done"
     view = table.view(slow.id)
     assert view is not None
-    assert (view.done, view.count, view.sequences, view.untaken) == (3, 3, 9, 0)
+    assert (view.capture.ranges_done, view.capture.ranges, view.sequences) == (3, 3, 9)
+    assert view.capture.ranges_untaken == 0
 
 
 def test_a_worker_that_has_a_slow_range_twice_dies_once(jobs: JobStore, table: RangeTable) -> None:
@@ -351,10 +352,13 @@ def test_the_view_tells_what_each_worker_did(jobs: JobStore, table: RangeTable) 
     assert table.beat(helper, LONG, reported, ["a warning"]).reply == "go"
     view = table.view(owner.id)
     assert view is not None
-    assert (view.count, view.done, view.sequences, view.untaken) == (4, 1, 9, 2)
-    shown = {member.worker: member for member in view.members}
-    assert (shown["b"].ranges, shown["b"].reported, shown["b"].unfinished) == (1, reported, 7)
-    assert (shown["owner"].ranges, shown["owner"].unfinished) == (0, 0)
+    assert (view.capture.ranges, view.capture.ranges_done, view.sequences) == (4, 1, 9)
+    assert view.capture.ranges_untaken == 2
+    shown = {member.worker: member for member in view.capture.workers}
+    helping = shown["b"]
+    assert (helping.ranges, helping.sequences, helping.sequences_per_second) == (1, 7, 3.5)
+    assert (helping.tokens_per_second, view.tokens, view.unfinished) == (350.0, 700, 7)
+    assert (shown["owner"].ranges, shown["owner"].sequences) == (0, 0)
 
 
 def test_workers_that_take_at_once_get_different_ranges(jobs: JobStore, table: RangeTable) -> None:
@@ -425,7 +429,7 @@ def test_random_workers_finish_every_range_once(
     assert sorted(finished) == list(range(15))
     view = table.view(claim.id)
     assert view is not None
-    assert (view.done, view.sequences) == (15, 45)
+    assert (view.capture.ranges_done, view.sequences) == (15, 45)
 
 
 def test_the_script_names_every_key_of_a_table(jobs: JobStore, table: RangeTable) -> None:

@@ -13,7 +13,8 @@ from kd.face.version import read_version
 from services.store.jobs.leases import ANY_CAPACITY
 from services.store.ranges import RangeTable
 from services.worker.devices import WorkerDevice
-from services.worker.helping import CaptureHelp, describe_place
+from services.worker.helping import CaptureHelp
+from services.worker.range_server import describe_place
 from tests.support.records import running
 
 #: A field that this version does not know.
@@ -45,4 +46,4 @@ def test_a_job_that_a_helper_cannot_read_is_named_and_not_asked_for_again(
     assert table.help("helper", 60, ANY_CAPACITY, ["precompute"]) is None
     view = table.view(claim.id)
     assert view is not None
-    assert [member.worker for member in view.members] == ["leader"]
+    assert [member.worker for member in view.capture.workers] == ["leader"]
