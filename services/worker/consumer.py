@@ -24,7 +24,7 @@ from kd.config.kinds import CAPTURE, list_stage_names
 from kd.face.version import read_version
 from services.process import telemetry
 from services.process.descriptors import raise_limit
-from services.process.lasting_loops import flush_restarts, keep_running
+from services.process.lasting_loops import flush_restarts, start_loop
 from services.process.logs import bound
 from services.process.names import name_process
 from services.settings import Settings
@@ -87,28 +87,26 @@ class StageWorker:
 
         A hint only names the queue to look at first. A claim decides which job runs.
         """
+        self._last_work = time.monotonic()
+        lease = self.settings.lease_seconds
         try:
-            self._work(stage)
+            while not self.stopping.is_set() and self._device_is_well():
+                others = [other for other in self.stages if other != stage]
+                claim = self.store.claim_next(stage, self.id, lease, self._capacity(), others)
+                if claim is not None:
+                    stage = self._run(claim)
+                elif not self._help_once():
+                    return
         except RedisError as error:  # the hint is gone, but the reconciler sends another one
             if is_own_mistake(error):
                 raise
             self._tell(error)
 
-    def _work(self, stage: str) -> None:
-        self._last_work = time.monotonic()
-        while not self.stopping.is_set() and self._device_is_well():
-            claim = self._claim_next(stage)
-            if claim is not None:
-                stage = self._run(claim, claim.stage)
-            elif not self._help_once():
-                return
-
     def _help_once(self) -> bool:
         """Help with a capture that wants more workers. Returns whether there was one."""
         if CAPTURE.name not in self.stages:
             return False
-        table = RangeTable(self.store.redis)
-        lease = self.settings.lease_seconds
+        table, lease = RangeTable(self.store.redis), self.settings.lease_seconds
         order = table.help(self.id, lease, self._capacity(), self.stages)
         if order is None:
             return False
@@ -137,12 +135,6 @@ class StageWorker:
     def _capacity(self) -> Capacity:
         return Capacity(self.device.count, self.device.memory_bytes, self.price)
 
-    def _claim_next(self, first: str) -> Claim | None:
-        """Claim the next job that fits, in the queue of ``first`` or in another one."""
-        others = [stage for stage in self.stages if stage != first]
-        lease = self.settings.lease_seconds
-        return self.store.claim_next(first, self.id, lease, self._capacity(), others)
-
     def _tell(self, error: RedisError | None) -> None:
         """Log in one line what the job store does in place of its work, once for each reason."""
         failure = "" if error is None else describe_failure(error)
@@ -150,8 +142,9 @@ class StageWorker:
             log.warning("no job is taken: the job store %s", failure)
         self._failure = None if error is None else type(error)
 
-    def _run(self, claim: Claim, stage: str) -> str:
+    def _run(self, claim: Claim) -> str:
         """Run a stage of a job. Returns the next stage to look for: the queues take turns."""
+        stage = claim.stage
         names = {"job_id": claim.id, "attempt": claim.attempt, "fence": claim.fence}
         self.claim = claim
         try:
@@ -159,7 +152,7 @@ class StageWorker:
                 bound(**names, request_id=claim.request_id),
                 telemetry.span("attempt", claim.traceparent, "CONSUMER", stage=stage, **names),
             ):
-                self._supervise(claim, stage)
+                self._supervise(claim)
         finally:
             self.claim = None
             self._last_work = time.monotonic()
@@ -167,13 +160,12 @@ class StageWorker:
             return stage
         return self.stages[(self.stages.index(stage) + 1) % len(self.stages)]
 
-    def _supervise(self, claim: Claim, stage: str) -> None:
-        log.info("stage %s begins", stage)
+    def _supervise(self, claim: Claim) -> None:
+        log.info("stage %s begins", claim.stage)
         ended = Attempt(
             self.store,
             self.settings,
             claim,
-            stage,
             self.device,
             self.stopping,
             self.id,
@@ -183,7 +175,7 @@ class StageWorker:
             log.info("another process does the same work: the job waits for it")
             self.lock_waiter.hold_claim(claim, ended.held_lock)
             return
-        log.info("stage %s ends: %s", stage, ended.status)
+        log.info("stage %s ends: %s", claim.stage, ended.status)
         if ended.status == "queued":
             self._announce(claim)
         if ended.unfit:
@@ -204,24 +196,23 @@ class StageWorker:
                 publish_hint(self.app, claim.id, job.stage)
 
     def _device_is_well(self) -> bool:
+        """Return whether the device is there. If not, this worker ends, and a new one takes over.
+
+        It ends as on SIGTERM, so that a run saves its state first.
+        """
         self._device_seen = time.monotonic()
         try:
             self.device.require_alive()
         except DeviceError as error:
-            self._fail(str(error))
-            return False
-        return True
-
-    def _fail(self, reason: str) -> None:
-        """End as on SIGTERM, so that a run saves its state first. A new worker takes over."""
-        log.error("%s This worker ends, to be started again.", reason)
-        self.failed = True
-        self.stopping.set()
-        os.kill(os.getpid(), signal.SIGTERM)
+            log.error("%s This worker ends, to be started again.", error)
+            self.failed = True
+            self.stopping.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return not self.failed
 
     # -- heartbeats
 
-    def send_heartbeat(self) -> None:
+    def send_heartbeats(self) -> None:
         """Show this worker in the list every few seconds, until it has ended."""
         while not self.ended.is_set():
             if time.monotonic() - self._device_seen > DEVICE_SECONDS and not self.stopping.is_set():
@@ -277,11 +268,6 @@ class StageWorker:
             os._exit(1)
 
 
-def _leave(*_: Any) -> None:
-    """End on SIGTERM while the worker starts. Later, Celery's own handlers replace this one."""
-    raise SystemExit(0)
-
-
 def require_writes(store: JobStore) -> None:
     """End this worker where the job store refuses its writes. Of a silent one, only warn."""
     try:
@@ -305,7 +291,7 @@ def shorten_end(record: logging.LogRecord) -> bool:
 def run(settings: Settings, stages: list[str]) -> None:
     """Work until SIGTERM. The run then saves its state, and its job goes back to the queue."""
     assert settings.redis_url is not None
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until Celery's own handlers replace it
     raise_limit()
     telemetry.configure(settings.otlp_endpoint, "worker")
     for folder in settings.places.values():
@@ -334,13 +320,7 @@ def run(settings: Settings, stages: list[str]) -> None:
 
     signals.worker_init.connect(keep, weak=False)
     worker_logger.addFilter(shorten_end)
-    life = threading.Thread(
-        target=keep_running,
-        args=("sign-of-life", worker.send_heartbeat, worker.ended),
-        name="sign-of-life",
-        daemon=True,
-    )
-    life.start()
+    heartbeats = start_loop("sign-of-life", worker.send_heartbeats, worker.ended)
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     try:
         options = ["-P", "threads", "-c", "1", "-Q", ",".join(stages), "-n", worker.id, *quiet]
@@ -349,7 +329,7 @@ def run(settings: Settings, stages: list[str]) -> None:
         worker.stopping.set()
         worker.lock_waiter.close()
         worker.ended.set()
-        life.join()
+        heartbeats.join()
         with suppress(RedisError):
             store.hide_worker(worker.id)
         device.give_back()

@@ -8,55 +8,32 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
 import threading
-import time
-from contextlib import suppress
-from typing import Any
 
 from redis.exceptions import RedisError
 
 from cache.errors import PotstillError
-from cache.remote.address import name_place
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE
 from kd.errors import OtherCapture
 from kd.face.version import read_version
-from kd.files import HELPERS, find_caches
+from kd.files import HELPERS
 from services.settings import Settings
-from services.store.jobs.leases import BEATS_PER_LEASE
 from services.store.jobs.store import JobStore
 from services.store.ranges import HelpOrder, RangeTable
 from services.worker.devices import WorkerDevice
-from services.worker.failures import (
-    Failure,
-    describe_crash,
-    describe_error,
-    describe_hang,
-    describe_kill,
-    describe_memory_limit,
-)
-from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
-from services.worker.range_server import RangeServer
-from services.worker.stage_child import EXIT_PASSING, EXIT_STOPPED
-from services.worker.stage_process import Child, StageJob, prepare_child, start_child
+from services.worker.failures import Failure, describe_error
+from services.worker.memory_limit import choose_limit_bytes
+from services.worker.range_server import RangeServer, describe_place
+from services.worker.stage_child import EXIT_PASSING
+from services.worker.stage_process import Child, StageJob, start_child
+from services.worker.supervisor import Instruction, describe_end, has_stopped, supervise
 
-#: Time between two turns of the supervisor at most.
-TURN_SECONDS = 0.25
 #: The work of the child, as errors name it.
 WHERE = f"a helper of stage {CAPTURE.name}"
 
 log = logging.getLogger("potstill.worker")
-
-
-def describe_place(settings: Settings, config: JobConfig) -> dict[str, str]:
-    """Return the version of this program and the name of its store of caches.
-
-    All workers of one capture must have the same.
-    """
-    caches = find_caches(settings.home, config.cache.store or settings.store)
-    return {"version": read_version(), "place": name_place(caches)}
 
 
 class CaptureHelp:
@@ -104,18 +81,17 @@ class CaptureHelp:
         except (PotstillError, OSError) as error:
             return self._describe_failure(describe_error(error))
         limit = choose_limit_bytes(config.resources, self._device)
-        with child, MemoryLimit(child.process.pid, limit) as memory:
-            while child.process.poll() is None:
-                child.send_heartbeat()
-                self._govern(child, server)
-                if memory.is_exceeded():
-                    child.kill("memory")
-                with suppress(subprocess.TimeoutExpired):
-                    child.process.wait(
-                        min(TURN_SECONDS, self._settings.lease_seconds / BEATS_PER_LEASE)
-                    )
-            child.end()
-        return self._judge(child, memory)
+
+        def instruct() -> Instruction:
+            return "stop" if self._stopping.is_set() or server.reply != "go" else "go"
+
+        with child:
+            supervise(child, self._settings, limit, instruct)
+        if child.process.returncode in (0, EXIT_PASSING) or has_stopped(child):
+            return ""
+        return self._describe_failure(
+            describe_end(child, WHERE, self._settings, limit, self._run_dir)
+        )
 
     def _require_same_version(self) -> None:
         own, theirs = read_version(), self._order.shared["version"]
@@ -138,45 +114,10 @@ class CaptureHelp:
     def _start(self, server: RangeServer) -> Child:
         order = self._order
         job = StageJob(order.member.id, CAPTURE.name, order.owner, order.config, helps=True)
-        child_order, environment = prepare_child(
-            self._store, self._settings, self._device, job, self._run_dir
+        return start_child(
+            self._store, self._settings, self._device, job, self._run_dir, server, order.shared
         )
-        return start_child(self._settings, child_order, environment, server, order.shared)
-
-    def _govern(self, child: Child, server: RangeServer) -> None:
-        if self._stopping.is_set() or server.reply != "go":
-            child.stop(self._settings.stop_grace_seconds)
-        if child.kill_at is not None and time.monotonic() > child.kill_at:
-            child.kill("grace")
-        if child.silence_timer.is_silent(self._settings.silence_seconds):
-            child.kill("silence")
-
-    def _judge(self, child: Child, memory: MemoryLimit) -> str:
-        code = child.process.returncode
-        log_file = self._run_dir / "log.txt"
-        if code in (0, EXIT_STOPPED, EXIT_PASSING) or (
-            child.kill_at is not None and child.error is None
-        ):
-            return ""
-        if memory.is_exceeded():
-            failure = describe_memory_limit(WHERE, memory.limit_bytes, None)
-        elif child.error is not None:
-            failure = child.error
-        elif child.kill_reason == "silence":
-            seconds = child.silence_timer.patience(self._settings.silence_seconds)
-            failure = describe_hang(WHERE, seconds, log_file)
-        elif code < 0:
-            failure = describe_kill(-code, WHERE, "", log_file)
-        else:
-            failure = describe_crash(code, WHERE, log_file, child.hide)
-        return self._describe_failure(failure)
 
     def _describe_failure(self, failure: Failure) -> str:
         what = f"{failure['detail']} {failure.get('remedy', '')}".strip()
         return f"Worker {self._worker} no longer helps with this capture: {what}"
-
-
-def count_workers(config: JobConfig) -> int | None:
-    """Return the number of workers that may capture for a job; None for any number."""
-    wanted: Any = config.resources.workers
-    return None if wanted == "auto" else int(wanted)

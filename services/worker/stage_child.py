@@ -20,13 +20,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cache.disk import storage_errors, try_lock
+from cache.disk import locked, make_folder, storage_errors
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost
@@ -67,26 +66,17 @@ def run_stage_of_pipeline(
 
     Raises ``DeviceUnusable`` if the worker gave the job ``gpus`` GPUs and torch sees none.
     """
-    with _ending_at_once(monitor):
+    monitor.check("before the run began")
+    # A handler in Python would have to wait for the imports, and there is nothing to save yet.
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
         from kd.pipeline import run_stage
         from kd.preflight.devices import ask_torch, require_promised_gpus
 
         require_promised_gpus(gpus, ask_torch())
-    return run_stage(stage, config, home, run_dir, monitor, turn)
-
-
-@contextmanager
-def _ending_at_once(monitor: Monitor) -> Iterator[None]:
-    """Let SIGTERM end the process in this block, which has nothing to save and asks nobody.
-
-    It imports much. A handler in Python would have to wait for it.
-    """
-    monitor.check("before the run began")
-    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+    return run_stage(stage, config, home, run_dir, monitor, turn)
 
 
 def main(run_stage: StageRunner | None = None) -> int:
@@ -112,10 +102,20 @@ def attempt_stage(
     """Run the stage alone in its run folder and report its end. Returns the exit code."""
     run_dir = Path(order["run_dir"])
     stage = order["stage"]
+    deadline = time.monotonic() + LOCK_SECONDS
+
+    def give_up() -> None:
+        if stop.is_set() or time.monotonic() > deadline:
+            held = f"{run_dir} is still held by an earlier process."
+            raise Interrupted(held, "It will be tried again.")
+
     try:
+        with storage_errors(run_dir):
+            make_folder(run_dir)
         with (
             storage_errors(run_dir),
-            holding_run_folder(run_dir, stop),
+            # A process that lost its lease must not write beside its successor.
+            locked(run_dir / LOCK, give_up),
             traced_stage(stage, events.send) as listen,
         ):
             config = parse_config(order["config"])
@@ -158,20 +158,6 @@ def open_range_client(listen: Callable[[Event], None], order: dict[str, Any]) ->
     shared = order.get("shared")
     known = None if shared is None else SharedCapture(shared["fingerprint"], shared["knots"])
     return RangeClient(listen, order["answers"], known)
-
-
-@contextmanager
-def holding_run_folder(run_dir: Path, stop: threading.Event) -> Iterator[None]:
-    """Lock the run folder: a process that lost its lease must not write beside its successor."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK).open("w") as lock:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while not try_lock(lock):
-            if stop.wait(0.1) or time.monotonic() > deadline:
-                raise Interrupted(
-                    f"{run_dir} is still held by an earlier process.", "It will be tried again."
-                )
-        yield
 
 
 def _read_line() -> bytes:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kd.buckets.runs import RUN_STORE_VARIABLE
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from services.process.lasting_loops import keep_running
+from services.process.lasting_loops import start_loop
 from services.process.logs import find_secrets, redact
 from services.process.telemetry import build_trace_environment
 from services.settings import Settings
@@ -85,15 +85,13 @@ class Outbox:
         """The batch to send now. It stays the same until it is delivered."""
         with self._lock:
             if not self._sending.events:
-                self._sending = EventBatch(self._sending.number + 1, self._take_events())
+                number = min(len(self._waiting), BATCH_EVENTS)
+                events = [self._waiting.popleft() for _ in range(number)]
+                if self._progress is not None:
+                    events.append(self._progress)
+                    self._progress = None
+                self._sending = EventBatch(self._sending.number + 1, tuple(events))
             return self._sending
-
-    def _take_events(self) -> tuple[dict[str, Any], ...]:
-        events = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_EVENTS))]
-        if self._progress is not None:
-            events.append(self._progress)
-            self._progress = None
-        return tuple(events)
 
     def mark_delivered(self) -> None:
         """Note that the batch has arrived."""
@@ -159,15 +157,8 @@ class Child:
     kill_reason: str = ""
 
     def __post_init__(self) -> None:
-        # Never set: the loop ends with the pipe.
-        stopping = threading.Event()
-        self._reader = threading.Thread(
-            target=keep_running,
-            args=("child-events", self._read, stopping),
-            name="child-events",
-            daemon=True,
-        )
-        self._reader.start()
+        # The event is never set: the loop ends with the pipe.
+        self._reader = start_loop("child-events", self._read, threading.Event())
 
     def __enter__(self) -> Child:
         return self
@@ -280,36 +271,35 @@ class StageJob:
     helps: bool = False
 
 
-def make_order(
-    settings: Settings,
-    stage: str,
-    config: dict[str, Any],
-    run_dir: Path,
-    limits: dict[str, Any],
-    gpus: int = 0,
-) -> Order:
-    """Make the order for a stage. The patience is a lease: the job is lost after that."""
-    patience = max(settings.lease_seconds, LEAST_PATIENCE_SECONDS)
-    return Order(stage, config, str(settings.home), str(run_dir), patience, limits, gpus)
-
-
 def start_child(
+    store: JobStore,
     settings: Settings,
-    order: Order,
-    environment: dict[str, str],
+    device: WorkerDevice,
+    job: StageJob,
+    folder: Path,
     server: RangeServer | None = None,
     shared: dict[str, Any] | None = None,
 ) -> Child:
-    """Start the process with ``environment`` added. Its log is log.txt in its run folder.
+    """Start the process that runs a stage in ``folder``, where log.txt is its log.
 
     ``server`` answers a child that captures with others, as ``shared`` says if it helps.
     """
-    folder = Path(order.run_dir)
+    order, environment = _prepare(store, settings, device, job, folder)
     folder.mkdir(parents=True, exist_ok=True)
     answers = () if server is None else (server.open_pipe(),)
     order = replace(order, answers=answers[0] if answers else None, shared=shared)
     try:
-        process = _launch(settings, folder / "log.txt", environment, answers)
+        with (folder / "log.txt").open("ab") as log_file:
+            process = subprocess.Popen(
+                build_module_command(settings.child_module),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                cwd=settings.root,
+                env=build_child_environment() | environment,
+                start_new_session=True,
+                pass_fds=answers,
+            )
     except BaseException:
         if server is not None:
             server.close_pipe()
@@ -326,23 +316,6 @@ def start_child(
     return child
 
 
-def _launch(
-    settings: Settings, log_path: Path, environment: dict[str, str], descriptors: tuple[int, ...]
-) -> subprocess.Popen[bytes]:
-    """Start the child's module; it inherits ``descriptors``."""
-    with log_path.open("ab") as log_file:
-        return subprocess.Popen(
-            build_module_command(settings.child_module),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log_file,
-            cwd=settings.root,
-            env=build_child_environment() | environment,
-            start_new_session=True,
-            pass_fds=descriptors,
-        )
-
-
 def build_child_environment() -> dict[str, str]:
     """The worker's environment without its secrets, for a child that imports the same packages.
 
@@ -352,12 +325,8 @@ def build_child_environment() -> dict[str, str]:
     return kept | {"TQDM_DISABLE": "1"} | build_package_environment()
 
 
-def prepare_child(
-    store: JobStore,
-    settings: Settings,
-    device: WorkerDevice,
-    job: StageJob,
-    run_dir: Path,
+def _prepare(
+    store: JobStore, settings: Settings, device: WorkerDevice, job: StageJob, folder: Path
 ) -> tuple[Order, dict[str, str]]:
     """Return the order for a child, and the variables that its environment needs."""
     config = parse_config(job.config)
@@ -369,10 +338,18 @@ def prepare_child(
     )
     team = store.find_teams([job.id]).get(job.id)
     limits = build_confinement(settings, store, job.owner, team)
-    granted = limits.to_order(config, settings.root)
-    gpus = len(device.give(config.resources.gpus))
-    order = make_order(settings, job.stage, job.config, run_dir, granted, gpus)
-    return replace(order, turn=job.turn), environment
+    order = Order(
+        stage=job.stage,
+        config=job.config,
+        home=str(settings.home),
+        run_dir=str(folder),
+        # After the time of a lease the job is lost.
+        patience=max(settings.lease_seconds, LEAST_PATIENCE_SECONDS),
+        confinement=limits.to_order(config, settings.root),
+        gpus=len(device.give(config.resources.gpus)),
+        turn=job.turn,
+    )
+    return order, environment
 
 
 def build_store_environment(settings: Settings, job_id: str | None) -> dict[str, str]:
@@ -382,11 +359,10 @@ def build_store_environment(settings: Settings, job_id: str | None) -> dict[str,
     """
     place = {"KD_DOWNLOAD_BYTES": str(settings.download_bytes)}
     if settings.store is not None:
-        place |= {"KD_STORE": settings.store}
-        place |= {"KD_STORE_CACHE_BYTES": str(settings.store_cache_bytes)}
-    run = None if job_id is None else settings.locate_stored_run(job_id)
-    if run is not None:
-        place |= {RUN_STORE_VARIABLE: run}
+        place["KD_STORE"] = settings.store
+        place["KD_STORE_CACHE_BYTES"] = str(settings.store_cache_bytes)
+    if job_id is not None and (run := settings.locate_stored_run(job_id)) is not None:
+        place[RUN_STORE_VARIABLE] = run
     if not settings.in_bucket and not settings.data_stores:
         return place
     return place | {name: value for name, value in os.environ.items() if name.startswith("AWS_")}

@@ -138,9 +138,7 @@ def test_a_loop_that_hangs_is_found_long_before_the_silence_of_loading(
     monkeypatch.setattr(process, "STEP_SECONDS", 1.0)
     job_id, claim = attempted(parts, "hangs-in-its-loop", max_attempts=1)
     began = time.monotonic()
-    ended = Attempt(
-        parts.jobs, parts.settings, claim, "train", WorkerDevice(), threading.Event()
-    ).run()
+    ended = Attempt(parts.jobs, parts.settings, claim, WorkerDevice(), threading.Event()).run()
     assert ended.status == "failed"
     assert time.monotonic() - began < parts.settings.silence_seconds / 2
     job = parts.job(job_id)
@@ -219,7 +217,7 @@ def test_a_deaf_worker_ends_to_be_started_again(new_parts: MakeParts) -> None:
         "from services.worker.devices import WorkerDevice; "
         "consumer.UNRESPONSIVE_SECONDS = consumer.HEARTBEAT_SECONDS = 0.5; settings = Settings(); "
         "store = JobStore(connect_redis(settings.redis_url)); "
-        "consumer.StageWorker(settings, None, store, ['train'], WorkerDevice()).send_heartbeat()"
+        "consumer.StageWorker(settings, None, store, ['train'], WorkerDevice()).send_heartbeats()"
     )
     unresponsive = subprocess.run(
         [sys.executable, "-c", code],

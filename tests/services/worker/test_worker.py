@@ -597,7 +597,7 @@ def test_no_error_and_no_warning_of_a_job_shows_a_secret(
     monkeypatch.setenv("HF_TOKEN", token)
     _, claim = attempted(parts, name)
     device = WorkerDevice(hidden=True)
-    Attempt(parts.jobs, parts.settings, claim, "train", device, threading.Event()).run()
+    Attempt(parts.jobs, parts.settings, claim, device, threading.Event()).run()
     job = parts.job(claim.id)
     assert job.error is not None
     assert "403 for the token ***" in job.error.detail
@@ -619,7 +619,7 @@ def test_a_run_that_the_kernel_killed_for_its_memory_says_so(parts: Parts) -> No
             "open(sys.argv[1], 'w').write(str(os.getpid())); settings = Settings(); "
             "claim = Claim(**json.loads(sys.argv[2])); "
             "store = JobStore(connect_redis(settings.redis_url)); "
-            "print(Attempt(store, settings, claim, 'train', WorkerDevice(), "
+            "print(Attempt(store, settings, claim, WorkerDevice(), "
             "threading.Event()).run().status)"
         )
         (parts.settings.run_dir(claim.id)).mkdir(parents=True)
