@@ -53,6 +53,10 @@ from cache.store import Cache, locate_lock, locate_writers, open_cache
 STORED = "bucket"
 #: The beginning of a fingerprint, or all of it.
 _BEGINNING = re.compile(r"[0-9a-f]{1,32}")
+#: The folder of a cache, what a removal left of one, and the files beside it.
+_BESIDE_CACHE = re.compile(
+    rf"(?:{re.escape(TEMPORARY_PREFIX)})?({FINGERPRINT.pattern})(?:\.(?:lock|used|writers))?"
+)
 
 # ---------------------------------------------------------------------- find
 
@@ -116,44 +120,17 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
     older than this program reads. Caches of newer versions stay, because another installation may
     use them. The time of the last reading does not count.
     """
-    half_removed = [
-        root / path.name.removeprefix(TEMPORARY_PREFIX)
-        for path in root.glob(f"{TEMPORARY_PREFIX}*")
-    ]
-    folders = sorted(
-        {
-            *(path for path in root.glob("*") if FINGERPRINT.fullmatch(path.name)),
-            *(folder for folder in half_removed if FINGERPRINT.fullmatch(folder.name)),
-            *(
-                path.with_suffix("")
-                for pattern in ("*.lock", "*.used", "*.writers")
-                for path in root.glob(pattern)
-                if FINGERPRINT.fullmatch(path.stem)
-            ),
-        }
-    )
-    on_disk = [
-        garbage
-        for folder in folders
-        if not _is_busy(folder)
-        for garbage in _list_garbage(folder, older_than)
-    ]
-    return on_disk + [
-        Garbage(root / each.fingerprint, root / STORED / each.fingerprint, why, each.bytes, each)
-        for each in find_stored_garbage(root, older_than)
-        for why in [f"in the bucket: {each.why}"]
-    ]
-
-
-def _list_garbage(folder: Path, older_than: float) -> list[Garbage]:
-    """List the garbage of a cache that was not locked a moment ago.
-
-    A file that vanishes meanwhile means that somebody writes to the cache: then there is none.
-    """
-    try:
-        return list(_find_garbage_of(folder, older_than))
-    except FileNotFoundError:
-        return []
+    found: list[Garbage] = []
+    names = filter(None, (_BESIDE_CACHE.fullmatch(path.name) for path in root.glob("*")))
+    for folder in sorted({root / name[1] for name in names}):
+        # A file that vanishes means that somebody writes to the cache: then it has no garbage.
+        with suppress(FileNotFoundError):
+            if not _is_busy(folder):
+                found += list(_find_garbage_of(folder, older_than))
+    for each in find_stored_garbage(root, older_than):
+        path, why = root / STORED / each.fingerprint, f"in the bucket: {each.why}"
+        found.append(Garbage(root / each.fingerprint, path, why, each.bytes, each))
+    return found
 
 
 def remove_garbage(garbage: Iterable[Garbage], older_than: float) -> list[Garbage]:
