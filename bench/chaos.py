@@ -115,7 +115,7 @@ def judge_soak(jobs: Soak, spare: Path, where: str) -> tuple[str, list[str]]:
 
 def run_demo(arguments: argparse.Namespace) -> tuple[str, list[str]]:
     """Run the real job under faults and through a long outage; returns table and violations."""
-    with running(1, "services.worker.child") as (cluster, _):
+    with running(1, "services.worker.stage_child") as (cluster, _):
         runs = DisturbedRuns(cluster, load_example(arguments.devices), arguments.seed)
         try:
             runs.run_undisturbed()

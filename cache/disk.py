@@ -387,11 +387,11 @@ def hash_file(path: Path) -> str:
 
 @contextmanager
 def locked(
-    path: Path, waiting: Callable[[], None] | None = None, poll_seconds: float = _POLL_SECONDS
+    path: Path, on_wait: Callable[[], None] | None = None, poll_seconds: float = _POLL_SECONDS
 ) -> Iterator[None]:
     """Hold the lock file at ``path``; while another process holds it, wait.
 
-    ``waiting`` is called every ``poll_seconds`` meanwhile, and may raise to give up. The operating
+    ``on_wait`` is called every ``poll_seconds`` meanwhile, and may raise to give up. The operating
     system frees the lock when the process ends, in any way. The lock file stays, unless the block
     deletes it together with what it locks: a process that waited for it then locks a new file.
     """
@@ -402,8 +402,8 @@ def locked(
                 os.close(handle)
                 handle = _open_lock(path)
                 continue
-            if waiting is not None:
-                waiting()
+            if on_wait is not None:
+                on_wait()
             time.sleep(poll_seconds)
         yield
     finally:

@@ -41,6 +41,10 @@ from cache.store import Cache, locate_lock, locate_writers, open_cache
 
 #: The beginning of a fingerprint, or all of it.
 _BEGINNING = re.compile(r"[0-9a-f]{1,32}")
+#: The folder of a cache, what a removal left of one, and the files beside it.
+_BESIDE_CACHE = re.compile(
+    rf"(?:{re.escape(TEMPORARY_PREFIX)})?({FINGERPRINT.pattern})(?:\.(?:lock|used|writers))?"
+)
 
 # ---------------------------------------------------------------------- find
 
@@ -90,25 +94,10 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
     older than this program reads. Caches of newer versions stay, because another installation may
     use them. The time of the last reading does not count.
     """
-    half_removed = [
-        root / path.name.removeprefix(TEMPORARY_PREFIX)
-        for path in root.glob(f"{TEMPORARY_PREFIX}*")
-    ]
-    folders = sorted(
-        {
-            *(path for path in root.glob("*") if FINGERPRINT.fullmatch(path.name)),
-            *(folder for folder in half_removed if FINGERPRINT.fullmatch(folder.name)),
-            *(
-                path.with_suffix("")
-                for pattern in ("*.lock", "*.used", "*.writers")
-                for path in root.glob(pattern)
-                if FINGERPRINT.fullmatch(path.stem)
-            ),
-        }
-    )
     found: list[Garbage] = []
-    for folder in folders:
-        # A file that vanishes meanwhile means that somebody writes to the cache.
+    names = filter(None, (_BESIDE_CACHE.fullmatch(path.name) for path in root.glob("*")))
+    for folder in sorted({root / name[1] for name in names}):
+        # A file that vanishes means that somebody writes to the cache: then it has no garbage.
         with suppress(FileNotFoundError):
             if not _is_busy(folder):
                 found += list(_find_garbage_of(folder, older_than))

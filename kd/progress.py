@@ -165,7 +165,7 @@ class WorkHeldByAnother(Interrupted):
 
 
 @dataclass(frozen=True)
-class RangeTerms:
+class SharedCapture:
     """The choices that all workers of one capture share, so that their shards fit together.
 
     ``knots`` is the number of knots of profile tempered; None for the other profiles.
@@ -179,12 +179,12 @@ class ShardRanges(Protocol):
     """Hands the shards of one capture to its workers, a range at a time.
 
     One worker leads: it opens the ranges, and seals the manifest when all are finished. The others
-    help. ``terms`` are those of the capture to help with; None for the worker that leads.
+    help. ``shared`` is that of the capture to help with; None for the worker that leads.
     """
 
-    terms: RangeTerms | None
+    shared: SharedCapture | None
 
-    def open(self, terms: RangeTerms, shards: int, check_stop: Callable[[], None]) -> None:
+    def open(self, shared: SharedCapture, shards: int, check_stop: Callable[[], None]) -> None:
         """Let workers take the ``shards`` of a capture, from now on; waits as ``take`` does."""
 
     def take(self, check_stop: Callable[[], None]) -> range | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
+from kd.parallel.parent_death import PARENT_VARIABLE, die_with_parent
 from kd.progress import Event, EventPipe, Monitor
 
 if TYPE_CHECKING:

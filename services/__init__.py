@@ -4,7 +4,7 @@ POST /jobs -> api -> store    the record in Redis: every key, state and transiti
                |      ^   ^
                |beat, |   | loops: lost hints, expired leases
                v claim|
-             queue -> worker -> supervisor -> child_process -> child -> kd.pipeline
+             queue -> worker -> supervisor -> stage_process -> stage_child -> kd.pipeline
              a hint   Celery    one attempt   a pipe           one stage in its own process
 
 settings     the KD_* variables

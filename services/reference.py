@@ -1,8 +1,8 @@
 """The reference pages of docs/, made from the descriptions in the code.
 
-``make docs`` writes them, and a test compares them with what this module renders. Each page is a
-list of blocks of Markdown: headings, paragraphs, and tables of what the code describes. Needs no
-torch and no Redis.
+Each page begins with a text that people write. Below a mark, ``make docs`` writes blocks of
+Markdown: headings, paragraphs, and tables of what the code describes. A test compares the pages
+with what this module renders. Needs no torch and no Redis.
 """
 
 from __future__ import annotations
@@ -37,22 +37,18 @@ Row = tuple[str, ...]
 
 
 class ReferencePage(NamedTuple):
-    """A page: its title, where the descriptions are, what stands first, and its other blocks."""
+    """Where the descriptions of a page are, and the blocks that are made from them."""
 
-    title: str
     source: str
-    introduction: str
     list_blocks: Callable[[], Iterable[str]]
 
 
 def render_page(name: str) -> str:
-    """Render the page with this file name, as Markdown."""
-    page = PAGES[name]
-    head = [
-        f"# {page.title}",
-        f"<!-- Written by `make docs` from {page.source}: edit the descriptions there. -->",
-    ]
-    blocks = [*head, page.introduction, *page.list_blocks()]
+    """Render the page with this file name: what people wrote above its mark, and the rest."""
+    source, list_blocks = PAGES[name]
+    written = (DOCS / name).read_text(encoding="utf-8").partition("<!--")[0]
+    mark = f"<!-- The rest is written by `make docs` from {source}: edit it there. -->"
+    blocks = [written, mark, *list_blocks()]
     return "\n\n".join(block.strip() for block in blocks if block.strip()) + "\n"
 
 
@@ -65,19 +61,6 @@ def make_table(columns: Row, rows: Iterable[Row]) -> str:
 
 # ---------------------------------------------------------------------- configuration.md
 
-CONFIGURATION = """\
-A job is one tree of settings. The YAML file of `kd run`, the body of `POST /jobs` and the overrides
-of the command line (`--set train.max_steps=100`) use the same names. Unknown keys and values out of
-bounds are refused. `null` means "use the default". `kd validate job.yaml` checks a job without
-starting it.
-"""
-LEVERS = """\
-## Levers
-
-A lever is a setting that changes the training. The sections below have the rest of what this table
-says of each lever, with bounds and defaults. `kd check` and `kd ablate` try levers in short runs
-([comparing settings](operations.md#comparing-settings)).
-"""
 #: The sections of a job whose fields are levers, and the single fields of others that are.
 _LEVER_SECTIONS = ("loss", "train", "resume", "checks", "evaluation", "search")
 _LEVER_FIELDS = (
@@ -95,7 +78,6 @@ _END_OF_CLAUSE = re.compile(r"[.;:](?: |$)")
 def list_configuration() -> Iterator[str]:
     """The levers, and one table of fields for each section of a job."""
     sections = list_sections()
-    yield LEVERS
     yield make_table(("lever", "what it does"), _list_levers(sections))
     for section in sections:
         places = ", ".join(f"`{place}`" for place in section.places if place) or "The job"
@@ -120,20 +102,12 @@ def make_fields_table(fields: Iterable[FieldHelp]) -> str:
 
 # ---------------------------------------------------------------------- settings.md
 
-SETTINGS = """\
-The operator's settings are environment variables of the API, the workers and the command line.
-Lists are separated by commas. With Docker, the settings are lines of `.env` (see `.env.example`),
-and paths are those inside the containers. The fields of a job are in
-[configuration.md](configuration.md).
-"""
 #: A setting for tests only, which the page leaves out.
 _TEST_FIELD = "child_module"
 
 
 def list_settings() -> Iterator[str]:
     """One table of all environment variables."""
-    yield "## The variables"
-    yield "Times are in seconds, sizes in bytes; 1 and 0 are true and false."
     fields = describe_fields(Settings.model_json_schema(), {})
     yield make_fields_table(
         each._replace(place=f"KD_{each.name.upper()}")
@@ -144,12 +118,6 @@ def list_settings() -> Iterator[str]:
 
 # ---------------------------------------------------------------------- cli.md
 
-COMMANDS = """\
-`--help` after a command prints the same, and an example. In the line of its usage, `{NAME}` must be
-given and `[NAME]` may be given; parameters with `...` may be given more than once. A flag is off
-unless its default is shown. Commands that talk to a service send the key `KD_API_KEY`
-([settings](settings.md)). Every error names its entry in [troubleshooting](troubleshooting.md).
-"""
 #: Options that every command has, or that only concern the shell.
 _LEFT_OUT = {"help", "install_completion", "show_completion"}
 #: A parameter that more commands have than this is described once, at the start of the page.
@@ -195,14 +163,12 @@ def _list_paragraphs(text: str) -> list[str]:
     return [" ".join(each.replace("\b", "").split()) for each in text.strip().split("\n\n")]
 
 
-def _is_shown(parameter: Any) -> bool:
-    return parameter.name not in _LEFT_OUT and not getattr(parameter, "hidden", False)
-
-
 def _describe_parameters(context: Any) -> list[Row]:
     """Describe each parameter of a command: its name; its meaning with default and bounds."""
     rows: list[Row] = []
-    for parameter in filter(_is_shown, context.command.params):
+    for parameter in context.command.params:
+        if parameter.name in _LEFT_OUT or getattr(parameter, "hidden", False):
+            continue
         name, text = parameter.get_help_record(context)
         name = name.replace(" range>", ">").replace("<list[str]>", "<str> ...")
         meaning, extra = _PARAMETER_HELP.fullmatch(text.replace("\b", "")).groups()  # type: ignore[union-attr]
@@ -216,45 +182,6 @@ def _describe_parameters(context: Any) -> list[Row]:
 
 # ---------------------------------------------------------------------- api.md
 
-API = """\
-Every path exists twice, at `/` and at `/v1`. Bodies and answers are JSON, and numbers are finite or
-null. The body of a job is described in [configuration.md](configuration.md). `GET /openapi.json`
-describes the same API for programs, with the type of every field.
-
-- **Keys.** If the operator has set `KD_API_KEYS_FILE`, every request except the health checks must
-  send `Authorization: Bearer kd_...`. A key sees the jobs and caches of its own name; the others
-  are 404. Scope `read` may read, `write` may also create and change, and `admin` also sees the jobs
-  and caches of all names, the quotas of all teams and the audit log. A key that has expired is 401
-  with the type `key-expired`; in the last 14 days before that, every answer has the header
-  `Potstill-Key-Expires`.
-- **Errors** are problem documents (RFC 9457, `application/problem+json`): `type`, `title`,
-  `status`, `detail`, `remedy`, `instance`, `request_id`, and `errors` with a JSON pointer for each
-  wrong field. [Troubleshooting](troubleshooting.md) has an entry for each type.
-- **Names in paths.** `job_id` is the `id` in the answer of `POST /jobs`, and `fingerprint` is the
-  32 hexadecimal digits of a cache.
-- **Files to train on** are sent as they are, not as JSON: [how-to/files.md](how-to/files.md).
-- **Headers.** `Idempotency-Key` makes a POST that creates a job safe to send again: for a day, the
-  same key and body return the same job. `X-Request-ID` is kept or made; it is in the answer, in the
-  log and in the job. `RateLimit` and `RateLimit-Policy` show how many requests are left.
-- **Lists** are in `data`. If the answer is a page of a list, it also has `has_more` and
-  `next_cursor`, which is the `cursor` of the next page.
-
-The statuses of errors mean the same for every path:
-
-- 400: an unknown `Host`, or `If-Match`, which no path compares.
-- 401: no valid key. 403: the key lacks the scope, or a foreign page asks.
-- 404: there is nothing of this name that the key may see.
-- 409: the present state does not allow the action.
-- 413, 415, 422: the body is too large, of the wrong media type, or not valid.
-- 416: the range is outside of the content.
-- 429 with `Retry-After`: above the caller's rate, or above a quota (`quota-exceeded`, where `quota`
-  says which, how much is used and what frees it up).
-- 503 with `Retry-After`: the job store is away. `POST /jobs/validate` and a dry run also answer 503
-  (`check-limit`) if the check takes more time or memory than the operator allows.
-- 507: a disk of the service is nearly full.
-
-Below, `?name` is a parameter of the query; the other parameters are in the path or headers.
-"""
 #: The schema of a job's body. docs/configuration.md describes it and all that it holds.
 _JOB_SCHEMA = "JobConfig"
 #: What ``services.api.openapi`` says of an answer that has no description of its own.
@@ -453,15 +380,11 @@ def _list_members(thing: type) -> Iterator[str]:
 
 
 PAGES = {
-    "configuration.md": ReferencePage(
-        "Configuration", "kd/config", CONFIGURATION, list_configuration
-    ),
-    "settings.md": ReferencePage("Settings", "services/settings.py", SETTINGS, list_settings),
-    "cli.md": ReferencePage("Commands", "services/terminal", COMMANDS, list_commands),
-    "api.md": ReferencePage("HTTP API", "services/api", API, list_api),
-    "python.md": ReferencePage(
-        "Python", "kd/__init__.py and the docstrings of its names", "", list_python
-    ),
+    "configuration.md": ReferencePage("kd/config", list_configuration),
+    "settings.md": ReferencePage("services/settings.py", list_settings),
+    "cli.md": ReferencePage("services/terminal", list_commands),
+    "api.md": ReferencePage("services/api", list_api),
+    "python.md": ReferencePage("kd/__init__.py and the docstrings of its names", list_python),
 }
 
 if __name__ == "__main__":

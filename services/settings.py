@@ -389,7 +389,7 @@ class Settings(BaseSettings):
         "one that looks into caches.",
     )
     child_module: str = Field(
-        "services.worker.child",
+        "services.worker.stage_child",
         pattern=r"^[A-Za-z_][\w.]*$",
         description="Module that runs one stage in a process of its own.",
     )
@@ -430,36 +430,28 @@ class Settings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _insert_password(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Put the password into the URL, so that no other module needs to know about its file."""
+    def _complete_redis_url(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Put password and certificates into the URL: no other module knows of their files."""
         url = values.get("redis_url")
-        file = values.get("redis_password_file")
-        if not url or not file:
+        if not url:
             return values
-        try:
-            password = Path(file).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ValueError(f"KD_REDIS_PASSWORD_FILE: {file}: {error.strerror}") from None
         parts = urlsplit(url)
-        name, place = quote(parts.username or ""), parts.netloc.rpartition("@")[2]
-        login = f"{name}:{quote(password, safe='')}@{place}"
-        return {**values, "redis_url": parts._replace(netloc=login).geturl()}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _insert_certificates(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Put the file of certificates into the URL, as the password."""
-        url = values.get("redis_url")
-        file = values.get("redis_ca_file")
-        if not url or not file:
-            return values
-        if not uses_tls(url):
-            raise ValueError("KD_REDIS_CA_FILE needs a KD_REDIS_URL of rediss:// or sentinels://")
-        if not Path(file).is_file():
-            raise ValueError(f"KD_REDIS_CA_FILE: {file} is not a file")
-        parts = urlsplit(url)
-        query = {**dict(parse_qsl(parts.query)), "ssl_ca_certs": str(file)}
-        return {**values, "redis_url": parts._replace(query=urlencode(query)).geturl()}
+        if file := values.get("redis_password_file"):
+            try:
+                password = Path(file).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise ValueError(f"KD_REDIS_PASSWORD_FILE: {file}: {error.strerror}") from None
+            name, place = quote(parts.username or ""), parts.netloc.rpartition("@")[2]
+            parts = parts._replace(netloc=f"{name}:{quote(password, safe='')}@{place}")
+        if file := values.get("redis_ca_file"):
+            if not uses_tls(url):
+                known = "rediss:// or sentinels://"
+                raise ValueError(f"KD_REDIS_CA_FILE needs a KD_REDIS_URL of {known}")
+            if not Path(file).is_file():
+                raise ValueError(f"KD_REDIS_CA_FILE: {file} is not a file")
+            query = {**dict(parse_qsl(parts.query)), "ssl_ca_certs": str(file)}
+            parts = parts._replace(query=urlencode(query))
+        return {**values, "redis_url": parts.geturl()}
 
     @field_validator("redis_url")
     @classmethod

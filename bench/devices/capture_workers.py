@@ -13,7 +13,7 @@ numbers, encoding, sealing, writing and ranges are real. The rows take turns; th
     start      seconds from the first worker's range to the moment at which all workers were there
 
 Second table: the time of each operation of the job store and of an object store that such a capture
-needs, measured on this machine, with the board of 1,024 workers.
+needs, measured on this machine, with the table of 1,024 workers.
 
 Third table: a simulation of up to 1,024 workers with these times, each with a device of 10,000
 tokens/s and shards of 262,144 tokens. Job store and object store serve one call after the other,
@@ -47,7 +47,7 @@ from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket
 from services.store.jobs.leases import ANY_CAPACITY
 from services.store.queue import publish_hint
-from services.store.ranges import RangeBoard, ReportedProgress, TakenRange, choose_range_size
+from services.store.ranges import RangeTable, ReportedProgress, TakenRange, choose_range_size
 
 RATE = 10_000
 WORKERS = (1, 2, 4)
@@ -179,32 +179,32 @@ def time_parallel(work: Callable[[int], object], calls: int = CALLS) -> float:
 
 def measure_store(parts: Parts, members: int) -> tuple[float, float, float, float]:
     """Return the seconds of take, finish, beat and view, beside so many members."""
-    jobs, board = parts.jobs, RangeBoard(parts.jobs.redis)
+    jobs, table = parts.jobs, RangeTable(parts.jobs.redis)
     job_id = jobs.create(make_config("quick", "precompute")).id
     claim = jobs.claim(job_id, "precompute", "owner", 3600)
     assert claim is not None
     shards = SHARDS_EACH * 1024 * choose_range_size(SHARDS_EACH * 1024, members)
-    owner = board.open(claim, "owner", 3600, {"fingerprint": "f" * 32}, shards, None)
+    owner = table.open(claim, "owner", 3600, {"fingerprint": "f" * 32}, shards, None)
     assert owner is not None
     helpers = []
     for number in range(members):
-        order = board.help(f"host-{number}:1", 3600, ANY_CAPACITY, ["precompute"])
+        order = table.help(f"host-{number}:1", 3600, ANY_CAPACITY, ["precompute"])
         assert order is not None
         helpers.append(order.member)
-        assert isinstance(board.take(order.member), TakenRange)
+        assert isinstance(table.take(order.member), TakenRange)
     taken: list[TakenRange] = []
 
     def take(_: int) -> None:
-        found = board.take(owner)
+        found = table.take(owner)
         assert isinstance(found, TakenRange)
         taken.append(found)
 
     told = ReportedProgress(1000, 20.0, 500_000, 10_000.0)
     times = (
         time_calls(take),
-        time_calls(lambda number: board.finish(owner, taken[number].number, 64)),
-        time_calls(lambda number: board.beat(helpers[number % members], 3600, told, [])),
-        time_calls(lambda _: board.view(job_id), 50),
+        time_calls(lambda number: table.finish(owner, taken[number].number, 64)),
+        time_calls(lambda number: table.beat(helpers[number % members], 3600, told, [])),
+        time_calls(lambda _: table.view(job_id), 50),
     )
     jobs.finish(claim, "succeeded")
     return times

@@ -22,8 +22,8 @@ from cache.writing.writer import CacheWriter, open_helper, open_writer
 from kd.capture.recording import TeacherReading
 from kd.capture.shards import CaptureReport, record_ranges
 from kd.config.job import JobConfig
-from kd.progress import Monitor, RangeTerms
-from services.worker.child import main
+from kd.progress import Monitor, SharedCapture
+from services.worker.stage_child import main
 
 SIZES = CaptureSizes(vocabulary=128_256, length=512, shard_sequences=64)
 GO = "go"
@@ -87,7 +87,7 @@ def run_stage(
     ranges = monitor.ranges
     assert ranges is not None
     reader = PacedReader(identity, rate)
-    if ranges.terms is not None:
+    if ranges.shared is not None:
         (run_dir / READY).touch()
         with open_helper(root, identity) as writer:
             _record(reader, writer, monitor)
@@ -95,7 +95,7 @@ def run_stage(
     monitor.emit("plan", fingerprint=identity.fingerprint)
     with open_writer(root, identity, shared=True) as writer:
         ranges.open(
-            RangeTerms(identity.fingerprint), shards, lambda: monitor.check("before a shard")
+            SharedCapture(identity.fingerprint), shards, lambda: monitor.check("before a shard")
         )
         while not (run_dir / GO).exists():
             monitor.check("while the others come")

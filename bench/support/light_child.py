@@ -36,8 +36,8 @@ from cache.store import Cache, open_cache
 from cache.writing.writer import CacheWriter, open_helper, open_writer
 from kd.config.job import JobConfig
 from kd.files import find_caches
-from kd.progress import Monitor, ProgressMeter, RangeTerms, ShardRanges
-from services.worker.child import main
+from kd.progress import Monitor, ProgressMeter, ShardRanges, SharedCapture
+from services.worker.stage_child import main
 
 #: Sequences of a shard.
 SEQUENCES = 4
@@ -116,8 +116,8 @@ def precompute(
     identity = work.identity
     root = find_caches(home, None)
     ranges = monitor.ranges
-    if ranges is not None and ranges.terms is not None:
-        assert ranges.terms.fingerprint == identity.fingerprint
+    if ranges is not None and ranges.shared is not None:
+        assert ranges.shared.fingerprint == identity.fingerprint
         with open_helper(root, identity) as writer:
             _fill_ranges(writer, work, monitor, ranges, ledger)
         return {}
@@ -131,7 +131,7 @@ def precompute(
             if not _is_sealed(root, identity):
                 if ranges is not None:
                     ranges.open(
-                        RangeTerms(identity.fingerprint),
+                        SharedCapture(identity.fingerprint),
                         identity.shard_count,
                         lambda: monitor.check("before the first shard"),
                     )

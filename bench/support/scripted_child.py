@@ -16,7 +16,7 @@ from cache.disk import locked, storage_errors
 from kd.config.job import JobConfig
 from kd.errors import DataError, Interrupted, TrainingError
 from kd.progress import Monitor, ProgressMeter
-from services.worker.child import main
+from services.worker.stage_child import main
 
 STEPS = 60
 STEP_SECONDS = 0.05

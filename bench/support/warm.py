@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from bench.support.paths import ROOT
-from kd.parallel.lifeline import die_with_parent
+from kd.parallel.parent_death import die_with_parent
 
 #: How the names of variables begin that may be others for each command. Torch sets the last one.
 FREE = ("KD_", "NO_COLOR", "COLUMNS", "PYTEST_", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")

@@ -23,11 +23,11 @@ _NUMBER = re.compile(r"[0-9]+")
 _OBJECT = re.compile(r"(manifest\.json|seals/.+)|(.+?)\.[0-9a-f]{32}(/.+)?")
 
 
-def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> list[str]:
+def verify_cache(folder: Path, check_stop: Callable[[], None] | None = None) -> list[str]:
     """Read every byte of a cache; return one line for each file that is missing or damaged.
 
     A sound cache gives no line. Files that are not part of it count for nothing; ``find_extras``
-    names them. ``waiting`` is called before each shard, and may raise to give up.
+    names them. ``check_stop`` is called before each shard, and may raise to give up.
     Raises ``CacheNotFound`` if there is no folder.
     """
     try:
@@ -43,8 +43,8 @@ def verify_cache(folder: Path, waiting: Callable[[], None] | None = None) -> lis
         if isinstance(entries, EntryPieces):
             lines += entries.find_problems()
         for index in range(len(entries)):
-            if waiting is not None:
-                waiting()
+            if check_stop is not None:
+                check_stop()
             with suppress(CacheCorrupt):  # its piece of the manifest has a line already
                 lines += _check_folder(folder, name_shard(index), entries[index].digest, mirror)
         for name, digest in list_sealed_folders(manifest):
@@ -66,18 +66,18 @@ def _check_folder(folder: Path, name: str, digest: str, mirror: Mirror | None) -
     return [f"{name}/{line}" for line in found]
 
 
-def find_missing(opened: Cache, waiting: Callable[[], None] | None = None) -> list[str]:
+def find_missing(opened: Cache, check_stop: Callable[[], None] | None = None) -> list[str]:
     """Return a line for each file that is missing, or damaged, as ``verify_cache`` does.
 
     Of a cache in a bucket no byte is read: its files are compared with their sha256 when they are
     read, and now only their sizes.
     """
     if (mirror := opened.mirror) is None:
-        return verify_cache(opened.folder, waiting)
+        return verify_cache(opened.folder, check_stop)
     lines = []
     for index, entry in enumerate(opened.entries):
-        if waiting is not None:
-            waiting()
+        if check_stop is not None:
+            check_stop()
         name = name_shard(index)
         if not mirror.is_whole(name, opened.open_seal(name, entry.digest)):
             lines.append(f"{name}: a file is missing")

@@ -84,12 +84,12 @@ _PUBLISHING_POLL_SECONDS = 0.005
 def open_writer(
     root: Path,
     identity: CacheIdentity,
-    waiting: Callable[[], None] | None = None,
+    on_wait: Callable[[], None] | None = None,
     shared: bool = False,
 ) -> Iterator[CacheWriter]:
     """Begin or resume the cache of ``identity`` below ``root``, as its only writer.
 
-    While another process captures the same cache, ``waiting`` is called five times a second; it may
+    While another process captures the same cache, ``on_wait`` is called five times a second; it may
     raise to give up. ``shared``: helpers write some of the shards. Raises ``StorageError`` if
     the disk is full or the folder is not writable.
     """
@@ -99,7 +99,7 @@ def open_writer(
     mirror = open_mirror(folder)
     if mirror is not None:
         require_fit(mirror.bucket)
-    with locked(locate_lock(folder), waiting), held_in_bucket(folder), _writing(folder):
+    with locked(locate_lock(folder), on_wait), held_in_bucket(folder), _writing(folder):
         yield CacheWriter(folder, identity, mirror, shared=shared)
 
 

@@ -48,7 +48,7 @@ from kd.models.folder import ModelFolder
 from kd.models.layers import stopping_forward
 from kd.models.precision import float32_products
 from kd.models.tokenizers import make_token_map
-from kd.progress import Monitor, RangeTerms, ShardRanges
+from kd.progress import Monitor, ShardRanges, SharedCapture
 
 #: What a capture waits for while another one holds its lock; events show it.
 OTHER_CAPTURE = "another job's capture of the same cache"
@@ -70,9 +70,9 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
         return summarise_cache(found, reused=True)
 
     lock = locate_lock(folder)
-    waiting = partial(monitor.wait_for, OTHER_CAPTURE, lock, "precompute")
+    on_wait = partial(monitor.wait_for, OTHER_CAPTURE, lock, "precompute")
     shared = monitor.ranges is not None
-    with float32_products(), open_for_capture(root, plan.identity, waiting, shared) as writer:
+    with float32_products(), open_for_capture(root, plan.identity, on_wait, shared) as writer:
         # Another capture may have sealed the cache while this one waited for the lock.
         if (found := find_sealed_cache(folder, plan.identity, reading)) is not None:
             warn_of_overruled(found, monitor)
@@ -186,28 +186,28 @@ def capture_ranges(
     The process that leads opens the ranges as soon as its teacher is ready.
     """
     monitor.emit("stage", stage="precompute", phase="loading the teacher")
-    knots = None if ranges.terms is None else ranges.terms.knots
+    knots = None if ranges.shared is None else ranges.shared.knots
     with open_reader(plan, writer, monitor, knots) as teacher:
-        if ranges.terms is None:
+        if ranges.shared is None:
             chosen = teacher.recorder.knots if isinstance(teacher, Teacher) else None
-            terms = RangeTerms(plan.identity.fingerprint, chosen)
-            ranges.open(terms, plan.identity.shard_count, Patience(monitor).check)
+            shared = SharedCapture(plan.identity.fingerprint, chosen)
+            ranges.open(shared, plan.identity.shard_count, Patience(monitor).check)
         report = CaptureReport(monitor, plan.identity, HeldOutWatch(plan))
         monitor.emit("stage", stage="precompute", phase="capturing with other workers")
         record_ranges(teacher, writer, partial(select_shard_sequences, plan), ranges, report)
         return teacher
 
 
-def help_capture(plan: CapturePlan, root: Path, terms: RangeTerms, monitor: Monitor) -> None:
+def help_capture(plan: CapturePlan, root: Path, shared: SharedCapture, monitor: Monitor) -> None:
     """Capture shards of the cache of ``plan`` beside the process that leads, until none is left.
 
     Raises ``OtherCapture`` if this host makes another cache of the job than that process does.
     """
     assert monitor.ranges is not None
-    if plan.identity.fingerprint != terms.fingerprint:
+    if plan.identity.fingerprint != shared.fingerprint:
         raise OtherCapture(
             f"Here the job makes cache {plan.identity.fingerprint}, and the worker that leads the "
-            f"capture makes {terms.fingerprint}.",
+            f"capture makes {shared.fingerprint}.",
             "Give all workers the same text, the same teacher files and the same kind of device.",
         )
     with float32_products(), open_helper(root, plan.identity) as writer:

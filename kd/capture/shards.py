@@ -121,18 +121,18 @@ class ShardPipeline:
 
     As a context manager it leaves no thread behind. A shard that was whole at an error or at a
     stop is sealed first, and nothing of another one is written. ``sealed`` is called with each
-    shard in the sealing thread; ``waiting`` before a wait that may be long.
+    shard in the sealing thread; ``check_stop`` before a wait that may be long.
     """
 
     def __init__(
         self,
         writer: CacheWriter,
         sealed: Callable[[int, Sequences, Records], None] = lambda *_: None,
-        waiting: Callable[[], None] = lambda: None,
+        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._writer = writer
         self._sealed = sealed
-        self._waiting = waiting
+        self._check_stop = check_stop
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         # The parts of the shard that is read, and the bytes that they were delivered in.
@@ -211,7 +211,7 @@ class ShardPipeline:
 
     def _wait_for_seal(self) -> None:
         if self._sealing is not None and not self._sealing.done():
-            self._waiting()
+            self._check_stop()
             self._sealing.result()
 
     def _write(

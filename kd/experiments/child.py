@@ -22,7 +22,7 @@ from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost, TrainingError
 from kd.files import read_json, write_json
 from kd.parallel.children import build_path, relay_events
-from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
+from kd.parallel.parent_death import PARENT_VARIABLE, die_with_parent
 from kd.parallel.rank_failures import read_first_failure, write_failure
 from kd.progress import EventPipe, Monitor
 from kd.rank import has_stdin_ended

@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from kd.parallel.lifeline import PARENT_VARIABLE, die_with_parent
+from kd.parallel.parent_death import PARENT_VARIABLE, die_with_parent
 
 FAILURES = "failures.json"
 #: Ends the ranks that are left after one has failed: they ignore SIGTERM.

@@ -72,9 +72,9 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     """
     planned = plan_capture(config, monitor, home / TEXTS)
     monitor.check("after the text was read; no shard was started")
-    if monitor.ranges is not None and monitor.ranges.terms is not None:
+    if monitor.ranges is not None and monitor.ranges.shared is not None:
         caches = find_caches(home, config.cache.store)
-        help_capture(planned, caches, monitor.ranges.terms, monitor)
+        help_capture(planned, caches, monitor.ranges.shared, monitor)
         return {}
     require_possible_student(config, planned, monitor)
     caches = find_caches(home, config.cache.store)

@@ -21,7 +21,7 @@ from kd.progress import Monitor
 
 #: The folder of what waits, in the run folder, and that of a checkpoint in it.
 _WAITING = f"{TEMPORARY_PREFIX}uploads"
-#: Seconds between two signs of life while the last checkpoint is put.
+#: Seconds between two heartbeats while the last checkpoint is put.
 _SIGN_SECONDS = 1.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from kd.parallel.lifeline import die_with_parent
+from kd.parallel.parent_death import die_with_parent
 from services.api.app import serve_api
 from services.process import logs, telemetry
 from services.settings import Settings

@@ -35,7 +35,7 @@ from services.process.telemetry import read_traceparent
 from services.settings import Settings
 from services.store.callers import Caller, RequestOrigin
 from services.store.costs import estimate_new_job
-from services.store.jobs.creation import CreateResult
+from services.store.jobs.changes import CreateResult
 from services.store.queue import publish_hint
 
 #: The Retry-After header of a quota problem: a job seldom ends sooner.

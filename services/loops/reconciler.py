@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from celery import Celery
 from redis.exceptions import RedisError
@@ -31,7 +30,7 @@ from services.process.lasting_loops import flush_restarts, keep_running_async
 from services.process.names import name_process
 from services.settings import Settings
 from services.store.connection import describe_failure
-from services.store.jobs.leases import Claim, EventBatch
+from services.store.jobs.leases import EventBatch
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.records import JobRecord
 from services.store.jobs.script import is_own_mistake
@@ -95,7 +94,12 @@ class Reconciler:
             self._teams.step,
             self._searches.step,
         ):
-            _do(duty)
+            try:
+                duty()
+            except Exception as error:  # a mistake in one must not keep the others from theirs
+                if isinstance(error, RedisError) and not is_own_mistake(error):
+                    raise
+                log.exception("%s failed", duty.__qualname__)
         flush_restarts(self._store)
         self._store.redis.set("kd:reconciler", self._store.read_clock_ms() / 1000)
 
@@ -135,16 +139,6 @@ class Reconciler:
             self._contact_since = now
         self._last_contact = now
         return now - self._contact_since >= lease_ms
-
-
-def _do(duty: Callable[[], None]) -> None:
-    """Do one duty. A mistake in it must not keep the others from theirs."""
-    try:
-        duty()
-    except Exception as error:
-        if isinstance(error, RedisError) and not is_own_mistake(error):
-            raise
-        log.exception("%s failed", getattr(duty, "__qualname__", duty))
 
 
 class LostCaches:
@@ -192,7 +186,10 @@ class LostCaches:
         detail = f"Cache {job.cache.fingerprint} is not on the disk any more."
         log.warning("%s: %s", job.id, detail)
         if (capture := KINDS[job.kind].find_capture(job.stage, job.turn)) is not None:
-            self._capture_again(claim, capture[1], detail)
+            warning = {"type": "warning", "data": {"message": f"{detail} It is captured again."}}
+            self._store.beat(claim, self._settings.lease_seconds, EventBatch(1, (warning,)))
+            # No hint is sent here: _announce sends one as for any lost hint.
+            self._store.advance(claim, CAPTURE.name, capture[1])
         else:
             remedy = (
                 "Capture it again with a job of kind precompute, or restore a backup. "
@@ -200,9 +197,3 @@ class LostCaches:
             )
             error = {"type": "cache_missing", "detail": detail, "remedy": remedy}
             self._store.finish(claim, "failed", error)
-
-    def _capture_again(self, claim: Claim, turn: int, detail: str) -> None:
-        warning = {"type": "warning", "data": {"message": f"{detail} It is captured again."}}
-        self._store.beat(claim, self._settings.lease_seconds, EventBatch(1, (warning,)))
-        # No hint is sent here: _announce sends one as for any lost hint.
-        self._store.advance(claim, CAPTURE.name, turn)

@@ -6,13 +6,14 @@ import logging
 import threading
 from datetime import datetime
 from itertools import takewhile
+from typing import Any
 
 from cache.errors import StorageError
 from services.process.lasting_loops import repeat_in_thread
 from services.settings import Settings
 from services.store.audit import AuditLog
 from services.store.jobs.store import JobStore
-from services.store.retention.collector import AgeLimits, Item, find_items, look, remove_items
+from services.store.retention.collector import AgeLimits, find_items, look, remove_items
 
 #: Time between two looks at the clock.
 INTERVAL_SECONDS = 60.0
@@ -55,8 +56,8 @@ class NightlyRetention:
             total = sum(item.bytes for item in gone)
             log.info("retention: %d removed, %d bytes; %d are needed", len(gone), total, len(kept))
 
-    def _audit(self, item: Item) -> None:
+    def _audit(self, action: str, target: str, **more: Any) -> None:
         try:
-            AuditLog(self._settings).write(ACTOR, "retention.remove", item.name, **item.describe())
+            AuditLog(self._settings).write(ACTOR, action, target, **more)
         except (StorageError, OSError) as error:
-            log.error("no audit entry for the removal of %s: %s", item.name, error)
+            log.error("no audit entry for the removal of %s: %s", target, error)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery
 from redis.exceptions import RedisError
 
-from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import SEARCH, TRAIN
@@ -47,8 +46,8 @@ from services.settings import Settings
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
 from services.store.queue import publish_hint
-from services.worker.child_process import Outbox
 from services.worker.failures import describe_error
+from services.worker.stage_process import Outbox
 
 if TYPE_CHECKING:
     from kd.search.study import Trial
@@ -92,20 +91,18 @@ class Searches:
         ):
             self._drivers[claim.id] = Driver(self._store, self._app, self._settings, claim)
         for job_id, driver in list(self._drivers.items()):
-            if not self._step_driver(driver):
+            goes_on = False
+            try:
+                goes_on = driver.step()
+            except Fenced:
+                log.warning("%s: driven by another process now", job_id)
+            except RedisError:
+                raise
+            except Exception as error:  # only this search fails
+                log.exception("%s: the search failed", job_id)
+                driver.fail(error)
+            if not goes_on:
                 del self._drivers[job_id]
-
-    def _step_driver(self, driver: Driver) -> bool:
-        try:
-            return driver.step()
-        except Fenced:
-            log.warning("%s: driven by another process now", driver.claim.id)
-        except RedisError:
-            raise
-        except Exception as error:  # only this search fails
-            log.exception("%s: the search failed", driver.claim.id)
-            driver.fail(error)
-        return False
 
 
 @dataclass(frozen=True)
@@ -170,9 +167,8 @@ class Driver:
             raise ConfigError(found)
         self._study = make_study(self._config, StudyJournal(self._store, self.claim))
         self._begun = True
-        self._outbox.put(
-            {"type": "stage", "data": {"stage": SEARCH.name, "phase": "running trials"}}
-        )
+        begun = {"stage": SEARCH.name, "phase": "running trials"}
+        self._outbox.put({"type": "stage", "data": begun})
         self._report_progress()
 
     # -- one trial
@@ -226,7 +222,10 @@ class Driver:
             self._store.change("retry", job_id)
             publish_hint(self._app, job_id, job.stage)
         elif job.ended:
-            self._end(trial, job_id, OUTCOME_OF_STATUS[job.status], _explain_failure(job))
+            reason = "It was cancelled." if job.status == "cancelled" else ""
+            if job.error is not None and not reason:
+                reason = f"{job.error.detail} {job.error.remedy}".strip()
+            self._end(trial, job_id, OUTCOME_OF_STATUS[job.status], reason)
         elif job.status == "paused":
             self._paused.add(trial.number)
 
@@ -298,9 +297,3 @@ class Driver:
             record is not None and record.cache is not None and record.cache.fingerprint is not None
         )
         return record.cache.fingerprint
-
-
-def _explain_failure(job: Job) -> str:
-    if job.status == "cancelled":
-        return "It was cancelled."
-    return f"{job.error.detail} {job.error.remedy}".strip() if job.error is not None else ""

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from cache.disk import sum_file_sizes
@@ -125,18 +124,14 @@ class TeamRules:
         folder = self._settings.caches / fingerprint
         if fingerprint in self._sealed and folder.is_dir():
             return self._sealed[fingerprint]
-        sealed, size = _measure(folder)
+        if is_mirror(folder):
+            # Only now, because it loads zarr.
+            from cache.checking.listing import summarise_cache
+
+            found = summarise_cache(folder)
+            sealed, size = found.complete, found.bytes
+        else:
+            sealed, size = (folder / MANIFEST).exists(), sum_file_sizes(folder)
         if sealed:
             self._sealed[fingerprint] = size
         return size
-
-
-def _measure(folder: Path) -> tuple[bool, int]:
-    """Return whether a cache is sealed, and its bytes."""
-    if is_mirror(folder):
-        # Only now, because it loads zarr.
-        from cache.checking.listing import summarise_cache
-
-        found = summarise_cache(folder)
-        return found.complete, found.bytes
-    return (folder / MANIFEST).exists(), sum_file_sizes(folder)

@@ -39,7 +39,7 @@ from kd.client.wire.jobs import Job
 from kd.errors import ConfigError, Problem
 from kd.face.version import read_version
 from services.settings import Settings
-from services.store.jobs.deliveries import Delivery
+from services.store.jobs.loops import Delivery
 from services.store.jobs.store import JobStore
 
 #: Time between two rounds.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from packaging.markers import Marker
 from packaging.requirements import Requirement
 
 #: The extra of a process that runs jobs.
@@ -13,22 +12,13 @@ WORKER = "worker"
 
 def find_missing_packages(extra: str) -> list[str]:
     """Return the packages of ``extra`` that are not installed, in the order of pyproject.toml."""
-    return [name for name in _list_packages(extra) if not _is_installed(name)]
-
-
-def _list_packages(extra: str) -> list[str]:
-    found = map(Requirement, requires("potstill") or [])
-    return [each.name for each in found if each.marker and _is_for(each.marker, extra)]
-
-
-def _is_for(marker: Marker, extra: str) -> bool:
-    """Whether a marker holds on this machine for ``extra``, and not without it."""
-    return marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
+    missing = []
+    for each in map(Requirement, requires("potstill") or []):
+        # The marker of such a package holds on this machine for the extra, and not without it.
+        marker = each.marker
+        if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
+            try:
+                version(each.name)
+            except PackageNotFoundError:
+                missing.append(each.name)
+    return missing

@@ -32,7 +32,11 @@ def check_worker(settings: Settings) -> str:
     except RedisError as error:
         return f"the job store {describe_failure(error)}"
     host = socket.gethostname()
-    return "" if any(state.host == host for state in workers) else f"no worker of {host} shows life"
+    return (
+        ""
+        if any(state.host == host for state in workers)
+        else f"no worker of {host} sends heartbeats"
+    )
 
 
 def main() -> int:

@@ -42,6 +42,15 @@ def keep_running(name: str, loop: Callable[[], None], stopping: threading.Event)
             return
 
 
+def start_loop(name: str, loop: Callable[[], None], stopping: threading.Event) -> threading.Thread:
+    """Start a thread that keeps ``loop`` running; it does not hold up the end of the process."""
+    thread = threading.Thread(
+        target=keep_running, args=(name, loop, stopping), name=name, daemon=True
+    )
+    thread.start()
+    return thread
+
+
 async def keep_running_async(name: str, loop: Callable[[], Awaitable[None]]) -> None:
     """Await ``loop()`` until it returns or is cancelled, and again whenever it dies of an error."""
     while True:

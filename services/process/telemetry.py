@@ -94,9 +94,13 @@ def span(
         yield OpenSpan()
         return
     from opentelemetry.trace import SpanKind, use_span
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+    context = None  # the current one
+    if parent:  # a text that is not a traceparent begins a new trace
+        context = TraceContextTextMapPropagator().extract({"traceparent": parent})
     opened = tracer.start_span(
-        name, _make_context(parent), SpanKind[kind], attributes=_name_attributes(attributes)
+        name, context, SpanKind[kind], attributes=_name_attributes(attributes)
     )
     with use_span(opened, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         try:
@@ -168,18 +172,15 @@ class StageTrace:
 
         def tapped(event: Event) -> None:
             with self._lock:
-                self._see(event)
+                if event.type == "stage":
+                    self._begin_phase(str(event.data.get("phase", "")))
+                elif event.type == "metrics" and isinstance(event.data.get("step"), int):
+                    self._report(event.data)
+                elif event.type in STAGE_EVENTS:
+                    self._stage.add_event(event.type, _name_attributes(event.data))
             listen(event)
 
         return tapped
-
-    def _see(self, event: Event) -> None:
-        if event.type == "stage":
-            self._begin_phase(str(event.data.get("phase", "")))
-        elif event.type == "metrics" and isinstance(event.data.get("step"), int):
-            self._report(event.data)
-        elif event.type in STAGE_EVENTS:
-            self._stage.add_event(event.type, _name_attributes(event.data))
 
     def _begin_phase(self, phase: str) -> None:
         self._end_phase()
@@ -240,18 +241,6 @@ def _make_provider(endpoint: str, part: str) -> TracerProvider:
     exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=SEND_SECONDS)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
     return provider
-
-
-def _make_context(parent: str) -> Any:
-    """The context below ``parent``; None = the current one.
-
-    A text that is not a traceparent begins a new trace.
-    """
-    if not parent:
-        return None
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    return TraceContextTextMapPropagator().extract({"traceparent": parent})
 
 
 def _mark(opened: Span, error: BaseException) -> None:

@@ -16,7 +16,6 @@ the writers say, so that an id is a place in the log.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from typing import IO, Any
 
 from cache.disk import make_folder, storage_errors, sync_path, wait_for_lock
 from services.settings import Settings
+from services.store.appending import append_line
 
 FILE = "audit.jsonl"
 #: Bytes at the end of a file in which its last entry is looked for.
@@ -87,7 +87,11 @@ class AuditLog:
         A value of None is left out, and a long one is cut. No value may be a secret.
         """
         facts = {"actor": actor, "action": action, "target": target, "outcome": outcome, **more}
-        known = {name: _cut(value) for name, value in facts.items() if value not in (None, "")}
+        known = {
+            name: value[:VALUE_LENGTH] if isinstance(value, str) else value
+            for name, value in facts.items()
+            if value not in (None, "")
+        }
         with storage_errors(self.folder):
             make_folder(self.folder)
             with self._locked():
@@ -108,19 +112,11 @@ class AuditLog:
         last = next(filter(None, ids), 0)
         number = max(_to_microseconds(datetime.now(UTC)), last + 1)
         moment = datetime.fromtimestamp(number / 1e6, UTC).isoformat(timespec="microseconds")
-        line = json.dumps({"id": number, "time": moment, **facts}).encode() + b"\n"
-        if path.exists() and path.stat().st_size + len(line) > self._most_bytes:
+        entry = {"id": number, "time": moment, **facts}
+        size = len(json.dumps(entry)) + 1
+        if path.exists() and path.stat().st_size + size > self._most_bytes:
             self._rotate()
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            size = os.fstat(handle).st_size
-            torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-            line = b"\n" * torn + line
-            if os.write(handle, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        append_line(path, entry)
 
     def _number(self, number: int) -> Path:
         return self.folder / (f"{FILE}.{number}" if number else FILE)
@@ -203,10 +199,6 @@ def _read_last_id(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     return entries[-1]["id"] if entries else None
-
-
-def _cut(value: Any) -> Any:
-    return value[:VALUE_LENGTH] if isinstance(value, str) else value
 
 
 def _to_microseconds(moment: datetime) -> int:

@@ -67,7 +67,7 @@ TREES = ("caches", "runs", "files", "models", "data")
 _PATH = re.compile(r'"(/[^"\\*?\[]+(?=")|/[^"\\*?\[]*/)')
 #: Ends of the names of files beside caches that only running processes, or only this folder, need.
 PASSING_SUFFIXES = (".lock", ".used", ".writers", PLACE_FILE)
-#: Keys of hints and signs of life, which mean nothing later.
+#: Keys of hints and heartbeats, which mean nothing later.
 SKIPPED_PREFIXES = ("kd:celery:", "kd:worker:", "kd:workers")
 #: Time for which the writes of the store may wait.
 PAUSE_SECONDS = 5.0
@@ -284,11 +284,13 @@ def read_store(client: Redis, pause_seconds: float) -> list[dict[str, Any]]:
     try:
         seconds, microseconds = client.time()
         for keys in _scan_keys(client):
-            if time.monotonic() - began > pause_seconds:
-                raise _make_timeout_error(pause_seconds)
             found |= _dump(client, keys)
-        if time.monotonic() - began > pause_seconds:
-            raise _make_timeout_error(pause_seconds)
+            if time.monotonic() - began > pause_seconds:
+                raise BackupError(
+                    f"The job store could not be read within {pause_seconds:g} s. Its writes wait "
+                    "no longer.",
+                    "Stop the API and the workers, then use a longer --pause.",
+                )
     finally:
         client.client_unpause()
     now = seconds * 1000 + microseconds // 1000
@@ -300,13 +302,6 @@ def read_store(client: Redis, pause_seconds: float) -> list[dict[str, Any]]:
         }
         for key, (value, ttl) in sorted(found.items())
     ]
-
-
-def _make_timeout_error(pause_seconds: float) -> BackupError:
-    return BackupError(
-        f"The job store could not be read within {pause_seconds:g} s. Its writes wait no longer.",
-        "Stop the API and the workers, then use a longer --pause.",
-    )
 
 
 def _scan_keys(client: Redis) -> Iterator[list[str]]:
@@ -341,7 +336,7 @@ def list_parts(folder: Path) -> list[Path]:
 
 
 def copy_folder(
-    source: Path, target: Path, links: dict[str, str] | None = None, leads: bool = False
+    source: Path, target: Path, links: dict[str, str], leads: bool = False
 ) -> dict[str, BackupFile]:
     """Copy a folder while a run may write to it.
 
@@ -364,28 +359,19 @@ def copy_folder(
 
 
 def _copy_once(
-    source: Path, target: Path, links: dict[str, str] | None, leads: bool
+    source: Path, target: Path, links: dict[str, str], leads: bool
 ) -> dict[str, BackupFile]:
     before = source.stat()
-    entries = sorted(
-        (entry for entry in os.scandir(source) if _is_kept(entry, leads)),
-        key=lambda entry: entry.name,
-    )
-    if links is not None:
-        links |= {
-            entry.path: str(Path(entry).readlink())
-            for entry in os.scandir(source)
-            if entry.is_symlink() and not _is_kept(entry, leads)
-        }
     target.mkdir()
     found: dict[str, BackupFile] = {}
-    for entry in entries:
+    for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
         below = target / entry.name
-        if entry.is_dir(follow_symlinks=leads):
-            found |= {
-                f"{entry.name}/{name}": file
-                for name, file in copy_folder(Path(entry), below, links).items()
-            }
+        if not _is_kept(entry, leads):
+            if entry.is_symlink():
+                links[entry.path] = str(Path(entry).readlink())
+        elif entry.is_dir(follow_symlinks=leads):
+            inner = copy_folder(Path(entry), below, links)
+            found |= {f"{entry.name}/{name}": file for name, file in inner.items()}
         else:
             found[entry.name] = copy_file(Path(entry), below)
     time.sleep(max(min(before.st_mtime + SETTLE_SECONDS - time.time(), SETTLE_SECONDS), 0))
@@ -465,7 +451,8 @@ def restore_backup(
             if LACKING in found.files or (folder / tree).is_dir():
                 _replace(folder / tree, place)
         if settings.api_keys_file is not None and KEYS in found.files:
-            write_keys(settings.api_keys_file, (folder / KEYS).read_bytes())
+            make_folder(settings.api_keys_file.parent)
+            write_file(settings.api_keys_file, (folder / KEYS).read_bytes(), mode=0o600)
     with (folder / STORE).open(encoding="ascii") as lines:
         write_store(client, (json.loads(line) for line in lines))
     return release_all_jobs(client)
@@ -503,25 +490,13 @@ def _replace(source: Path, target: Path) -> None:
     temporary = target / f"{TEMPORARY_PREFIX}restored"
     remove_path(temporary)
     temporary.mkdir()
-    copy_folder(source, temporary / "whole")
+    copy_folder(source, temporary / "whole", {})
     for old in list_parts(target):
         if old != temporary:
             remove_path(old)
     for new in list_parts(temporary / "whole"):
         _publish(new, target / new.name)
     remove_path(temporary)
-
-
-def write_keys(path: Path, data: bytes) -> None:
-    """Write the file of API keys, which only its owner can read."""
-    make_folder(path.parent)
-    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
-    remove_path(temporary)
-    temporary.touch(mode=0o600)
-    temporary.write_bytes(data)
-    sync_path(temporary)
-    temporary.replace(path)
-    sync_path(path.parent)
 
 
 def write_store(client: Redis, rows: Iterator[dict[str, Any]]) -> None:

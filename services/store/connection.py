@@ -30,26 +30,40 @@ MOST_CONNECTIONS = 10_000
 
 def connect_redis(url: str, timeout: float = 2.0) -> Redis:
     """Return a client whose calls fail within ``timeout`` seconds."""
-    options: dict[str, Any] = {
+    # The library's own retries would turn 2 seconds into 25.
+    more = {"socket_keepalive": True, "retry": Retry(NoBackoff(), 0)}
+    return cast(Redis, _connect(Redis, Sentinel, url, timeout, timeout, **more))
+
+
+def connect_events(url: str) -> redis.asyncio.Redis:
+    """Return a client for streams of events, with time-outs that are longer than their polls."""
+    # No retries here: a tail and its clients wait and read again by themselves.
+    retry = AsyncRetry(NoBackoff(), 0)
+    kinds = redis.asyncio.Redis, redis.asyncio.sentinel.Sentinel
+    return cast(redis.asyncio.Redis, _connect(*kinds, url, 5, 2, retry=retry))
+
+
+def _connect(
+    client: Any, sentinel: Any, url: str, timeout: float, connect_timeout: float, **more: Any
+) -> Any:
+    """Make a client of one class, or the client of a master that the class ``sentinel`` finds."""
+    options = {
         "protocol": 2,
         "decode_responses": True,
         "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
-        "socket_keepalive": True,
+        "socket_connect_timeout": connect_timeout,
         "max_connections": MOST_CONNECTIONS,
-        # The library's own retries would turn 2 seconds into 25.
-        "retry": Retry(NoBackoff(), 0),
+        **more,
     }
     group = parse_sentinels(url)
     if group is None:
-        return Redis.from_url(url, **options)
-    asked = {"socket_timeout": timeout, "socket_connect_timeout": timeout, **group.tls}
-    server: dict[str, Any] = {"db": group.db, **group.credentials, **group.tls}
-    watchers: Any = cast(Any, Sentinel)(
-        list(group.hosts), sentinel_kwargs=asked, **options, **server
+        return client.from_url(url, **options)
+    limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), connect_timeout)
+    server = {"db": group.db, **group.credentials, **group.tls}
+    watchers = sentinel(
+        list(group.hosts), sentinel_kwargs={**limits, **group.tls}, **options, **server
     )
-    found = watchers.master_for(group.master)
-    return cast(Redis, found)
+    return watchers.master_for(group.master)
 
 
 def name_failure(error: Exception) -> str:
@@ -69,29 +83,6 @@ def name_failure(error: Exception) -> str:
 def describe_failure(error: Exception) -> str:
     """Add the words of the error to its name; they may hold the address of the server."""
     return f"{name_failure(error)}: {str(error).rstrip('.') or type(error).__name__}"
-
-
-def connect_events(url: str) -> redis.asyncio.Redis:
-    """Return a client for streams of events, with time-outs that are longer than their polls."""
-    options: dict[str, Any] = {
-        "protocol": 2,
-        "decode_responses": True,
-        "socket_timeout": 5,
-        "socket_connect_timeout": 2,
-        "max_connections": MOST_CONNECTIONS,
-        # No retries here: a tail and its clients wait and read again by themselves.
-        "retry": AsyncRetry(NoBackoff(), 0),
-    }
-    group = parse_sentinels(url)
-    if group is None:
-        return redis.asyncio.Redis.from_url(url, **options)
-    asked = {"socket_timeout": 2, "socket_connect_timeout": 2, **group.tls}
-    server: dict[str, Any] = {"db": group.db, **group.credentials, **group.tls}
-    watchers: Any = cast(Any, redis.asyncio.sentinel.Sentinel)(
-        list(group.hosts), sentinel_kwargs=asked, **options, **server
-    )
-    found = watchers.master_for(group.master)
-    return cast(redis.asyncio.Redis, found)
 
 
 class Broker(NamedTuple):

@@ -78,9 +78,7 @@ def provide_redis(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]
 
 def find_binary() -> Path:
     """Find the bundled server, or one on PATH that is new enough."""
-    found = find_bundled_binary() or next(
-        filter(None, map(_find_on_path, ("valkey-server", "redis-server"))), None
-    )
+    found = find_bundled_binary() or _find_on_path("valkey-server") or _find_on_path("redis-server")
     if found is None:
         raise StoreUnavailable(
             "There is no Redis for the jobs.",
@@ -143,7 +141,7 @@ class EmbeddedServer:
                 f"The server in {self._folder} does not answer, and another process owns it.",
                 "Stop the other `kd up` or `kd demo`, or choose another KD_HOME.",
             )
-        if not is_port_free(int(self._port)):
+        if find_bind_error(int(self._port), "127.0.0.1") is not None:
             (self._folder / "port").unlink()
             self._port = self._read_or_create("port", lambda: str(find_free_port()))
         self._launch()
@@ -189,13 +187,10 @@ class EmbeddedServer:
                     port=self._port, password=self._password, folder=folder
                 ).encode()
             )
-        self._await_answer(self._process)
-
-    def _await_answer(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
-            if process.poll() is not None or time.monotonic() > deadline:
-                _end(process)
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                _end(self._process)
                 tail = (self._folder / "server.log").read_text(errors="replace")[-600:].strip()
                 raise StoreUnavailable(
                     f"The server {self._binary} did not start: {tail}", self._suggest_remedy(tail)
@@ -244,11 +239,6 @@ def find_free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether a server could listen on this port."""
-    return find_bind_error(port, host) is None
-
-
 def find_bind_error(port: int, host: str) -> OSError | None:
     """Return the error that a server would get that listens on this port; None if it could."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -262,15 +252,9 @@ def find_bind_error(port: int, host: str) -> OSError | None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Wait for a process that is ending. Terminate it after a while, then kill it."""
-    for send, patience in (
-        (None, STOP_SECONDS),
-        (process.terminate, STOP_SECONDS),
-        (process.kill, None),
-    ):
-        if send is not None:
-            send()
-        try:
-            process.wait(patience)
+    for end in (process.terminate, process.kill):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
             return
-        except subprocess.TimeoutExpired:
-            continue
+        end()
+    process.wait()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,10 +79,6 @@ class FoundFormat:
     state: Literal["read", "rewrite", "refused"]
     detail: str = ""
     remedy: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The finding as JSON."""
-        return asdict(self)
 
 
 def examine(data: Data, formats: Sequence[Format] | None = None) -> list[FoundFormat]:

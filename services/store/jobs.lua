@@ -38,8 +38,8 @@
 -- kd:job:{id}:dependents  set     jobs whose waits contain this job
 -- kd:job:{id}:study       list    of a search: the journal of its Optuna study, as lines of JSON
 -- kd:job:{id}:trials      hash    of a search: number of a trial -> id of its job; the job's 'parent' is the search
--- kd:job:{id}:ranges      hash    of a capture by several workers: the board of ranges (ranges.lua), with the keys below it
--- kd:boards               zset    jobs with a board of ranges, by time of creation
+-- kd:job:{id}:ranges      hash    of a capture by several workers: the table of ranges (ranges.lua), with the keys below it
+-- kd:boards               zset    jobs with a table of ranges, by time of creation
 -- kd:index:{owner}:{status}  zset jobs by time of creation (microseconds); * is any owner or status
 -- kd:queue:{stage}        zset    queued jobs, by priority, then by time of creation
 -- kd:queue:{stage}:{team} zset    the same, of one team
@@ -60,7 +60,7 @@
 -- kd:webhooks             zset    "job event-id" of messages to send, by the time of the next try
 -- kd:webhooks:tries       hash    the same -> failed tries
 -- kd:counters             hash    counters, by the name of the Prometheus sample
--- kd:worker:{id}          string  a worker's sign of life, with a TTL; the worker writes it
+-- kd:worker:{id}          string  a worker's heartbeat, with a TTL; the worker writes it
 -- kd:workers              set     ids of workers; some may be gone
 -- kd:keys:used            hash    short id of an API key -> the time of its last use; the API writes it
 -- kd:celery:{stage}       list    Celery's hints that a job is queued; the record decides
@@ -192,11 +192,11 @@ local function keep(id, command)
   end
 end
 
--- The board of ranges of a capture by several workers, and all below it. Its members are fenced from now on.
-local BOARD = {'ranges', 'ranges:free', 'ranges:begun', 'ranges:held', 'ranges:members', 'ranges:ends', 'ranges:done', 'ranges:refused'}
-local function drop_board(id)
+-- The table of ranges of a capture by several workers, and all below it. Its members are fenced from now on.
+local RANGE_KEYS = {'ranges', 'ranges:free', 'ranges:begun', 'ranges:held', 'ranges:members', 'ranges:ends', 'ranges:done', 'ranges:refused'}
+local function drop_ranges(id)
   if redis.call('ZREM', 'kd:boards', id) == 0 then return end
-  for _, part in ipairs(BOARD) do redis.call('DEL', key(id, part)) end
+  for _, part in ipairs(RANGE_KEYS) do redis.call('DEL', key(id, part)) end
 end
 
 -- ---------------------------------------------------------------- teams
@@ -388,7 +388,7 @@ local function move(id, status, ...)
     waits = queue(id)
   end
   if not ACTIVE[status] then
-    drop_board(id)
+    drop_ranges(id)
     redis.call('ZREM', 'kd:leases', id)
     redis.call('HDEL', key(id), 'worker')
   end
@@ -652,7 +652,7 @@ local function unlist(id)
   for _, stage in ipairs(STAGES) do unqueue(id, stage) end
   for _, name in ipairs({'kd:open', 'kd:leases', 'kd:deadlines'}) do redis.call('ZREM', name, id) end
   redis.call('HDEL', 'kd:devices:' .. team_of(id), id)
-  drop_board(id)
+  drop_ranges(id)
 end
 
 function changes.delete(id)
@@ -676,7 +676,14 @@ local function allowed(status, parent)
   return found
 end
 
--- The signs of life of all workers; a worker whose sign has expired has none.
+local function allows(actions, action)
+  for _, each in ipairs(actions) do
+    if each == action then return true end
+  end
+  return false
+end
+
+-- The heartbeats of all workers; a worker whose heartbeat has expired has none.
 local function workers()
   local found = {}
   for _, worker in ipairs(redis.call('SMEMBERS', 'kd:workers')) do
@@ -734,12 +741,10 @@ function transitions.change(action, id, max_open)
   local status, parent, owner = unpack(redis.call('HMGET', key(id), 'status', 'parent', 'owner'))
   if not status then return {'unknown', ''} end
   local actions = allowed(status, parent)
-  for _, each in ipairs(actions) do
-    if each == action then
-      local limit = action == 'retry' and tonumber(max_open or '')
-      if limit and open_jobs(owner or '') >= limit then return {'quota', status, tostring(open_jobs(owner or ''))} end
-      return {'done', changes[action](id, status)}
-    end
+  if allows(actions, action) then
+    local limit = action == 'retry' and tonumber(max_open or '')
+    if limit and open_jobs(owner or '') >= limit then return {'quota', status, tostring(open_jobs(owner or ''))} end
+    return {'done', changes[action](id, status)}
   end
   if ALREADY[action] and ALREADY[action][status] then return {'already', status} end
   return {'illegal', status, unpack(actions)}
@@ -762,11 +767,8 @@ end
 -- Whether a job ended so long ago, and no open search needs it as a trial.
 local function has_ended(id, age)
   local status, finished, parent = unpack(redis.call('HMGET', key(id), 'status', 'finished_at', 'parent'))
-  if not TERMINAL[status] or now - (tonumber(finished or '') or now) < tonumber(age) then return false end
-  for _, action in ipairs(allowed(status, parent)) do
-    if action == 'delete' then return true end
-  end
-  return false
+  local old = TERMINAL[status] and now - (tonumber(finished or '') or now) >= tonumber(age)
+  return old and allows(allowed(status, parent), 'delete')
 end
 
 -- retire(id, age_ms, 1 if open jobs may name it) -> retired | kept: delete a job that ended so long ago
@@ -868,15 +870,10 @@ function transitions.claim_next(stages, worker, lease, gpus, memory, price)
   local line = {}
   for stage in string.gmatch(stages, '%S+') do
     for _, each in ipairs(line_up(stage)) do
-      each.stage, each.turn = stage, #line
-      line[#line + 1] = each
+      line[#line + 1] = {team = each.team, held = each.held, recent = each.recent, created = #line, stage = stage}
     end
   end
-  table.sort(line, function(a, b)
-    if a.held ~= b.held then return a.held < b.held end
-    if a.recent ~= b.recent then return a.recent < b.recent end
-    return a.turn < b.turn
-  end)
+  table.sort(line, goes_before)
   for _, each in ipairs(line) do
     local id = first_fit(each.stage, each.team, gpus, memory)
     while id do
@@ -1127,20 +1124,20 @@ function transitions.webhooks(lease, limit)
   return found
 end
 
--- webhook(id, event, delay_ms or '' for no other try, warning or '') -> number of failed tries
+-- webhook(id, event, delay_ms or '' for no other try, warning or '')
 function transitions.webhook(id, event, delay, warning)
   local entry = id .. ' ' .. event
   if delay ~= '' then
-    if not redis.call('ZSCORE', 'kd:webhooks', entry) then return 0 end
+    if not redis.call('ZSCORE', 'kd:webhooks', entry) then return end
     redis.call('ZADD', 'kd:webhooks', now + delay, entry)
-    return redis.call('HINCRBY', 'kd:webhooks:tries', entry, 1)
+    redis.call('HINCRBY', 'kd:webhooks:tries', entry, 1)
+    return
   end
   redis.call('ZREM', 'kd:webhooks', entry)
   redis.call('HDEL', 'kd:webhooks:tries', entry)
   if warning ~= '' and redis.call('EXISTS', key(id)) == 1 then
-    emit(id, 'warning', cjson.encode({message = warning}))
+    warn(id, warning)
   end
-  return 0
 end
 
 -- ---------------------------------------------------------------- from the driver of a search

@@ -19,11 +19,9 @@ admin   also see the jobs and caches of every key
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import hmac
 import json
-import os
 import re
 import secrets
 import stat
@@ -36,6 +34,7 @@ from typing import Any
 
 from cache.disk import storage_errors, wait_for_lock
 from cache.errors import PotstillError
+from services.store.appending import append_line
 from services.store.callers import Quota
 
 #: The format of the file: that of a file in which no line names one.
@@ -154,11 +153,6 @@ def read_format(path: Path) -> int:
     return max((int(number) for number in numbers if number is not None), default=FORMAT)
 
 
-def read_quotas(path: Path) -> dict[str, Quota]:
-    """The quotas of the teams that have their own."""
-    return _read_file(path)[1]
-
-
 def _read_file(path: Path) -> tuple[tuple[ApiKey, ...], dict[str, Quota]]:
     _read_file_state(path)
     try:
@@ -218,13 +212,8 @@ def create_key(
     text = PREFIX + secrets.token_urlsafe(32)
     end = None if lifetime is None else datetime.now(UTC).replace(microsecond=0) + lifetime
     key = ApiKey(name, hash_key(text), wanted, _format_now(), end, team)
-    entry = asdict(key)
-    del entry["expires_at"], entry["team"]
-    if end is not None:
-        entry["expires_at"] = end.isoformat()
-    if team is not None:
-        entry["team"] = team
-    _append(path, entry)
+    entry = asdict(key) | {"expires_at": end and end.isoformat()}
+    _append(path, {name: value for name, value in entry.items() if value is not None})
     return text, key
 
 
@@ -269,21 +258,9 @@ def revoke_keys(path: Path, name_or_id: str) -> list[ApiKey]:
 
 
 def _append(path: Path, entry: dict[str, Any]) -> None:
-    line = json.dumps(entry).encode() + b"\n"
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            wait_for_lock(handle)
-            size = os.fstat(handle).st_size
-            torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-            line = b"\n" * torn + line
-            if os.write(handle, line) < len(line):  # the disk took a part
-                os.ftruncate(handle, size)  # with half a line no key would be accepted any more
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        append_line(path, entry)
 
 
 def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str | tuple[str, Quota]:

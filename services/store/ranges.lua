@@ -1,7 +1,7 @@
 -- ---------------------------------------------------------------- capture by several workers
 
 -- The shards of one precompute stage are cut into ranges. The worker that holds the job's lease is the owner: it opens the
--- board of ranges, and seals the manifest when all are done. Owner and helpers are members: each takes ranges as long as
+-- table of ranges, and seals the manifest when all are done. Owner and helpers are members: each takes ranges as long as
 -- its beats renew its own lease. Two members may have one range: shards appear whole, and the first one counts.
 --
 --   a range is   where
@@ -26,13 +26,13 @@
 --
 -- Range n has the shards from shards - (n + 1) * size to shards - n * size, as far as there are any: nothing lists them, and
 -- the last, with the held-out text, go first. Only free and held ranges take memory, and a bit for each range. A token is
--- given once: it is the fence of a member. A board ends with the claim of its owner; the next owner opens another, whose
+-- given once: it is the fence of a member. A table ends with the claim of its owner; the next owner opens another, whose
 -- members read what is sealed and capture what is missing.
 
 -- A range is slow that takes this many times the mean of those that are done, and at least so long.
 local SLOW, LEAST_SLOW_MS = 2, 10000
 local SLOWEST = 20  -- of the slow ranges, so many are looked at
--- Members beat every second. A board that nobody has called for so long was out of reach.
+-- Members beat every second. A table that nobody has called for so long was out of reach.
 local OUTAGE_MS = 4000
 
 local function is_done(id, number) return redis.call('GETBIT', key(id, 'ranges:done'), number) == 1 end
@@ -117,7 +117,7 @@ end
 -- ranges_open(id, fence, worker, lease_ms, terms, shards, size, wanted or '') -> {opened, token of the owner} | {fenced}
 function transitions.ranges_open(id, fence, worker, lease, terms, shards, size, wanted)
   if not holds(id, fence) then return {'fenced'} end
-  drop_board(id)
+  drop_ranges(id)
   redis.call('HSET', key(id, 'ranges'), 'terms', terms, 'shards', shards, 'size', size, 'count', math.ceil(shards / size),
     'wanted', wanted, 'next', 0, 'done', 0, 'sequences', 0, 'spent_ms', 0, 'called_at', 0,
     'seen', now, 'lease_ms', lease)

@@ -1,7 +1,7 @@
 """Ranges of shards that several workers capture together; ``ranges.lua`` has every state.
 
-The worker that holds the job's lease opens the board of ranges. It and its helpers are members of
-the board: each renews its own lease by beats, takes ranges, and tells when their shards are sealed.
+The worker that holds the job's lease opens the table of ranges. It and its helpers are members of
+the table: each renews its own lease by beats, takes ranges, and tells when their shards are sealed.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class Membership:
 class HelpOrder:
     """A membership of a worker that does not hold the job, and what it must know of the job.
 
-    ``terms`` is what all workers of the capture must share (``kd.ranges.RangeTerms``).
+    ``shared`` is what all workers of the capture must share: that of ``kd.progress.SharedCapture``,
+    and their version and place (``services.worker.range_server.describe_place``).
     """
 
     member: Membership
     attempt: int
-    terms: dict[str, Any]
+    shared: dict[str, Any]
     config: dict[str, Any]
     owner: str
     request_id: str = ""
@@ -85,31 +86,20 @@ class BeatAnswer:
 
 
 @dataclass(frozen=True)
-class RangeMember:
-    """A worker with ranges; ``unfinished`` sequences are done in ranges that are not finished."""
-
-    worker: str
-    ranges: int
-    reported: ReportedProgress
-    unfinished: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class RangeView:
-    """The ranges of a job: all, those done, and those that no worker has; and the workers.
+    """The ranges of a job and their workers, as a job shows them.
 
-    ``sequences`` are those of the ranges that are done.
+    ``sequences`` are those of the ranges that are done, and ``unfinished`` those that are done in
+    other ranges. ``tokens`` are those that the present workers have told.
     """
 
-    count: int
-    done: int
+    capture: Capture
     sequences: int
-    untaken: int
-    members: tuple[RangeMember, ...]
+    unfinished: int
+    tokens: int
 
 
-class RangeBoard(ScriptedStore):
+class RangeTable(ScriptedStore):
     """Hands out the ranges of jobs. Methods raise ``RedisError``."""
 
     def open(
@@ -117,13 +107,13 @@ class RangeBoard(ScriptedStore):
         claim: Claim,
         worker: str,
         lease_seconds: float,
-        terms: dict[str, Any],
+        shared: dict[str, Any],
         shards: int,
         workers: int | None,
     ) -> Membership | None:
         """Cut ``shards`` into ranges for ``workers`` (None: any number); None if fenced."""
         size = choose_range_size(shards, workers)
-        head = (claim.id, claim.fence, worker, to_ms(lease_seconds), json.dumps(terms))
+        head = (claim.id, claim.fence, worker, to_ms(lease_seconds), json.dumps(shared))
         outcome, *token = self._transition("ranges_open", *head, shards, size, workers or "")
         return Membership(claim.id, int(token[0])) if outcome == "opened" else None
 
@@ -140,10 +130,10 @@ class RangeBoard(ScriptedStore):
         )
         if not found:
             return None
-        job_id, token, attempt, terms, config, owner, *request = found
+        job_id, token, attempt, shared, config, owner, *request = found
         member = Membership(job_id, int(token))
         return HelpOrder(
-            member, int(attempt), json.loads(terms), json.loads(config), owner, *request
+            member, int(attempt), json.loads(shared), json.loads(config), owner, *request
         )
 
     def take(self, member: Membership) -> TakenRange | NoRange:
@@ -188,33 +178,21 @@ def parse_range_view(flat: list[str]) -> RangeView | None:
     """Parse the answer of ``ranges_view``; None if it is empty."""
     if not flat:
         return None
-    members = tuple(_parse_member(*row) for row in zip(*[iter(flat[4:])] * 8, strict=True))
     count, done, sequences, untaken = map(int, flat[:4])
-    return RangeView(count, done, sequences, untaken, members)
-
-
-def describe_capture(view: RangeView) -> Capture:
-    """Return the view of the ranges that a job shows."""
-    workers = [
-        CaptureWorker(
-            worker=member.worker,
-            ranges=member.ranges,
-            sequences=member.reported.done,
-            sequences_per_second=round(member.reported.pace, 3),
-            tokens_per_second=round(member.reported.rate, 1),
-            seconds=round(member.seconds, 1),
+    capture = Capture(ranges=count, ranges_done=done, ranges_untaken=untaken, workers=[])
+    unfinished = tokens = 0
+    for worker, held, *numbers in zip(*[iter(flat[4:])] * 8, strict=True):
+        told, finished, pace, seen, rate, ms = map(float, numbers)
+        unfinished += max(int(told - finished), 0)
+        tokens += int(seen)
+        capture.workers.append(
+            CaptureWorker(
+                worker=worker,
+                ranges=int(held),
+                sequences=int(told),
+                sequences_per_second=round(pace, 3),
+                tokens_per_second=round(rate, 1),
+                seconds=round(ms / 1000, 1),
+            )
         )
-        for member in view.members
-    ]
-    return Capture(
-        ranges=view.count,
-        ranges_done=view.done,
-        ranges_untaken=view.untaken,
-        workers=workers,
-    )
-
-
-def _parse_member(worker: str, held: str, *numbers: str) -> RangeMember:
-    done, finished, pace, tokens, rate, ms = map(float, numbers)
-    reported = ReportedProgress(int(done), pace, int(tokens), rate)
-    return RangeMember(worker, int(held), reported, max(int(done - finished), 0), ms / 1000)
+    return RangeView(capture, sequences, unfinished, tokens)

@@ -133,7 +133,11 @@ class TrainingFiles:
         team_folder = self._folder / team
         with storage_errors(team_folder):
             make_folder(team_folder)
-            _sweep(team_folder)
+            # What uploads and deletions left behind whose process has died.
+            for path in team_folder.glob(f"{TEMPORARY_PREFIX}*"):
+                with suppress(FileNotFoundError):
+                    if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                        remove_path(path)
             pending = PendingFile(self, team)
             try:
                 yield pending
@@ -183,15 +187,7 @@ def _read_record(folder: Path) -> TrainingFile | None:
     try:
         return _RECORD.validate_json((folder / RECORD).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        pass
     except (OSError, ValueError) as error:
         log.warning("%s cannot be read, and its file is left out: %s", folder.name, error)
-        return None
-
-
-def _sweep(team_folder: Path) -> None:
-    """Remove what uploads and deletions left behind whose process has died."""
-    for path in team_folder.glob(f"{TEMPORARY_PREFIX}*"):
-        with suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
-                remove_path(path)
+    return None

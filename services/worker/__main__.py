@@ -6,7 +6,7 @@ import signal
 import sys
 
 from kd.config.kinds import list_stage_names
-from kd.parallel.lifeline import die_with_parent
+from kd.parallel.parent_death import die_with_parent
 from services.process import logs
 from services.settings import Settings
 from services.worker import consumer

@@ -24,7 +24,7 @@ from kd.config.kinds import CAPTURE, list_stage_names
 from kd.face.version import read_version
 from services.process import telemetry
 from services.process.descriptors import raise_limit
-from services.process.lasting_loops import flush_restarts, keep_running
+from services.process.lasting_loops import flush_restarts, start_loop
 from services.process.logs import bound
 from services.process.names import name_process
 from services.settings import Settings
@@ -34,22 +34,22 @@ from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.script import is_own_mistake
 from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
-from services.store.ranges import HelpOrder, RangeBoard
+from services.store.ranges import HelpOrder, RangeTable
 from services.worker.devices import DeviceError, WorkerDevice, take_device
 from services.worker.helping import CaptureHelp
 from services.worker.lock_waiter import LockWaiter
 from services.worker.supervisor import Attempt
 
-#: Time between two signs of life.
-SIGN_OF_LIFE_SECONDS = 5.0
-#: Seconds for which a sign of life counts.
-SIGN_OF_LIFE_TTL = 30
+#: Time between two heartbeats of a worker.
+HEARTBEAT_SECONDS = 5.0
+#: Seconds for which a heartbeat counts.
+HEARTBEAT_TTL = 30
 #: Time between two checks of the device.
 DEVICE_SECONDS = 30.0
 #: Workers that a capture calls at once.
 CALLED = 32
 #: Time after which an idle worker that gets no hints, although hints wait, ends itself.
-DEAF_SECONDS = 60.0
+UNRESPONSIVE_SECONDS = 60.0
 
 log = logging.getLogger("potstill.worker")
 
@@ -87,29 +87,27 @@ class StageWorker:
 
         A hint only names the queue to look at first. A claim decides which job runs.
         """
+        self._last_work = time.monotonic()
+        lease = self.settings.lease_seconds
         try:
-            self._work(stage)
+            while not self.stopping.is_set() and self._device_is_well():
+                others = [other for other in self.stages if other != stage]
+                claim = self.store.claim_next(stage, self.id, lease, self._capacity(), others)
+                if claim is not None:
+                    stage = self._run(claim)
+                elif not self._help_once():
+                    return
         except RedisError as error:  # the hint is gone, but the reconciler sends another one
             if is_own_mistake(error):
                 raise
             self._tell(error)
 
-    def _work(self, stage: str) -> None:
-        self._last_work = time.monotonic()
-        while not self.stopping.is_set() and self._device_is_well():
-            claim = self._claim_next(stage)
-            if claim is not None:
-                stage = self._run(claim, claim.stage)
-            elif not self._help_once():
-                return
-
     def _help_once(self) -> bool:
         """Help with a capture that wants more workers. Returns whether there was one."""
         if CAPTURE.name not in self.stages:
             return False
-        board = RangeBoard(self.store.redis)
-        lease = self.settings.lease_seconds
-        order = board.help(self.id, lease, self._capacity(), self.stages)
+        table, lease = RangeTable(self.store.redis), self.settings.lease_seconds
+        order = table.help(self.id, lease, self._capacity(), self.stages)
         if order is None:
             return False
         names = {"job_id": order.member.id, "attempt": order.attempt}
@@ -137,12 +135,6 @@ class StageWorker:
     def _capacity(self) -> Capacity:
         return Capacity(self.device.count, self.device.memory_bytes, self.price)
 
-    def _claim_next(self, first: str) -> Claim | None:
-        """Claim the next job that fits, in the queue of ``first`` or in another one."""
-        others = [stage for stage in self.stages if stage != first]
-        lease = self.settings.lease_seconds
-        return self.store.claim_next(first, self.id, lease, self._capacity(), others)
-
     def _tell(self, error: RedisError | None) -> None:
         """Log in one line what the job store does in place of its work, once for each reason."""
         failure = "" if error is None else describe_failure(error)
@@ -150,8 +142,9 @@ class StageWorker:
             log.warning("no job is taken: the job store %s", failure)
         self._failure = None if error is None else type(error)
 
-    def _run(self, claim: Claim, stage: str) -> str:
+    def _run(self, claim: Claim) -> str:
         """Run a stage of a job. Returns the next stage to look for: the queues take turns."""
+        stage = claim.stage
         names = {"job_id": claim.id, "attempt": claim.attempt, "fence": claim.fence}
         self.claim = claim
         try:
@@ -159,7 +152,7 @@ class StageWorker:
                 bound(**names, request_id=claim.request_id),
                 telemetry.span("attempt", claim.traceparent, "CONSUMER", stage=stage, **names),
             ):
-                self._supervise(claim, stage)
+                self._supervise(claim)
         finally:
             self.claim = None
             self._last_work = time.monotonic()
@@ -167,23 +160,22 @@ class StageWorker:
             return stage
         return self.stages[(self.stages.index(stage) + 1) % len(self.stages)]
 
-    def _supervise(self, claim: Claim, stage: str) -> None:
-        log.info("stage %s begins", stage)
+    def _supervise(self, claim: Claim) -> None:
+        log.info("stage %s begins", claim.stage)
         ended = Attempt(
             self.store,
             self.settings,
             claim,
-            stage,
             self.device,
             self.stopping,
             self.id,
             self._call_helpers,
         ).run()
-        if ended.elsewhere is not None:
+        if ended.held_lock is not None:
             log.info("another process does the same work: the job waits for it")
-            self.lock_waiter.hold_claim(claim, ended.elsewhere)
+            self.lock_waiter.hold_claim(claim, ended.held_lock)
             return
-        log.info("stage %s ends: %s", stage, ended.status)
+        log.info("stage %s ends: %s", claim.stage, ended.status)
         if ended.status == "queued":
             self._announce(claim)
         if ended.unfit:
@@ -204,37 +196,36 @@ class StageWorker:
                 publish_hint(self.app, claim.id, job.stage)
 
     def _device_is_well(self) -> bool:
+        """Return whether the device is there. If not, this worker ends, and a new one takes over.
+
+        It ends as on SIGTERM, so that a run saves its state first.
+        """
         self._device_seen = time.monotonic()
         try:
             self.device.require_alive()
         except DeviceError as error:
-            self._fail(str(error))
-            return False
-        return True
+            log.error("%s This worker ends, to be started again.", error)
+            self.failed = True
+            self.stopping.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return not self.failed
 
-    def _fail(self, reason: str) -> None:
-        """End as on SIGTERM, so that a run saves its state first. A new worker takes over."""
-        log.error("%s This worker ends, to be started again.", reason)
-        self.failed = True
-        self.stopping.set()
-        os.kill(os.getpid(), signal.SIGTERM)
+    # -- heartbeats
 
-    # -- signs of life
-
-    def show_life(self) -> None:
-        """Show every few seconds that this worker is alive, until it has ended."""
+    def send_heartbeats(self) -> None:
+        """Show this worker in the list every few seconds, until it has ended."""
         while not self.ended.is_set():
             if time.monotonic() - self._device_seen > DEVICE_SECONDS and not self.stopping.is_set():
                 self._device_is_well()
             try:
-                self.store.show_worker(self.describe(), SIGN_OF_LIFE_TTL)
-                self._check_hearing()
+                self.store.show_worker(self.describe(), HEARTBEAT_TTL)
+                self._end_if_unresponsive()
                 flush_restarts(self.store)
                 self._tell(None)
             except RedisError as error:
                 self._tell(error)
                 self._last_work = time.monotonic()
-            self.ended.wait(SIGN_OF_LIFE_SECONDS)
+            self.ended.wait(HEARTBEAT_SECONDS)
 
     def describe(self) -> WorkerState:
         """The worker as GET /workers shows it."""
@@ -264,7 +255,7 @@ class StageWorker:
             beat_at=self.store.read_clock(),
         )
 
-    def _check_hearing(self) -> None:
+    def _end_if_unresponsive(self) -> None:
         """End this worker if it is idle and gets no hints although hints wait.
 
         A Celery consumer can stop receiving after a lost connection.
@@ -272,14 +263,9 @@ class StageWorker:
         waiting = any(self.store.redis.llen(QUEUE_PREFIX + stage) for stage in self.stages)
         if self.claim or self.helped or not waiting or self.stopping.is_set():
             self._last_work = time.monotonic()
-        elif time.monotonic() - self._last_work > DEAF_SECONDS:
+        elif time.monotonic() - self._last_work > UNRESPONSIVE_SECONDS:
             log.error("hints wait, but none arrive here: this worker ends, to be started again")
             os._exit(1)
-
-
-def _leave(*_: Any) -> None:
-    """End on SIGTERM while the worker starts. Later, Celery's own handlers replace this one."""
-    raise SystemExit(0)
 
 
 def require_writes(store: JobStore) -> None:
@@ -305,7 +291,7 @@ def shorten_end(record: logging.LogRecord) -> bool:
 def run(settings: Settings, stages: list[str]) -> None:
     """Work until SIGTERM. The run then saves its state, and its job goes back to the queue."""
     assert settings.redis_url is not None
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until Celery's own handlers replace it
     raise_limit()
     telemetry.configure(settings.otlp_endpoint, "worker")
     for folder in settings.places.values():
@@ -334,13 +320,7 @@ def run(settings: Settings, stages: list[str]) -> None:
 
     signals.worker_init.connect(keep, weak=False)
     worker_logger.addFilter(shorten_end)
-    life = threading.Thread(
-        target=keep_running,
-        args=("sign-of-life", worker.show_life, worker.ended),
-        name="sign-of-life",
-        daemon=True,
-    )
-    life.start()
+    heartbeats = start_loop("sign-of-life", worker.send_heartbeats, worker.ended)
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     try:
         options = ["-P", "threads", "-c", "1", "-Q", ",".join(stages), "-n", worker.id, *quiet]
@@ -349,7 +329,7 @@ def run(settings: Settings, stages: list[str]) -> None:
         worker.stopping.set()
         worker.lock_waiter.close()
         worker.ended.set()
-        life.join()
+        heartbeats.join()
         with suppress(RedisError):
             store.hide_worker(worker.id)
         device.give_back()

@@ -141,19 +141,26 @@ def take_device(wanted: str | None, home: Path) -> WorkerDevice:
     if not gpus:
         return WorkerDevice()
     waits = False
-    while not (device := _lock_named(gpus, home) if wanted else _lock_one(gpus, home)):
+    choices = [gpus] if wanted else [[gpu] for gpu in gpus]
+    while True:
+        for some in choices:
+            if (device := _lock(some, home)) is not None:
+                return device
         if not waits:
             log.warning("other workers have every GPU that this worker may use: it waits for one")
         waits = True
         time.sleep(POLL_SECONDS)
-    return device
 
 
 def find_gpus() -> list[Gpu]:
     """Every GPU of this host or container. Raises ``DeviceError`` if the driver fails."""
     try:
         with _nvml():
-            return [_describe(handle, index) for index, handle in _list_handles()]
+            return [
+                _describe(part, index)
+                for index in range(pynvml.nvmlDeviceGetCount())
+                for part in _list_parts(pynvml.nvmlDeviceGetHandleByIndex(index))
+            ]
     except NO_DRIVER:
         return []
     except pynvml.NVMLError as error:
@@ -185,26 +192,18 @@ def _nvml() -> Iterator[None]:
             pynvml.nvmlShutdown()
 
 
-def _list_handles() -> Iterator[tuple[int, Any]]:
-    """Number and handle of every GPU, or of every instance of a divided GPU (MIG)."""
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        for part in _list_instances(handle) or [handle]:
-            yield index, part
-
-
-def _list_instances(handle: Any) -> list[Any]:
-    """The instances of a divided GPU, which cannot be used as a whole; empty for other GPUs."""
+def _list_parts(handle: Any) -> list[Any]:
+    """List the instances of a divided GPU (MIG); of any other GPU only the GPU itself."""
     try:
         if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
-            return []
+            return [handle]
     except pynvml.NVMLError_NotSupported:
-        return []
+        return [handle]
     parts = []
     for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         with suppress(pynvml.NVMLError_NotFound):
             parts.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))
-    return parts
+    return parts or [handle]
 
 
 def _describe(handle: Any, index: int) -> Gpu:
@@ -267,14 +266,7 @@ def _find(name: str, gpus: list[Gpu]) -> Gpu | None:
     )
 
 
-def _lock_one(gpus: list[Gpu], home: Path) -> WorkerDevice | None:
-    for gpu in gpus:
-        if (lock := _lock_gpu(gpu, home)) is not None:
-            return WorkerDevice((gpu,), _locks=(lock,))
-    return None
-
-
-def _lock_named(gpus: list[Gpu], home: Path) -> WorkerDevice | None:
+def _lock(gpus: list[Gpu], home: Path) -> WorkerDevice | None:
     """Lock all of the GPUs or none of them."""
     locks = [_lock_gpu(gpu, home) for gpu in gpus]
     held = tuple(lock for lock in locks if lock is not None)

@@ -42,12 +42,17 @@ Failure = dict[str, str]
 
 def describe_error(error: BaseException) -> Failure:
     """The error as the job's record shows it. An unexpected error names its class and place."""
+    kind = ""
     if any(map(is_out_of_memory, _list_causes(error))):
-        return _describe_memory_error(error)
-    if any(map(_is_out_of_space, _list_causes(error))):
-        return _describe_disk_error(error)
-    if isinstance(error, PotstillError):
-        return error.to_json()
+        kind, remedy = OUT_OF_MEMORY, MEMORY_REMEDY
+    elif any(map(_is_out_of_space, _list_causes(error))):
+        kind, remedy = DISK_FULL, DISK_REMEDY
+    if isinstance(error, PotstillError):  # only such an error has a remedy of its own
+        return error.to_json() | ({"type": kind} if kind else {})
+    if kind:
+        # The other lines of CUDA's message are for programmers.
+        text = str(error).partition("\n")[0] if kind == OUT_OF_MEMORY else str(error)
+        return make_failure(kind, f"{type(error).__name__}: {text}".rstrip(": "), remedy)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     detail = f"{type(error).__name__}: {error}{place}"
@@ -57,24 +62,6 @@ def describe_error(error: BaseException) -> Failure:
 def is_passing(error: BaseException) -> bool:
     """Whether another attempt may well succeed: a bucket did not answer, or was busy."""
     return any(isinstance(each, StoreError) and each.passing for each in _list_causes(error))
-
-
-def _describe_memory_error(error: BaseException) -> Failure:
-    """Describe an error of memory. Only a PotstillError has a remedy of its own."""
-    if isinstance(error, PotstillError):
-        return error.to_json() | {"type": OUT_OF_MEMORY}
-    # The other lines of CUDA's message are for programmers.
-    first = (str(error).splitlines() or [""])[0]
-    return make_failure(
-        OUT_OF_MEMORY, f"{type(error).__name__}: {first}".rstrip(": "), MEMORY_REMEDY
-    )
-
-
-def _describe_disk_error(error: BaseException) -> Failure:
-    """Describe a full disk. Only a PotstillError has a remedy of its own."""
-    if isinstance(error, PotstillError):
-        return error.to_json() | {"type": DISK_FULL}
-    return make_failure(DISK_FULL, f"{type(error).__name__}: {error}", DISK_REMEDY)
 
 
 def describe_memory_limit(where: str, limit_bytes: int, least_bytes: int | None) -> Failure:

@@ -12,12 +12,12 @@ import time
 
 from redis.exceptions import RedisError
 
-from services.process.lasting_loops import keep_running
+from services.process.lasting_loops import start_loop
 from services.store.connection import describe_failure
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, BeatReply, Claim
 from services.store.jobs.store import JobStore
-from services.worker.child_process import Outbox
 from services.worker.counters import RunCounters
+from services.worker.stage_process import Outbox
 
 log = logging.getLogger("potstill.worker")
 
@@ -42,15 +42,9 @@ class Heartbeat:
         self._contact = time.monotonic()
         self._lost = False
         self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=keep_running,
-            args=("heartbeat", self._run, self._closing),
-            name="beat",
-            daemon=True,
-        )
 
     def __enter__(self) -> Heartbeat:
-        self._thread.start()
+        self._thread = start_loop("heartbeat", self._run, self._closing)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -59,23 +60,18 @@ class LockWaiter:
             thread.join()
 
     def _keep(self, claim: Claim, lock: Path) -> None:
-        reply = "go"
+        reply: str = "go"
         while (
             reply == "go"
             and not is_lock_free(lock)
             and not self._stopping.wait(min(POLL_SECONDS, self._lease / 5))
         ):
-            reply = self._beat(claim)
+            with suppress(RedisError):  # the last order stays valid
+                self._store.idle(claim)  # the worker's devices are free for other jobs
+                reply = self._store.beat(claim, self._lease, EventBatch(0, ()))
         if reply == "fenced":
             return
         status = retry_until_answered(lambda: self._store.release(claim), self._stopping)
         log.info("%s waited for another process and is now %s", claim.id, status)
         if status == "queued":
             self._announce(claim)
-
-    def _beat(self, claim: Claim) -> str:
-        try:
-            self._store.idle(claim)  # the worker's devices are free for other jobs
-            return self._store.beat(claim, self._lease, EventBatch(0, ()))
-        except RedisError:
-            return "go"  # the last order stays valid

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -91,7 +90,9 @@ class MemoryLimit:
 def make_group(pid: int, limit_bytes: int) -> Path | None:
     """Put the process into a new control group with this limit; None where that is not allowed."""
     for own in find_own_groups():
-        _remove_left_groups(own)
+        for left in own.glob(f"{GROUP_PREFIX}*"):
+            with suppress(OSError):  # it is in use; the others are of workers that were killed
+                left.rmdir()
         group = own / f"{GROUP_PREFIX}{pid}"
         try:
             _delegate_memory(own)
@@ -133,23 +134,15 @@ def _write_limits(group: Path, limit_bytes: int) -> None:
                 (group / name).write_text(value)
 
 
-def _remove_left_groups(own: Path) -> None:
-    """Remove the groups of children whose worker was killed. A group in use stays."""
-    for group in own.glob(f"{GROUP_PREFIX}*"):
-        with suppress(OSError):
-            group.rmdir()
-
-
 def _remove_group(group: Path) -> None:
     for _ in range(REMOVE_ATTEMPTS):
         try:
             group.rmdir()
+            return
         except FileNotFoundError:
             return
         except OSError:
             time.sleep(REMOVE_SECONDS)
-        else:
-            return
     log.warning("the control group %s still has processes and is left", group)
 
 
@@ -166,19 +159,16 @@ def measure_group_bytes(group_id: int, enough: int) -> int:
     Only memory counts that cannot be read from a file again. A sum of up to ``enough`` may count
     pages twice that processes share; a larger one counts each page once, which takes longer.
     """
-    pids = list(_list_group(group_id))
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(int(folder.name)) == group_id:
+                pids.append(int(folder.name))
     rough = sum(_read_bytes(Path(f"/proc/{pid}/status"), _RESIDENT) for pid in pids)
     if rough <= enough or len(pids) == 1:
         return rough
     exact = sum(_read_bytes(Path(f"/proc/{pid}/smaps_rollup"), _PROPORTIONAL) for pid in pids)
     return exact or rough
-
-
-def _list_group(group_id: int) -> Iterator[int]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(int(folder.name)) == group_id:
-                yield int(folder.name)
 
 
 def _read_bytes(file: Path, pattern: re.Pattern[str]) -> int:

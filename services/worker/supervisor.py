@@ -14,14 +14,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from redis.exceptions import RedisError
 
 from cache.disk import storage_errors
 from cache.errors import PotstillError, StorageError, StoreError
+from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE, KINDS
 from kd.memory.host import OomKills
@@ -29,11 +30,10 @@ from kd.memory.model_memory import estimate_least_memory
 from services.settings import Settings
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
 from services.store.jobs.store import JobStore
-from services.store.ranges import Membership, RangeBoard
-from services.worker.child import EXIT_ELSEWHERE, EXIT_PASSING, EXIT_STOPPED
-from services.worker.child_process import Child, StageJob, prepare_child, start_child
+from services.store.ranges import Membership, RangeTable
 from services.worker.devices import WorkerDevice
 from services.worker.failures import (
+    Failure,
     describe_crash,
     describe_error,
     describe_hang,
@@ -41,12 +41,16 @@ from services.worker.failures import (
     describe_memory_limit,
 )
 from services.worker.heartbeat import Heartbeat
-from services.worker.helping import count_workers, describe_place
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
-from services.worker.range_broker import RangeBroker
+from services.worker.range_server import RangeServer, count_workers, describe_place
+from services.worker.stage_child import EXIT_HELD, EXIT_PASSING, EXIT_STOPPED
+from services.worker.stage_process import Child, StageJob, start_child
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
+
+#: What a child must do: go on, save its state and end, or end at once.
+Instruction = Literal["go", "stop", "end"]
 
 log = logging.getLogger("potstill.worker")
 
@@ -55,12 +59,12 @@ log = logging.getLogger("potstill.worker")
 class AttemptResult:
     """The end of an attempt: the job's status, "fenced", or "lost" if Redis could not be reached.
 
-    ``elsewhere`` is the lock of another process that does the same work. The claim is then still
+    ``held_lock`` is the lock of another process that does the same work. The claim is then still
     held. ``unfit`` says why no process could be started on this host; empty if one was started.
     """
 
     status: str
-    elsewhere: Path | None = None
+    held_lock: Path | None = None
     unfit: str = ""
 
 
@@ -72,7 +76,6 @@ class Attempt:
         store: JobStore,
         settings: Settings,
         claim: Claim,
-        stage: str,
         device: WorkerDevice,
         stopping: threading.Event,
         worker: str = "",
@@ -85,76 +88,62 @@ class Attempt:
         self._store = store
         self._settings = settings
         self._claim = claim
-        self._stage = stage
         self._device = device
         self._stopping = stopping
         self._run_dir = settings.run_dir(claim.id)
-        self._where = f"stage {stage}, attempt {claim.attempt}"
 
     def run(self) -> AttemptResult:
         """Run the stage to its end."""
         kills = OomKills.count()
         try:
-            broker = self._make_broker()
-            child = self._start(broker)
+            config = parse_config(self._claim.config)
+            server = self._make_range_server(config)
+            child = self._start(server)
         except (PotstillError, OSError, RedisError) as error:
             return self._record_failed_start(error)
-        limit = choose_limit_bytes(parse_config(self._claim.config).resources, self._device)
+        limit = choose_limit_bytes(config.resources, self._device)
+        lease = self._settings.lease_seconds
         with (
-            broker or nullcontext(),
+            server or nullcontext(),
             child,
-            MemoryLimit(child.process.pid, limit) as memory,
-            Heartbeat(
-                self._store, self._claim, self._settings.lease_seconds, child.outbox, child.counters
-            ) as heartbeat,
+            Heartbeat(self._store, self._claim, lease, child.outbox, child.counters) as heartbeat,
         ):
-            while child.process.poll() is None and heartbeat.reply != "fenced":
-                child.show_life()
-                self._govern(child, heartbeat)
-                if memory.is_exceeded():
-                    child.kill("memory")
-                self._wait(child)
-            if heartbeat.reply == "fenced":
-                child.kill("fenced")
-            child.end()
+            supervise(child, self._settings, limit, lambda: self._instruct(heartbeat))
         heartbeat.deliver(self._stopping)
         if heartbeat.reply == "fenced":
             return AttemptResult("fenced")
-        if child.process.returncode == EXIT_ELSEWHERE and child.elsewhere is not None:
-            return AttemptResult("running", child.elsewhere)
-        return AttemptResult(
-            retry_until_answered(lambda: self._conclude(child, kills, memory), self._stopping)
-        )
+        if child.process.returncode == EXIT_HELD and child.held_lock is not None:
+            return AttemptResult("running", child.held_lock)
+        return self._write(lambda: self._conclude(child, limit, kills))
 
-    def _make_broker(self) -> RangeBroker | None:
-        """Return what hands out the shards of this stage; None where this worker is alone."""
-        config = parse_config(self._claim.config)
+    def _make_range_server(self, config: JobConfig) -> RangeServer | None:
+        """Return what hands out the shards of this stage; None if this worker is alone."""
         workers = count_workers(config)
-        if self._stage != CAPTURE.name or workers == 1 or not config.needs_cache:
+        if self._claim.stage != CAPTURE.name or workers == 1 or not config.needs_cache:
             return None
-        board = RangeBoard(self._store.redis)
+        table = RangeTable(self._store.redis)
         place = describe_place(self._settings, config)
         lease = self._settings.lease_seconds
 
-        def open_board(terms: dict[str, Any], shards: int) -> Membership | None:
-            opened = board.open(self._claim, self._worker, lease, terms | place, shards, workers)
+        def open_table(shared: dict[str, Any], shards: int) -> Membership | None:
+            opened = table.open(self._claim, self._worker, lease, shared | place, shards, workers)
             self._call_helpers(self._claim.id, workers)
             return opened
 
-        return RangeBroker(board, lease, open_board=open_board, report=self._take_progress)
+        def report(event: dict[str, Any]) -> None:
+            if self._child is not None:
+                self._child.outbox.put(event)
 
-    def _take_progress(self, event: dict[str, Any]) -> None:
-        if self._child is not None:
-            self._child.outbox.put(event)
+        return RangeServer(table, lease, open_table=open_table, report=report)
 
-    def _start(self, broker: RangeBroker | None) -> Child:
+    def _start(self, server: RangeServer | None) -> Child:
         claim = self._claim
-        job = StageJob(claim.id, self._stage, claim.owner, claim.config, claim.turn)
-        with storage_errors(self._run_dir):
-            order, environment = prepare_child(
-                self._store, self._settings, self._device, job, self._run_dir
+        job = StageJob(claim.id, claim.stage, claim.owner, claim.config, claim.turn)
+        folder = self._run_dir
+        with storage_errors(folder):
+            self._child = start_child(
+                self._store, self._settings, self._device, job, folder, server
             )
-            self._child = start_child(self._settings, order, environment, broker)
         return self._child
 
     def _record_failed_start(self, error: Exception) -> AttemptResult:
@@ -164,71 +153,100 @@ class Attempt:
         to run it. That costs an attempt, so that a job does not wait forever for such a host.
         """
         if isinstance(error, RedisError):
-            return AttemptResult(
-                retry_until_answered(lambda: self._store.release(self._claim), self._stopping)
-            )
+            return self._write(lambda: self._store.release(self._claim))
         failure = describe_error(error)
         if isinstance(error, OSError | StorageError) and not isinstance(error, StoreError):
-            status = retry_until_answered(
-                lambda: self._store.fail_attempt(self._claim, failure), self._stopping
-            )
-            return AttemptResult(status, unfit=failure["detail"])
-        return AttemptResult(
-            retry_until_answered(
-                lambda: self._store.finish(self._claim, "failed", failure), self._stopping
-            )
-        )
+            ended = self._write(lambda: self._store.fail_attempt(self._claim, failure))
+            return replace(ended, unfit=failure["detail"])
+        return self._write(lambda: self._store.finish(self._claim, "failed", failure))
 
-    def _govern(self, child: Child, heartbeat: Heartbeat) -> None:
-        """Stop the child on request, and kill it if it does not obey or is silent for too long."""
-        if self._is_to_stop(heartbeat):
-            child.stop(self._settings.stop_grace_seconds)
-        if child.kill_at is not None and time.monotonic() > child.kill_at:
-            child.kill("grace")
-        if child.silence_timer.is_silent(self._settings.silence_seconds):
-            child.kill("silence")
+    def _write(self, conclude: Callable[[], str]) -> AttemptResult:
+        return AttemptResult(retry_until_answered(conclude, self._stopping))
 
-    def _is_to_stop(self, heartbeat: Heartbeat) -> bool:
-        """Whether the child must save its state and end: on request, or after a long outage."""
+    def _instruct(self, heartbeat: Heartbeat) -> Instruction:
+        """Choose what the child must do now. After a long outage it must stop."""
+        if heartbeat.reply == "fenced":
+            return "end"
         asked = heartbeat.reply in ("cancel", "pause") or self._stopping.is_set()
-        return asked or heartbeat.outage_seconds > self._settings.outage_seconds
+        stops = asked or heartbeat.outage_seconds > self._settings.outage_seconds
+        return "stop" if stops else "go"
 
-    def _wait(self, child: Child) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            child.process.wait(min(TURN_SECONDS, self._settings.lease_seconds / BEATS_PER_LEASE))
-
-    def _conclude(self, child: Child, kills: OomKills, memory: MemoryLimit) -> str:
+    def _conclude(self, child: Child, limit: int, kills: OomKills) -> str:
         store = self._store
         claim = self._claim
         code = child.process.returncode
         if code == 0 and child.result is not None:
-            following = KINDS[claim.config["kind"]].find_next(self._stage, claim.turn)
+            following = KINDS[claim.config["kind"]].find_next(claim.stage, claim.turn)
             if following is None:
                 return store.finish(claim, "succeeded")
             stage, turn = following
             return store.advance(claim, stage.name, turn)
-        if code == EXIT_STOPPED or (child.kill_at is not None and child.error is None):
+        if has_stopped(child):
             return store.release(claim)
-        log_file = self._run_dir / "log.txt"
-        if memory.is_exceeded():
-            failure = describe_memory_limit(self._where, memory.limit_bytes, self._least_memory())
+        # The bytes that the job's models need at least; None if that is unknown.
+        least = estimate_least_memory(parse_config(claim.config), self._settings.root)
+        where = f"stage {claim.stage}, attempt {claim.attempt}"
+        short = OomKills.count().since(kills)
+        failure = describe_end(child, where, self._settings, limit, self._run_dir, least, short)
+        passing = code == EXIT_PASSING and child.error is not None
+        if child.kill_reason == "memory" or code < 0 or passing:
             return store.fail_attempt(claim, failure)
-        if code < 0 and child.kill_reason == "silence":
-            seconds = child.silence_timer.patience(self._settings.silence_seconds)
-            return store.fail_attempt(claim, describe_hang(self._where, seconds, log_file))
-        if code < 0:
-            short = OomKills.count().since(kills)
-            failure = describe_kill(-code, self._where, short, log_file, self._least_memory())
-            return store.fail_attempt(claim, failure)
-        if code == EXIT_PASSING and child.error is not None:
-            return store.fail_attempt(claim, child.error)
-        return store.finish(
-            claim, "failed", child.error or describe_crash(code, self._where, log_file, child.hide)
-        )
+        return store.finish(claim, "failed", failure)
 
-    def _least_memory(self) -> int | None:
-        """The bytes that the job's models need at least; None if that is unknown."""
-        return estimate_least_memory(parse_config(self._claim.config), self._settings.root)
+
+def supervise(child: Child, settings: Settings, limit: int, ask: Callable[[], Instruction]) -> None:
+    """Let a child work until it has ended. ``ask`` says in every turn what it must do.
+
+    It is killed if it does not stop in time, is silent for too long, or needs more than ``limit``
+    bytes of memory.
+    """
+    turn = min(TURN_SECONDS, settings.lease_seconds / BEATS_PER_LEASE)
+    with MemoryLimit(child.process.pid, limit) as memory:
+        while child.process.poll() is None and (wanted := ask()) != "end":
+            child.send_heartbeat()
+            if wanted == "stop":
+                child.stop(settings.stop_grace_seconds)
+            if child.kill_at is not None and time.monotonic() > child.kill_at:
+                child.kill("grace")
+            if child.silence_timer.is_silent(settings.silence_seconds):
+                child.kill("silence")
+            if memory.is_exceeded():
+                child.kill("memory")
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(turn)
+        child.end()
+        if memory.is_exceeded():  # the kernel may have killed it
+            child.kill_reason = "memory"
+
+
+def has_stopped(child: Child) -> bool:
+    """Return whether a child has ended because it was asked to."""
+    asked = child.kill_at is not None and child.error is None
+    return asked or child.process.returncode == EXIT_STOPPED
+
+
+def describe_end(
+    child: Child,
+    where: str,
+    settings: Settings,
+    limit: int,
+    run_dir: Path,
+    least_memory: int | None = None,
+    short_of_memory: str = "",
+) -> Failure:
+    """Describe why the child that did the work ``where`` has failed (``services.worker.failures``).
+
+    ``limit`` is that of its memory in bytes.
+    """
+    code, log_file = child.process.returncode, run_dir / "log.txt"
+    if child.kill_reason == "memory":
+        return describe_memory_limit(where, limit, least_memory)
+    if code < 0 and child.kill_reason == "silence":
+        seconds = child.silence_timer.patience(settings.silence_seconds)
+        return describe_hang(where, seconds, log_file)
+    if code < 0:
+        return describe_kill(-code, where, short_of_memory, log_file, least_memory)
+    return child.error or describe_crash(code, where, log_file, child.hide)
 
 
 def retry_until_answered(conclude: Callable[[], str], give_up: threading.Event) -> str:

@@ -43,7 +43,9 @@ def test_what_may_take_long_is_said_at_once(clock: list[float]) -> None:
     assert [event.data["stepping"] for event in heard] == [True, False, True]
 
 
-def test_a_check_is_a_sign_of_life_and_makes_no_loop_of_what_was_none(clock: list[float]) -> None:
+def test_a_check_tells_that_a_run_goes_on_and_makes_no_loop_of_what_was_none(
+    clock: list[float],
+) -> None:
     heard: list[Event] = []
     monitor = Monitor(heard.append)
     monitor.check("anywhere")

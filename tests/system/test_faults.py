@@ -79,7 +79,7 @@ class Saboteur:
 def test_killed_at_random_moments_it_ends_in_the_same_student(
     new_parts: Callable[..., Parts], job: JobConfig
 ) -> None:
-    parts = new_parts(child_module="services.worker.child")
+    parts = new_parts(child_module="services.worker.stage_child")
     parts.start_api()  # its reconciler returns the jobs of a killed worker to the queue
     saboteur = Saboteur(parts)
     began = time.monotonic()

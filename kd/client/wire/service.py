@@ -33,7 +33,7 @@ class Device(View):
 
 
 class WorkerState(View):
-    """A worker, as its own sign of life describes it."""
+    """A worker, as its own heartbeat describes it."""
 
     id: str
     host: str = ""
@@ -113,7 +113,7 @@ class Version(View):
 
 
 class Health(View):
-    """A sign of life."""
+    """The service answers."""
 
     status: Literal["ok"] = "ok"
 

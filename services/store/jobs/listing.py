@@ -14,7 +14,7 @@ from services.store.callers import LOCAL_CALLER, Caller
 from services.store.costs import estimate_cost
 from services.store.jobs.records import JobRecord, read_job
 from services.store.jobs.workers import Workers, explain_missing_worker, parse_worker
-from services.store.ranges import describe_capture, parse_range_view
+from services.store.ranges import parse_range_view
 
 #: Records that one page of a listing reads at most.
 MAX_SCANNED = 1000
@@ -80,14 +80,12 @@ class JobListing(Workers):
         found = list(self._read([job_id]))
         if not found or not (caller.sees_all or found[0].owner == caller.name):
             return None
-        return self._add_capture(found[0])
-
-    def _add_capture(self, job: JobRecord) -> JobRecord:
-        """The job with the workers that capture its cache together, if there are several."""
+        job = found[0]
         if job.stage != "precompute" or job.status not in ("running", "pausing", "cancelling"):
             return job
+        # Several workers may capture its cache together.
         view = parse_range_view(self._transition("ranges_view", job.id))
-        return job if view is None else job.model_copy(update={"capture": describe_capture(view)})
+        return job if view is None else job.model_copy(update={"capture": view.capture})
 
     def get_many(self, ids: Sequence[str], caller: Caller = LOCAL_CALLER) -> list[JobRecord]:
         """Those of these jobs that exist and that the caller may see, in this order."""
@@ -101,7 +99,11 @@ class JobListing(Workers):
         """
         who = "*" if query.caller.sees_all else query.caller.name
         index = f"kd:index:{who}:{query.status or '*'}"
-        oldest = _find_cursor_after(query.created_after) if query.created_after else "-inf"
+        oldest: int | str = "-inf"
+        if query.created_after is not None:
+            # The first microsecond whose job is shown with a later time: records keep milliseconds.
+            age = query.created_after - datetime(1970, 1, 1, tzinfo=UTC)
+            oldest = (age // timedelta(milliseconds=1) + 1) * 1000
         size = 1 + (max(limit, 99) if query.needs_records else limit)
         found = list[JobRecord]()
         looked = 0
@@ -197,8 +199,3 @@ def move_path(path: str, home: Path) -> str:
     """The path of a run's file below ``home``; ``path`` may name another place of that folder."""
     found = _RUN_FILE.search(path)
     return str(home / found[0].lstrip("/")) if found else path
-
-
-def _find_cursor_after(moment: datetime) -> int:
-    """The first microsecond whose job is shown with a later time: records keep milliseconds."""
-    return ((moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1) + 1) * 1000

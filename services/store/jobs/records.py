@@ -122,12 +122,8 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
 
     ``more`` are fields of the job that the record does not hold.
     """
-    nested: dict[str, dict[str, Any]] = {
-        "progress": {},
-        "metrics": {},
-        "cache": {},
-        "artifacts": {},
-    }
+    sections = ("progress", "metrics", "cache", "artifacts")
+    nested: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for name, value in record.items():
         section, dot, inner = RENAMED.get(name, name).partition(".")
         if dot:
@@ -169,18 +165,12 @@ def read_job(record: Mapping[str, str], **more: Any) -> JobRecord:
     """
     try:
         job = parse_job(record, **more)
-        _require_sound_text(record, job)
+        if any(_ESCAPED_SURROGATE.search(text) for text in record.values()):
+            for problem in find_unusable_text(job.model_dump()):  # it could not be sent to a client
+                raise ValueError(f"{problem.pointer} {problem.detail}")
     except (ValueError, TypeError, LookupError) as error:
         return _describe_unreadable(record, error, more)
     return job
-
-
-def _require_sound_text(record: Mapping[str, str], job: JobRecord) -> None:
-    """Raise ``ValueError`` if a text of the job could not be sent to a client."""
-    if not any(_ESCAPED_SURROGATE.search(text) for text in record.values()):
-        return
-    for problem in find_unusable_text(job.model_dump()):
-        raise ValueError(f"{problem.pointer} {problem.detail}")
 
 
 def _describe_unreadable(

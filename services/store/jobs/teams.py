@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from services.store.callers import Quota
-from services.store.jobs.script import ScriptedStore
+from services.store.jobs.script import BATCH, ScriptedStore
 
-#: Records that one call of Redis reads, and teams that one call writes.
-BATCH = 500
 #: The time for which the events of an ended job stay in Redis, where no other is set.
 HISTORY_SECONDS = 30 * 86400.0
 
@@ -91,19 +89,12 @@ class Teams(ScriptedStore):
             some = rows[start : start + BATCH]
             self._transition("measured", *(value for row in some for value in row))
 
-    def find_teams(self, job_ids: Collection[str]) -> dict[str, str]:
+    def find_teams(self, job_ids: Sequence[str]) -> dict[str, str]:
         """The ids of jobs that have a record -> their teams."""
-        found = {}
-        wanted = list(job_ids)
-        for start in range(0, len(wanted), BATCH):
-            some = wanted[start : start + BATCH]
-            pipeline = self.redis.pipeline(transaction=False)
-            for job_id in some:
-                pipeline.hmget(f"kd:job:{job_id}", "team", "owner")
-            for job_id, (team, owner) in zip(some, pipeline.execute(), strict=True):
-                if name := team or owner:
-                    found[job_id] = name
-        return found
+        found = self._ask_each(
+            job_ids, lambda pipeline, job_id: pipeline.hmget(f"kd:job:{job_id}", "team", "owner")
+        )
+        return {job_id: team or owner for job_id, (team, owner) in found if team or owner}
 
     def name_owners(self) -> list[str]:
         """Make each owner without a team a team of its own; returns these owners.

@@ -28,7 +28,7 @@ class Workers(ScriptedStore):
         self.redis.srem("kd:workers", worker)
 
     def list_workers(self) -> list[WorkerState]:
-        """The workers whose last sign of life has not expired."""
+        """The workers whose last heartbeat has not expired."""
         ids = sorted(cast(set[str], self.redis.smembers("kd:workers")))
         if not ids:
             return []
@@ -43,7 +43,7 @@ class Workers(ScriptedStore):
 
 
 def parse_worker(state: str) -> WorkerState:
-    """The worker that a sign of life describes."""
+    """The worker that a heartbeat describes."""
     return WorkerState.model_validate_json(state)
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -63,15 +63,15 @@ class Kept(Exception):
 class Item:
     """Something that a rule would remove.
 
-    ``name`` is the id, fingerprint or digest by which others name it, and ``since`` the time from
-    which its age counts, in seconds since 1970. ``kept_by`` says who needs it: None = nobody, so
-    that it can be removed. An item that is ``due`` goes whatever its age.
+    ``name`` is the id, fingerprint or digest by which others name it. ``since`` is the time from
+    which its age counts, in seconds since 1970; None = its last change. ``kept_by`` says who needs
+    it: None = nobody, so that it can be removed. An item that is ``due`` goes whatever its age.
     """
 
     rule: str
     name: str
     path: Path
-    since: float
+    since: float | None
     reason: str
     bytes: int = 0
     kept_by: str | None = None
@@ -84,16 +84,16 @@ class Item:
         """The kind of the thing; some kinds have two rules."""
         return RULES[self.rule].kind
 
+    @property
+    def key(self) -> tuple[str, str, Path]:
+        """The same for each listing of the thing, also if several rules name it."""
+        return self.kind, self.name, self.path
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
-        shown = ("kind", "name", "path", "bytes", "reason", "age_seconds", "kept_by")
+        shown = ("kind", "name", "bytes", "reason", "kept_by")
         values = {name: getattr(self, name) for name in shown}
-        return {**values, "path": str(self.path), "age_seconds": round(self.age_seconds, 1)}
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the audit log says of the removal of this item, besides its name."""
-        path = self.path.name if self.path.name != self.name else None
-        return {"kind": self.kind, "bytes": self.bytes, "why": self.reason, "path": path}
+        return values | {"path": str(self.path), "age_seconds": round(self.age_seconds, 1)}
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Scene:
 
     def require_unnamed(self, name: str) -> None:
         """Raise ``Kept`` if an open job names this now: it may be newer than the list."""
-        ask = self.job_store is not None and not self.force
-        if ask and (users := self.store.find_open_users(name)):
+        known = self.job_store is not None and not self.force
+        if known and (users := self.store.find_open_users(name)):
             raise Kept(f"the job {users[0]}, which has not ended, names it")
 
     def require_unread(self, folder: Path) -> None:
@@ -248,8 +248,7 @@ def _find_imports(scene: Scene) -> Iterator[Item]:
     for root in (scene.settings.models, scene.settings.data):
         for path in sorted(root.glob("*")):
             if found := SAVED.fullmatch(path.name):
-                since = _find_last_change(path, scene)
-                yield Item("imports", found[1], path, since, "saved {age} ago")
+                yield Item("imports", found[1], path, None, "saved {age} ago")
 
 
 def _remove_gift(scene: Scene, item: Item) -> None:
@@ -268,9 +267,8 @@ def _find_leftovers(scene: Scene) -> Iterator[Item]:
     from cache.operations import find_garbage
 
     for garbage in find_garbage(scene.settings.caches, scene.limits.ages["leftovers"]):
-        path, since = garbage.path, _find_last_change(garbage.path, scene)
-        item = Item("leftovers", garbage.folder.name, path, since, garbage.why, garbage.bytes)
-        yield replace(item, due=True, garbage=garbage)
+        item = Item("leftovers", garbage.folder.name, garbage.path, None, garbage.why)
+        yield replace(item, bytes=garbage.bytes, due=True, garbage=garbage)
 
 
 def _remove_leftover(scene: Scene, item: Item) -> None:
@@ -288,8 +286,7 @@ def _find_strays(scene: Scene) -> Iterator[Item]:
     names = [path.name for path in settings.runs.glob("job_*") if JOB_ID.fullmatch(path.name)]
     for run in map(settings.run_dir, scene.store.list_unknown(sorted(names))):
         if run.is_dir() and not run.is_symlink() and not is_held(run):
-            since = _find_last_change(run, scene)
-            yield Item("strays", run.name, run, since, "a run that no job record names")
+            yield Item("strays", run.name, run, None, "a run that no job record names")
     for root in (settings.texts, settings.runs, settings.models, settings.data):
         for path in disk.find_interrupted(root):
             since = _find_last_change(path, scene)
@@ -403,12 +400,8 @@ class AgeLimits:
                 elif rule.kind != "checkpoints" or name in ages:
                     ages[name] = age
         wanted = named or {kind for kind, each in asked.items() if each is None}
-        return AgeLimits(ages, self.keep if keep is None else keep).only(wanted)
-
-    def only(self, kinds: Collection[str]) -> AgeLimits:
-        """Return these limits without the rules of other kinds."""
-        ages = {name: age for name, age in self.ages.items() if RULES[name].kind in kinds}
-        return replace(self, ages=ages)
+        ages = {name: each for name, each in ages.items() if RULES[name].kind in wanted}
+        return AgeLimits(ages, self.keep if keep is None else keep)
 
 
 # ---------------------------------------------------------------------- a pass
@@ -428,9 +421,9 @@ def find_items(scene: Scene) -> list[Item]:
     finders = dict.fromkeys(rule.find for name, rule in RULES.items() if name in scene.limits.ages)
     found: dict[tuple[str, str, Path], Item] = {}
     for item in (item for find in finders for item in find(scene)):
-        key = (item.kind, item.name, item.path)
-        if key not in found and (item.due or scene.is_old(item.rule, item.since)):
-            found[key] = _complete(item, scene)
+        since = _find_last_change(item.path, scene) if item.since is None else item.since
+        if item.key not in found and (item.due or scene.is_old(item.rule, since)):
+            found[item.key] = _complete(item, scene, scene.now - since)
     whole = {item.name for item in found.values() if item.kind == "runs" and not item.kept_by}
     parts = ("checkpoints", "events", "logs")  # of a run, which go with it
     return sorted(
@@ -439,9 +432,8 @@ def find_items(scene: Scene) -> list[Item]:
     )
 
 
-def _complete(item: Item, scene: Scene) -> Item:
+def _complete(item: Item, scene: Scene, age: float) -> Item:
     """Add the age and the size of an item, and who needs it."""
-    age = scene.now - item.since
     # An ended job may be retried, and cannot make again what users gave.
     holder = scene.in_use.find_holder(item.name, ended=item.kind in ("files", "imports"))
     if item.garbage is not None and item.path != item.garbage.folder:
@@ -457,11 +449,12 @@ def _complete(item: Item, scene: Scene) -> Item:
 
 
 def remove_items(
-    items: Iterable[Item], scene: Scene, removed: Callable[[Item], None]
+    items: Iterable[Item], scene: Scene, audit: Callable[..., None]
 ) -> tuple[list[Item], list[Item]]:
     """Remove the items that nothing needs; return those that are gone, and those that stay.
 
-    ``removed`` is called after each removal. What the disk does not let go stays.
+    ``audit`` gets each removal as ``AuditLog.write`` does, without the actor. What the disk does
+    not let go stays.
     """
     gone, kept = [], []
     for item in items:
@@ -480,5 +473,7 @@ def remove_items(
             gone.append(item)
             if scene.job_store is not None:
                 scene.job_store.count(FREED, item.bytes, kind=item.kind)
-            removed(item)
+            path = item.path.name if item.path.name != item.name else None
+            facts = {"kind": item.kind, "bytes": item.bytes, "why": item.reason, "path": path}
+            audit("retention.remove", item.name, **facts)
     return gone, kept

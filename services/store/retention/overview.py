@@ -14,6 +14,7 @@ from services.settings import DAY_SECONDS, Settings
 from services.store.jobs.store import JobStore
 from services.store.retention.collector import (
     LEFTOVERS_DAYS,
+    RULES,
     AgeLimits,
     Scene,
     find_items,
@@ -41,8 +42,7 @@ def survey(
     stored: dict[str, list[wire.StoredItem]] = {kind: [] for kind in KINDS}
     for kind, name, size in _measure(scene):
         holder = scene.in_use.find_holder(name, ended=True)
-        each = wire.StoredItem(kind=kind, name=name, bytes=size, kept_by=holder)
-        stored[kind].append(each)
+        stored[kind].append(wire.StoredItem(kind=kind, name=name, bytes=size, kept_by=holder))
     return wire.StorageReport(
         **disks,
         kinds=[_describe_kind(kind, things) for kind, things in stored.items()],
@@ -76,11 +76,9 @@ def _describe_kind(kind: str, things: list[wire.StoredItem]) -> wire.StoredKind:
 
 
 def _describe_rule(kind: str, limits: AgeLimits) -> wire.RetentionRule:
-    days = min(limits.only({kind}).ages.values()) / DAY_SECONDS
-    keep = limits.keep or None
-    return wire.RetentionRule(
-        kind=kind, after_days=days, keep=keep if kind == "checkpoints" else None
-    )
+    seconds = min(age for name, age in limits.ages.items() if RULES[name].kind == kind)
+    keep = limits.keep or None if kind == "checkpoints" else None
+    return wire.RetentionRule(kind=kind, after_days=seconds / DAY_SECONDS, keep=keep)
 
 
 def _take_largest(things: list[wire.StoredItem]) -> list[wire.StoredItem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,7 +26,7 @@ from services.terminal.console import (
 
 if TYPE_CHECKING:
     from services.settings import Settings
-    from services.store.retention.collector import AgeLimits, Item, Scene
+    from services.store.retention.collector import AgeLimits, Item
 
 #: Things that stay which are named one by one.
 SHOWN_KEPT = 10
@@ -37,19 +38,12 @@ OlderThan = Annotated[
         "that you name; if you name none, to leftovers."
     ),
 ]
-Caches = Annotated[bool | None, typer.Option(help="Sealed caches that nothing has read.")]
-Texts = Annotated[bool | None, typer.Option(help="Token stores that nothing has read.")]
-Runs = Annotated[bool | None, typer.Option(help="Ended jobs: record, run folder and student.")]
 OLD_CHECKPOINTS = "Checkpoints of ended jobs beyond the newest; --keep says how many stay."
-Checkpoints = Annotated[bool | None, typer.Option(help=OLD_CHECKPOINTS)]
+EVENTS = "Events and metrics of ended jobs, in Redis."
 KEPT = "Checkpoints that an ended job keeps; 0 = none if its student is saved."
-Keep = Annotated[int | None, typer.Option(min=0, help=KEPT)]
-Events = Annotated[bool | None, typer.Option(help="Events and metrics of ended jobs, in Redis.")]
-Logs = Annotated[bool | None, typer.Option(help="Logs of ended jobs.")]
-Files = Annotated[bool | None, typer.Option(help="Uploaded files that no job names.")]
-Imports = Annotated[bool | None, typer.Option(help="Models and data that `import kd` saved.")]
 LEFT = "What crashes left: incomplete caches, runs without a record. Age: 7d."
-Leftovers = Annotated[bool | None, typer.Option(help=LEFT)]
+#: An option such as --caches and --no-caches; None = the call does not speak of these things.
+Kind = bool | None
 Place = Annotated[
     str | None,
     typer.Option(
@@ -74,16 +68,16 @@ app = typer.Typer()
 def gc(
     context: typer.Context,
     older_than: OlderThan = None,
-    caches: Caches = None,
-    texts: Texts = None,
-    runs: Runs = None,
-    checkpoints: Checkpoints = None,
-    keep: Keep = None,
-    events: Events = None,
-    logs: Logs = None,
-    files: Files = None,
-    imports: Imports = None,
-    leftovers: Leftovers = None,
+    caches: Annotated[Kind, typer.Option(help="Sealed caches that nothing has read.")] = None,
+    texts: Annotated[Kind, typer.Option(help="Token stores that nothing has read.")] = None,
+    runs: Annotated[Kind, typer.Option(help="Ended jobs: record, run folder and student.")] = None,
+    checkpoints: Annotated[Kind, typer.Option(help=OLD_CHECKPOINTS)] = None,
+    keep: Annotated[int | None, typer.Option(min=0, help=KEPT)] = None,
+    events: Annotated[Kind, typer.Option(help=EVENTS)] = None,
+    logs: Annotated[Kind, typer.Option(help="Logs of ended jobs.")] = None,
+    files: Annotated[Kind, typer.Option(help="Uploaded files that no job names.")] = None,
+    imports: Annotated[Kind, typer.Option(help="Models and data that `import kd` saved.")] = None,
+    leftovers: Annotated[Kind, typer.Option(help=LEFT)] = None,
     place: Place = None,
     force: Force = False,
     yes: Yes = False,
@@ -99,12 +93,13 @@ def gc(
     restores a record of a run without one.
     """
     from services.store.embedded import StoreUnavailable
-    from services.store.retention.collector import find_items, look
+    from services.store.retention.collector import find_items, look, remove_items
 
     settings = make_settings(home=home, store=place)
     limits = _choose_limits(settings, context.params)
     local = {"number": 0, "bytes": 0} if place else _measure_local_runs(settings)
     with ExitStack() as stack:
+        store = None
         try:
             store = stack.enter_context(connect_store(settings))
         except StoreUnavailable:
@@ -112,7 +107,6 @@ def gc(
                 hint = "`kd gc --store FOLDER` removes leftovers of caches without a job store."
                 err.print(hint, markup=False)
                 raise
-            store = None
         found = find_items(look(settings, store, limits, force))
         free = [item for item in found if item.kept_by is None]
         kept = [item for item in found if item.kept_by is not None]
@@ -124,11 +118,14 @@ def gc(
         needed: list[Item] = []
         if free and (yes or not as_json):
             # Looked at again: a job may have begun, or a student been saved, meanwhile.
-            gone, needed = _remove(free, look(settings, store, limits, force))
+            scene = look(settings, store, limits, force)
+            shown = {item.key for item in free}
+            still = [item for item in find_items(scene) if item.key in shown]
+            gone, needed = remove_items(still, scene, partial(audit_command, settings))
     if as_json:
-        shown = {"items": gone, "kept": kept + needed}
-        parts = {name: [item.to_json() for item in part] for name, part in shown.items()}
-        print_json({"removed": yes, **parts, "local_runs": local})
+        parts = {"items": gone, "kept": kept + needed}
+        listed = {name: [item.to_json() for item in part] for name, part in parts.items()}
+        print_json({"removed": yes, **listed, "local_runs": local})
     elif free:
         _print_kept(needed)
         out.print(f"{len(gone)} of {len(free)} removed, {sum(item.bytes for item in gone)} bytes")
@@ -158,19 +155,6 @@ def _choose_limits(settings: Settings, given: Mapping[str, Any]) -> AgeLimits:
     return limits
 
 
-def _remove(shown: list[Item], scene: Scene) -> tuple[list[Item], list[Item]]:
-    """Remove those ``shown`` that are still found; return what is gone, and what stays."""
-    from services.store.retention.collector import find_items, remove_items
-
-    known = {(item.kind, item.name, item.path) for item in shown}
-    still = [item for item in find_items(scene) if (item.kind, item.name, item.path) in known]
-
-    def audit(item: Item) -> None:
-        audit_command(scene.settings, "retention.remove", item.name, **item.describe())
-
-    return remove_items(still, scene, audit)
-
-
 def _measure_local_runs(settings: Settings) -> dict[str, int]:
     """The number and the bytes of the runs that no job of the service has made."""
     from cache.disk import sum_file_sizes
@@ -186,16 +170,10 @@ def _print_items(free: list[Item], kept: list[Item], local: dict[str, int]) -> N
         stay = "{number} runs of `kd run` stay, {bytes} bytes".format(**local)
         err.print(f"{stay}: `kd runs rm` removes them", markup=False)
     if free:
-        rows = [
-            [
-                item.kind,
-                str(item.bytes),
-                format_value(item.age_seconds, "age_seconds"),
-                str(item.path),
-                item.reason,
-            ]
-            for item in free
-        ]
+        rows: list[list[str]] = []
+        for item in free:
+            age = format_value(item.age_seconds, "age_seconds")
+            rows.append([item.kind, str(item.bytes), age, str(item.path), item.reason])
         print_table(["KIND", "BYTES", "AGE", "WHAT", "REASON"], rows)
         out.print(f"{sum(item.bytes for item in free)} bytes")
     else:

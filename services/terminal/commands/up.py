@@ -2,7 +2,7 @@
 
     kd up --+-- valkey-server     (unless KD_REDIS_URL names one)
             +-- services.api
-            +-- services.worker   (one or more) -- services.worker.child
+            +-- services.worker   (one or more) -- services.worker.stage_child
 
 The output of a process goes to ``KD_HOME``/logs. The processes end when this process ends, even if
 it is killed. Only the job store then lives on, and the next ``kd up`` adopts it.
@@ -32,7 +32,7 @@ from services.settings import Settings, make_address
 from services.store.connection import connect_redis, describe_failure, require_suitable_store
 from services.store.embedded import StoreUnavailable, find_bind_error, find_free_port, provide_redis
 from services.store.formats import require_known_records
-from services.worker.child_process import build_module_command, build_package_environment
+from services.worker.stage_process import build_module_command, build_package_environment
 
 #: The time between two checks whether a process has ended.
 RESTART_CHECK_SECONDS = 0.5

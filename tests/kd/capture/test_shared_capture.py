@@ -132,7 +132,7 @@ def test_three_jobs_of_a_service_read_the_teacher_once(
     job: JobConfig, new_parts: Callable[..., Parts], tiny_teacher: Path, tiny_text: Path
 ) -> None:
     parts = new_parts(
-        child_module="services.worker.child", data_roots=(tiny_teacher, tiny_text.parent)
+        child_module="services.worker.stage_child", data_roots=(tiny_teacher, tiny_text.parent)
     )
     parts.start_api()
     for _ in range(2):

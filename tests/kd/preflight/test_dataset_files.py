@@ -29,7 +29,7 @@ from kd.preflight.dataset_files import (
 )
 from kd.preflight.limits import Confinement
 from kd.text.sources import read_documents
-from services.worker import child
+from services.worker import stage_child
 
 pytestmark = pytest.mark.usefixtures("hub_caches")
 
@@ -473,7 +473,9 @@ def test_the_process_that_runs_a_job_is_held_to_its_order(
             "confinement": order,
             "turn": 0,
         }
-        child.attempt_stage(stage, whole, SimpleNamespace(send=sent.append), threading.Event())
+        stage_child.attempt_stage(
+            stage, whole, SimpleNamespace(send=sent.append), threading.Event()
+        )
         return sent[-1].data
 
     config = job(root / "set")

@@ -34,7 +34,7 @@ def api(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """An API whose jobs a real child runs, for a teacher of the example."""
     folder = tmp_path_factory.mktemp("api")
     options = {
-        "child_module": "services.worker.child",
+        "child_module": "services.worker.stage_child",
         "data_roots": (AUSTEN, folder),
         "silence_seconds": 600.0,
         "lease_seconds": 60.0,

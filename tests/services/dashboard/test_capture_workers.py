@@ -10,13 +10,13 @@ from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
 from services.store.jobs.leases import ANY_CAPACITY, Claim
-from services.store.ranges import RangeBoard, ReportedProgress, TakenRange
-from services.worker.range_broker import compute_progress
+from services.store.ranges import RangeTable, ReportedProgress, TakenRange
+from services.worker.range_server import compute_progress
 from tests.support.services.api import tell
 from tests.support.services.pages import require_fit, take_picture
 
 OpenTab = Callable[..., AbstractContextManager[Page]]
-TERMS = {"fingerprint": "f" * 8, "knots": None, "version": "1.0", "place": "here"}
+SHARED = {"fingerprint": "f" * 8, "knots": None, "version": "1.0", "place": "here"}
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +25,17 @@ def captured(api: Parts) -> Claim:
     config = make_config("together", "precompute", resources={"workers": "auto"})
     claim = api.jobs.claim(api.jobs.create(config).id, "precompute", "host-a:17", 600)
     assert claim is not None
-    board = RangeBoard(api.jobs.redis)
-    owner = board.open(claim, "host-a:17", 600, TERMS, 40, None)
-    order = board.help("host-b:23", 600, ANY_CAPACITY, [])
+    table = RangeTable(api.jobs.redis)
+    owner = table.open(claim, "host-a:17", 600, SHARED, 40, None)
+    order = table.help("host-b:23", 600, ANY_CAPACITY, [])
     assert owner is not None and order is not None
     for member, rate in ((owner, 10_300.0), (order.member, 9_800.0)):
-        taken = board.take(member)
+        taken = table.take(member)
         assert isinstance(taken, TakenRange)
-        board.finish(member, taken.number, 256)
-        assert isinstance(board.take(member), TakenRange)
-        board.beat(member, 600, ReportedProgress(300, 20.0, 153_000, rate), [])
-    view = board.view(claim.id)
+        table.finish(member, taken.number, 256)
+        assert isinstance(table.take(member), TakenRange)
+        table.beat(member, 600, ReportedProgress(300, 20.0, 153_000, rate), [])
+    view = table.view(claim.id)
     assert view is not None
     progress = compute_progress(view, 10_240)
     tell(api, claim, ("stage", {"stage": "precompute", "phase": "capturing with other workers"}))

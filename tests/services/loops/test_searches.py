@@ -688,7 +688,9 @@ def test_a_real_search_through_the_service(
 ) -> None:
     """Over HTTP with real students: one capture, two trials, and the better one is found."""
     roots = [tiny_teacher, tiny_text.parent]
-    parts = new_parts(child_module="services.worker.child", lease_seconds=15.0, data_roots=roots)
+    parts = new_parts(
+        child_module="services.worker.stage_child", lease_seconds=15.0, data_roots=roots
+    )
     parts.start_api()
     parts.start_worker()
     job = {

@@ -40,7 +40,7 @@ from services.loops.webhooks import (
     read_signer,
 )
 from services.settings import Settings
-from services.store.jobs.deliveries import Delivery
+from services.store.jobs.loops import Delivery
 from services.store.jobs.store import JobStore
 
 SECRETS = tuple(

@@ -24,7 +24,7 @@ print("first")
 DAMAGED = "import sys; sys.stderr.write('half a line'); sys.exit('the reason')"
 WAITING = """
 import signal, time
-from kd.parallel.lifeline import die_with_parent
+from kd.parallel.parent_death import die_with_parent
 die_with_parent(signal.SIGKILL)
 time.sleep(300)
 """

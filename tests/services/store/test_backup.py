@@ -267,7 +267,7 @@ def test_a_folder_that_another_takes_the_place_of_is_never_a_mixture(tmp_path: P
 
     writer = threading.Thread(target=replace)
     writer.start()
-    found = copy_folder(source, target)
+    found = copy_folder(source, target, {})
     writer.join()
     assert len(found) == 8
     assert {data[:1] + data[-1:] for data in contents(target).values()} == {b"bb"}
@@ -292,7 +292,7 @@ def test_a_folder_that_is_being_removed_is_as_if_it_had_never_been(tmp_path: Pat
 
     writer = threading.Thread(target=remove_slowly)
     writer.start()
-    found = copy_folder(run, target)
+    found = copy_folder(run, target, {})
     writer.join()
     assert list(found) == ["log.txt"]
     assert set(contents(target)) == {"log.txt"}

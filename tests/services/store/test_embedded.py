@@ -25,9 +25,9 @@ from services.store.embedded import (
     EmbeddedServer,
     StoreUnavailable,
     find_binary,
+    find_bind_error,
     find_bundled_binary,
     find_free_port,
-    is_port_free,
     provide_redis,
 )
 
@@ -279,7 +279,7 @@ def test_the_order_of_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_free_ports_are_free() -> None:
     port = find_free_port()
-    assert is_port_free(port)
-    assert is_port_free(port, "::1")
+    assert find_bind_error(port, "127.0.0.1") is None
+    assert find_bind_error(port, "::1") is None
     with connect_socket(port):
-        assert not is_port_free(port)
+        assert find_bind_error(port, "127.0.0.1") is not None

@@ -14,9 +14,9 @@ from redis.exceptions import RedisError
 from bench.support.harness import Parts, make_config
 from kd.client.wire.jobs import ACTIVE_STATUSES, TERMINAL_STATUSES
 from services.store.connection import connect_redis
-from services.store.jobs.deliveries import Delivery
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
+from services.store.jobs.loops import Delivery
 from services.store.jobs.records import extract_fields, make_job_id
 from services.store.jobs.store import JobStore
 from services.store.jobs.streams import SERIES

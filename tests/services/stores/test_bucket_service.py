@@ -65,7 +65,7 @@ def test_workers_that_share_no_disk_make_the_student_of_one_machine(
     for name, store in (("plain", None), ("far", address)):
         root = tmp_path / name
         parts = Parts(
-            root / "api", "services.worker.child", store=store, lease_seconds=30.0,
+            root / "api", "services.worker.stage_child", store=store, lease_seconds=30.0,
             silence_seconds=600.0,
         )  # fmt: skip
         try:

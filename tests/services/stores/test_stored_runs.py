@@ -20,7 +20,7 @@ from kd.buckets.runs import STATE, StoredRun, open_stored_run
 from services.settings import Settings
 from services.store.jobs.leases import Claim
 from services.store.retention.collector import AgeLimits, find_items, look, remove_items
-from services.worker.child_process import build_store_environment
+from services.worker.stage_process import build_store_environment
 from tests.support.kd.tiny import make_tiny_job
 from tests.support.services.api import problem, running, serving, tell
 
@@ -136,7 +136,7 @@ def test_the_rule_of_runs_removes_those_of_the_bucket(api: Parts, tmp_path: Path
     api.jobs.finish(claim, "succeeded")
     scene = look(api.settings, api.jobs, AgeLimits({"runs": 0.0}))
     [item] = [each for each in find_items(scene) if each.name == claim.id]
-    assert remove_items([item], scene, lambda item: None) == ([item], [])
+    assert remove_items([item], scene, lambda *_, **__: None) == ([item], [])
     assert list(find_run(api, claim.id).bucket.walk(claim.id)) == []
 
 
@@ -191,7 +191,7 @@ def test_a_host_that_dies_in_mid_training_is_replaced_by_one_with_another_disk(
     job["data"] |= {"train": f"{address}/inputs/text.txt"}
     job["resources"] = {"workers": 2}
     parts = Parts(
-        tmp_path / "api", "services.worker.child", store=address, lease_seconds=3.0,
+        tmp_path / "api", "services.worker.stage_child", store=address, lease_seconds=3.0,
         silence_seconds=600.0,
     )  # fmt: skip
     try:
@@ -234,7 +234,7 @@ def read_steps(run_dir: Path) -> list[int]:
 
 
 def finish_undisturbed(job: dict[str, Any], folder: Path) -> bytes:
-    parts = Parts(folder, "services.worker.child", lease_seconds=30.0, silence_seconds=600.0)
+    parts = Parts(folder, "services.worker.stage_child", lease_seconds=30.0, silence_seconds=600.0)
     try:
         parts.start_api()
         parts.start("services.worker", "precompute", "train")

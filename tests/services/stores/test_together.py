@@ -39,7 +39,7 @@ def tiny(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
 def running(root: Path, store: str | None, homes: dict[str, str]) -> Iterator[Parts]:
     """A service whose workers have the data folders and queues of ``homes``."""
     parts = Parts(
-        root / "api", "services.worker.child", store=store, lease_seconds=30.0,
+        root / "api", "services.worker.stage_child", store=store, lease_seconds=30.0,
         silence_seconds=600.0, data_roots=(ROOT / "examples", root.parent.parent),
     )  # fmt: skip
     try:
@@ -79,7 +79,7 @@ def leader_held(parts: Parts, job_id: str) -> Iterator[None]:
         int(pid)
         for file in Path(f"/proc/{worker}/task").glob("*/children")
         for pid in file.read_text().split()
-        if b"services.worker.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"services.worker.stage_child" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(child, signal.SIGSTOP)
     try:

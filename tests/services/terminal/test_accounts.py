@@ -15,7 +15,7 @@ from services.settings import Settings
 from services.store.audit import AuditLog, AuditQuery
 from services.store.callers import Caller, Quota
 from services.store.jobs.leases import Capacity
-from services.store.key_file import create_key, read_keys, read_quotas
+from services.store.key_file import KeyFile, create_key, read_keys
 from tests.support.commands import kd
 from tests.support.services.api import serving
 
@@ -46,9 +46,9 @@ def test_the_teams_and_their_quotas_are_kept_in_the_key_file(tmp_path: Path) -> 
 
     said = ok("quota", "nlp", "--device-seconds", "7200", "--bytes", "2TiB")
     assert said == "nlp: 2 h 0 min of device time a day, 2.0 TiB on the disk\n"
-    assert read_quotas(file) == {"nlp": Quota(7200.0, 2 << 40)}
+    assert KeyFile(file).list_quotas() == {"nlp": Quota(7200.0, 2 << 40)}
     ok("quota", "nlp", "--bytes", "1000")
-    assert read_quotas(file) == {"nlp": Quota(None, 1000)}
+    assert KeyFile(file).list_quotas() == {"nlp": Quota(None, 1000)}
     assert "as the settings say" in ok("quota", "nlp")
     assert kd("keys", "quota", "nlp", "--bytes", "much", **there).returncode == 2
     assert kd("keys", "quota", "nlp", "--device-seconds", "0", **there).returncode == 2

@@ -621,7 +621,7 @@ def test_an_interrupted_run_ends_in_the_student_of_an_undisturbed_job(
         "train": {"max_steps": 300, "batch_size": 2, "eval_steps": 100, "save_steps": 100},
     }
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(job))
-    parts = new_parts(child_module="services.worker.child")
+    parts = new_parts(child_module="services.worker.stage_child")
     parts.start_api()
     parts.start_worker()
     submitted = start("submit", tmp_path / "tiny.yaml", "--json", "--server", parts.settings.server)

@@ -240,7 +240,7 @@ def test_a_worker_says_what_it_computes_on_and_its_child_sees_it(
 def test_a_job_with_a_gpu_that_torch_does_not_see_fails_at_its_start(
     new_parts: Callable[..., Parts], driver: dict[str, str]
 ) -> None:
-    parts = new_parts(child_module="services.worker.child")
+    parts = new_parts(child_module="services.worker.stage_child")
     start_worker(parts, driver)
     job_id = parts.submit("any")
     job = parts.wait_for(job_id, "succeeded", "failed")

@@ -17,9 +17,9 @@ from bench.support.paths import ROOT
 from bench.support.scripted_child import STEPS
 from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from services.store.queue import QUEUE_PREFIX
-from services.worker import child_process as process
-from services.worker.child_process import SilenceTimer
+from services.worker import stage_process as process
 from services.worker.devices import WorkerDevice
+from services.worker.stage_process import SilenceTimer
 from services.worker.supervisor import Attempt, retry_until_answered
 from tests.support.services.runs import MakeParts, attempted, resumed, started, steps_done
 
@@ -138,9 +138,7 @@ def test_a_loop_that_hangs_is_found_long_before_the_silence_of_loading(
     monkeypatch.setattr(process, "STEP_SECONDS", 1.0)
     job_id, claim = attempted(parts, "hangs-in-its-loop", max_attempts=1)
     began = time.monotonic()
-    ended = Attempt(
-        parts.jobs, parts.settings, claim, "train", WorkerDevice(), threading.Event()
-    ).run()
+    ended = Attempt(parts.jobs, parts.settings, claim, WorkerDevice(), threading.Event()).run()
     assert ended.status == "failed"
     assert time.monotonic() - began < parts.settings.silence_seconds / 2
     job = parts.job(job_id)
@@ -150,7 +148,7 @@ def test_a_loop_that_hangs_is_found_long_before_the_silence_of_loading(
 
 def test_patience_follows_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("services.worker.child_process.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("services.worker.stage_process.time.monotonic", lambda: clock[0])
     silence_timer = SilenceTimer(at=0.0)
 
     def hear(at: float, kind: str, **data: object) -> None:
@@ -217,11 +215,11 @@ def test_a_deaf_worker_ends_to_be_started_again(new_parts: MakeParts) -> None:
         "from services.store.connection import connect_redis; "
         "from services.store.jobs.store import JobStore; "
         "from services.worker.devices import WorkerDevice; "
-        "consumer.DEAF_SECONDS = consumer.SIGN_OF_LIFE_SECONDS = 0.5; settings = Settings(); "
+        "consumer.UNRESPONSIVE_SECONDS = consumer.HEARTBEAT_SECONDS = 0.5; settings = Settings(); "
         "store = JobStore(connect_redis(settings.redis_url)); "
-        "consumer.StageWorker(settings, None, store, ['train'], WorkerDevice()).show_life()"
+        "consumer.StageWorker(settings, None, store, ['train'], WorkerDevice()).send_heartbeats()"
     )
-    deaf = subprocess.run(
+    unresponsive = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
         env=os.environ | parts.settings.environment(),
@@ -229,5 +227,5 @@ def test_a_deaf_worker_ends_to_be_started_again(new_parts: MakeParts) -> None:
         capture_output=True,
         text=True,
     )
-    assert deaf.returncode == 1
-    assert "this worker ends, to be started again" in deaf.stderr
+    assert unresponsive.returncode == 1
+    assert "this worker ends, to be started again" in unresponsive.stderr

@@ -71,7 +71,7 @@ def test_a_run_that_needs_more_than_its_limit_is_out_of_memory(
     folder = parts.settings.run_dir(job_id)
     folder.mkdir(parents=True)
     (folder / "go").touch()
-    attempt = Attempt(parts.jobs, parts.settings, claim, "train", WorkerDevice(), threading.Event())
+    attempt = Attempt(parts.jobs, parts.settings, claim, WorkerDevice(), threading.Event())
     assert attempt.run().status == "failed"
     error = parts.job(job_id).error
     assert error is not None and error.type == "out_of_memory"
@@ -84,7 +84,7 @@ def test_a_run_that_needs_more_than_its_limit_is_out_of_memory(
 
 def test_a_run_within_its_limit_is_left_alone(parts: Parts, way: str) -> None:
     _, claim = attempted(parts, "quick", resources={"memory": 2048 * MIB})
-    attempt = Attempt(parts.jobs, parts.settings, claim, "train", WorkerDevice(), threading.Event())
+    attempt = Attempt(parts.jobs, parts.settings, claim, WorkerDevice(), threading.Event())
     assert attempt.run().status == "succeeded"
 
 
@@ -138,7 +138,7 @@ def test_the_kernel_kills_a_run_first_and_its_guard_last(
     assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     guards = [
-        child for child in children if "lifeline" in Path(f"/proc/{child}/cmdline").read_text()
+        child for child in children if "stdin_guard" in Path(f"/proc/{child}/cmdline").read_text()
     ]
     own = Path("/proc/self/oom_score_adj").read_text()
     assert [Path(f"/proc/{each}/oom_score_adj").read_text() for each in guards] == [own]

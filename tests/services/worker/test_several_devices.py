@@ -47,7 +47,9 @@ def body(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
 @pytest.fixture
 def parts(new_parts: Callable[..., Parts], tiny_teacher: Path) -> Parts:
     roots = (tiny_teacher.parent.parent,)
-    parts = new_parts(child_module="services.worker.child", data_roots=roots, silence_seconds=300.0)
+    parts = new_parts(
+        child_module="services.worker.stage_child", data_roots=roots, silence_seconds=300.0
+    )
     parts.start_api()
     return parts
 

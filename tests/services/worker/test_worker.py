@@ -27,11 +27,11 @@ from cache.disk import is_lock_free
 from services.store.callers import Caller
 from services.store.queue import publish_hint
 from services.worker import consumer
-from services.worker.child_process import Order, Outbox, build_child_environment
 from services.worker.consumer import StageWorker
 from services.worker.devices import WorkerDevice
 from services.worker.event_size import LONGEST_EVENT, LONGEST_TEXT
 from services.worker.failures import describe_crash, describe_error
+from services.worker.stage_process import Order, Outbox, build_child_environment
 from services.worker.supervisor import Attempt
 from tests.support.services.runs import MakeParts, attempted, started, steps_done
 
@@ -109,7 +109,7 @@ def test_a_job_that_one_host_cannot_start_goes_to_another(
     assert parts.wait_for(job_id, "succeeded", "failed").status == "succeeded"
 
 
-def test_a_sign_of_life_has_the_time_of_the_job_store(
+def test_a_heartbeat_has_the_time_of_the_job_store(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = StageWorker(parts.settings, parts.queue, parts.jobs, ["train"], WorkerDevice())
@@ -269,14 +269,14 @@ def test_sigterm_of_the_worker_saves_and_costs_no_attempt(new_parts: MakeParts) 
 #: A child that imports the pipeline for a minute, as on a busy machine.
 SLOW_IMPORT = """
 import sys, time
-from services.worker import child
+from services.worker import stage_child
 class Slow:
     def find_spec(self, name, *_):
         if name == "kd.pipeline":
             print("imports", file=sys.stderr, flush=True)
             time.sleep(60)
 sys.meta_path.insert(0, Slow())
-sys.exit(child.main())
+sys.exit(stage_child.main())
 """
 
 
@@ -597,7 +597,7 @@ def test_no_error_and_no_warning_of_a_job_shows_a_secret(
     monkeypatch.setenv("HF_TOKEN", token)
     _, claim = attempted(parts, name)
     device = WorkerDevice(hidden=True)
-    Attempt(parts.jobs, parts.settings, claim, "train", device, threading.Event()).run()
+    Attempt(parts.jobs, parts.settings, claim, device, threading.Event()).run()
     job = parts.job(claim.id)
     assert job.error is not None
     assert "403 for the token ***" in job.error.detail
@@ -619,7 +619,7 @@ def test_a_run_that_the_kernel_killed_for_its_memory_says_so(parts: Parts) -> No
             "open(sys.argv[1], 'w').write(str(os.getpid())); settings = Settings(); "
             "claim = Claim(**json.loads(sys.argv[2])); "
             "store = JobStore(connect_redis(settings.redis_url)); "
-            "print(Attempt(store, settings, claim, 'train', WorkerDevice(), "
+            "print(Attempt(store, settings, claim, WorkerDevice(), "
             "threading.Event()).run().status)"
         )
         (parts.settings.run_dir(claim.id)).mkdir(parents=True)

@@ -74,9 +74,9 @@ def main() -> None:
 
         run_worker(Settings(), ["precompute", "train"])
     else:
-        from services.worker import child
+        from services.worker import stage_child
 
-        sys.exit(child.main(run_stage))
+        sys.exit(stage_child.main(run_stage))
 
 
 if __name__ == "__main__":

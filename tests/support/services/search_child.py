@@ -12,7 +12,7 @@ from typing import Any
 from kd.config.job import JobConfig
 from kd.errors import Interrupted, TrainingError
 from kd.progress import Monitor
-from services.worker.child import main
+from services.worker.stage_child import main
 
 
 def loss_of(config: JobConfig, step: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -60,8 +61,8 @@ def upgrade(
         print_json(
             {
                 "store": data.client is not None,
-                "found": [each.to_json() for each in left],
-                "rewritten": [each.to_json() for each in done],
+                "found": [asdict(each) for each in left],
+                "rewritten": [asdict(each) for each in done],
             }
         )
     else:

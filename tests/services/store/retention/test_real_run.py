@@ -82,7 +82,7 @@ def job(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
 def sweep(parts: Parts, home: Path, keep: int = 0, **ages: float) -> tuple[list[Item], list[Item]]:
     settings = Settings(home=home, redis_url=parts.server.url)
     scene = look(settings, parts.jobs, AgeLimits(ages, keep))
-    return remove_items(find_items(scene), scene, lambda item: None)
+    return remove_items(find_items(scene), scene, lambda *_, **__: None)
 
 
 def test_a_student_keeps_its_cache_and_a_run_goes_on_from_what_is_kept(

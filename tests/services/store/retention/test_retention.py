@@ -106,7 +106,7 @@ class Home:
     ) -> tuple[list[Item], list[Item]]:
         """Remove it; return what is gone and what stays."""
         scene = self.look(force, keep, **ages)
-        return remove_items(find_items(scene), scene, lambda item: None)
+        return remove_items(find_items(scene), scene, lambda *_, **__: None)
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_a_job_that_is_submitted_after_the_listing_keeps_its_cache(home: Home) -
     scene = home.look(caches=30 * DAY)
     items = find_items(scene)
     job_id = queued(home.store, cache={"fingerprint": folder.name})
-    gone, kept = remove_items(items, scene, lambda item: None)
+    gone, kept = remove_items(items, scene, lambda *_, **__: None)
     assert gone == [] and job_id in str(kept[0].kept_by)
     assert verify_cache(folder) == []
 
@@ -221,7 +221,7 @@ def test_a_run_outside_the_store_that_reads_after_the_listing_keeps_its_cache(ho
     items = find_items(scene)
     with held(folder):
         pass  # it has ended, but its student may need the cache
-    gone, kept = remove_items(items, scene, lambda item: None)
+    gone, kept = remove_items(items, scene, lambda *_, **__: None)
     assert gone == [] and kept[0].kept_by == "a run has read it since it was listed"
 
 
@@ -251,7 +251,7 @@ def test_a_run_that_an_open_job_names_or_a_process_holds_stays(home: Home) -> No
     items = find_items(scene)
     later = queued(home.store, resume={"run": late.name})
     with locked(writing / LOCK):
-        gone, kept = remove_items(items, scene, lambda item: None)
+        gone, kept = remove_items(items, scene, lambda *_, **__: None)
     assert gone == [] and {item.name: item.kept_by for item in kept} == {
         continued.name: f"the job {job_id}, which has not ended",
         writing.name: "a process writes to it",
@@ -266,7 +266,7 @@ def test_a_job_that_is_retried_after_the_listing_keeps_its_run(home: Home) -> No
     scene = home.look(runs=30 * DAY)
     items = find_items(scene)
     assert home.store.change("retry", run.name).outcome == "done"
-    gone, _ = remove_items(items, scene, lambda item: None)
+    gone, _ = remove_items(items, scene, lambda *_, **__: None)
     assert gone == [] and run.is_dir() and home.store.get(run.name) is not None
 
 
@@ -368,7 +368,7 @@ def test_a_token_store_that_was_used_since_it_was_listed_stays(
     scene = home.look(texts=DAY)
     items = find_items(scene)
     text()
-    gone, kept = remove_items(items, scene, lambda item: None)
+    gone, kept = remove_items(items, scene, lambda *_, **__: None)
     assert gone == [] and [item.kept_by for item in kept] == [
         "a run has read it since it was listed"
     ]
@@ -416,7 +416,7 @@ def test_saved_data_goes_unless_a_job_or_a_student_names_it_or_it_is_saved_again
     scene = home.look(imports=30 * DAY)
     items = find_items(scene)
     describe_text(["A text: four"], "/data/train", home.settings.home)
-    gone, kept = remove_items(items, scene, lambda item: None)
+    gone, kept = remove_items(items, scene, lambda *_, **__: None)
     assert [item.path for item in gone] == [free]
     assert {item.path: item.kept_by for item in kept} == {
         named: f"the job {job_id}, which has not ended",
@@ -472,7 +472,7 @@ def count(event, arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(count)
-remove_items(items, scene, lambda item: None)
+remove_items(items, scene, lambda *_, **__: None)
 """
 
 

@@ -11,9 +11,10 @@ from bench.support.harness import Parts
 from kd.config.jobfile import parse_config
 from kd.face.version import read_version
 from services.store.jobs.leases import ANY_CAPACITY
-from services.store.ranges import RangeBoard
+from services.store.ranges import RangeTable
 from services.worker.devices import WorkerDevice
-from services.worker.helping import CaptureHelp, describe_place
+from services.worker.helping import CaptureHelp
+from services.worker.range_server import describe_place
 from tests.support.records import running
 
 #: A field that this version does not know.
@@ -29,11 +30,11 @@ def test_a_job_that_a_helper_cannot_read_is_named_and_not_asked_for_again(
     parts: Parts, version: str | None, expected: str
 ) -> None:
     claim = running(parts.jobs, "precompute", resources={"workers": 2})
-    board = RangeBoard(parts.jobs.redis)
-    terms = describe_place(parts.settings, parse_config(claim.config))
-    terms |= {"version": version or read_version()}
-    assert board.open(claim, "leader", 60, terms, 100, 2) is not None
-    order = board.help("helper", 60, ANY_CAPACITY, ["precompute"])
+    table = RangeTable(parts.jobs.redis)
+    shared = describe_place(parts.settings, parse_config(claim.config))
+    shared |= {"version": version or read_version()}
+    assert table.open(claim, "leader", 60, shared, 100, 2) is not None
+    order = table.help("helper", 60, ANY_CAPACITY, ["precompute"])
     assert order is not None
     foreign = replace(order, config=order.config | FUTURE)
     device = WorkerDevice(hidden=True)
@@ -42,7 +43,7 @@ def test_a_job_that_a_helper_cannot_read_is_named_and_not_asked_for_again(
     assert len(warnings) == 1
     assert warnings[0].startswith("Worker helper no longer helps with this capture:")
     assert expected in warnings[0]
-    assert board.help("helper", 60, ANY_CAPACITY, ["precompute"]) is None
-    view = board.view(claim.id)
+    assert table.help("helper", 60, ANY_CAPACITY, ["precompute"]) is None
+    view = table.view(claim.id)
     assert view is not None
-    assert [member.worker for member in view.members] == ["leader"]
+    assert [member.worker for member in view.capture.workers] == ["leader"]

@@ -20,7 +20,7 @@ from kd.capture.plan import plan_capture
 from kd.config.jobfile import parse_config
 from kd.errors import OtherCapture
 from kd.pipeline import run_stage
-from kd.progress import Monitor, RangeTerms
+from kd.progress import Monitor, SharedCapture
 from tests.support.kd.sharing.processes import find_parent
 from tests.support.services.runs import MakeParts
 
@@ -47,7 +47,9 @@ def body(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
 def parts(new_parts: MakeParts, tiny_teacher: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     roots = (tiny_teacher.parent.parent,)
-    parts = new_parts(child_module="services.worker.child", data_roots=roots, silence_seconds=300.0)
+    parts = new_parts(
+        child_module="services.worker.stage_child", data_roots=roots, silence_seconds=300.0
+    )
     parts.start_api()
     return parts
 
@@ -70,7 +72,7 @@ def find_child_of(worker: int) -> int:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"services.worker.child" in words and find_parent(int(folder.name)) == worker:
+            if b"services.worker.stage_child" in words and find_parent(int(folder.name)) == worker:
                 return int(folder.name)
     raise AssertionError(f"worker {worker} has no child")
 
@@ -112,12 +114,12 @@ class NoRanges:
     """A helper's ranges of a capture that is over."""
 
     def __init__(self, fingerprint: str) -> None:
-        self.terms: RangeTerms | None = RangeTerms(fingerprint)
+        self.shared: SharedCapture | None = SharedCapture(fingerprint)
 
-    def open(self, terms: RangeTerms, shards: int, waiting: Callable[[], None]) -> None:
+    def open(self, shared: SharedCapture, shards: int, check_stop: Callable[[], None]) -> None:
         raise AssertionError("a helper opens nothing")
 
-    def take(self, waiting: Callable[[], None]) -> range | None:
+    def take(self, check_stop: Callable[[], None]) -> range | None:
         raise AssertionError("nothing is taken from another capture")
 
     def finish(self, shards: range, sequences: int) -> None:
@@ -132,8 +134,8 @@ def test_a_helper_whose_inputs_give_another_cache_is_refused(
 ) -> None:
     plan = plan_capture(parse_config(body))
     ranges = NoRanges("f" * 32)
-    assert ranges.terms is not None
+    assert ranges.shared is not None
     expected = f"makes cache {plan.identity.fingerprint}, .* makes {'f' * 32}"
     with pytest.raises(OtherCapture, match=re.compile(expected, re.DOTALL)):
-        help_capture(plan, tmp_path, ranges.terms, Monitor(ranges=ranges))
+        help_capture(plan, tmp_path, ranges.shared, Monitor(ranges=ranges))
     assert not list(tmp_path.iterdir()), "nothing is written into the wrong cache"

@@ -1,10 +1,10 @@
 """Ranges of shards between the child that captures them and the job store.
 
-    child --asks on stdout--> RangeBroker --open, take, finish, beat--> board of ranges in Redis
-    child <--answers, a pipe-- RangeBroker <--a range, wait, done, stop--
+    child --asks on stdout--> RangeServer --open, take, finish, beat--> table of ranges in Redis
+    child <--answers, a pipe-- RangeServer <--a range, wait, done, stop--
 
     ask                             answer
-    {ask: open, terms, shards}      {answer: go | stop}
+    {ask: open, shared, shards}    {answer: go | stop}
     {ask: take}                     {answer: range, number, first, stop}, or
                                     {answer: wait | done | stop}
     {ask: finish, number, ...}      none
@@ -23,60 +23,61 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from redis.exceptions import RedisError
 
-from services.process.lasting_loops import keep_running
+from cache.remote.address import name_place
+from kd.config.job import JobConfig
+from kd.face.version import read_version
+from kd.files import find_caches
+from services.process.lasting_loops import start_loop
+from services.settings import Settings
 from services.store.connection import describe_failure
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE
-from services.store.ranges import Membership, RangeBoard, RangeView, ReportedProgress, TakenRange
+from services.store.ranges import Membership, RangeTable, RangeView, ReportedProgress, TakenRange
 
-#: Opens the board of ranges: terms and number of shards -> the membership, or None if fenced.
-OpenBoard = Callable[[dict[str, Any], int], Membership | None]
+#: Opens the table of ranges with what its workers share, and the number of shards. It returns the
+#: membership, or None if fenced.
+OpenTable = Callable[[dict[str, Any], int], Membership | None]
 
 log = logging.getLogger("potstill.worker")
 
 
-class RangeBroker:
+class RangeServer:
     """Answers one child, and keeps its membership alive.
 
-    ``member`` is None for the child that leads the capture, until it opens the board with
-    ``open_board``; ``report`` then gets the progress of all workers after each beat.
+    ``member`` is None for the child that leads the capture, until it opens the table with
+    ``open_table``; ``report`` then gets the progress of all workers after each beat.
     """
 
     def __init__(
         self,
-        board: RangeBoard,
+        table: RangeTable,
         lease_seconds: float,
         member: Membership | None = None,
-        open_board: OpenBoard | None = None,
+        open_table: OpenTable | None = None,
         report: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.member = member
         #: Whether the capture goes on: "stop" and "fenced" tell a helper to end.
         self.reply = "go"
         self._pipe: int | None = None
-        self._board = board
+        self._table = table
         self._lease = lease_seconds
-        self._open_board = open_board
+        self._open_table = open_table
         self._report = report
         self._reported = ReportedProgress()
         self._total = 0
         self._warnings: list[str] = []
         self._known: frozenset[int] = frozenset()
         self._asks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._waiting: dict[str, Any] | None = None
+        self._unanswered: dict[str, Any] | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=keep_running,
-            args=("ranges", self._run, self._closing),
-            name="ranges",
-            daemon=True,
-        )
 
-    def __enter__(self) -> RangeBroker:
-        self._thread.start()
+    def __enter__(self) -> RangeServer:
+        self._thread = start_loop("ranges", self._run, self._closing)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +97,7 @@ class RangeBroker:
             self._pipe = None
 
     def take(self, event: dict[str, Any]) -> bool:
-        """Take an event of the child, if it is for this broker; returns whether it is."""
+        """Take an event of the child, if it is for this server; returns whether it is."""
         kind, data = event["type"], event["data"]
         if kind == "ranges":
             self._asks.put(data)
@@ -106,18 +107,16 @@ class RangeBroker:
             self._reported = ReportedProgress(data["done"], *rates)
             self._total = data["total"]
             return True
-        if self._report is None and kind != "warning":
-            return True  # the worker that leads reports these for the job
-        if self._report is None:
+        if self._report is None and kind == "warning":
             self._warnings.append(data["message"])
-            return True
-        return False
+        # The other events of a helper are reported for the job by the worker that leads.
+        return self._report is None
 
     def leave(self, warning: str = "") -> None:
         """End the membership, if Redis answers; else its lease runs out."""
         if self.member is not None:
             with suppress(RedisError):
-                self._board.leave(self.member, warning)
+                self._table.leave(self.member, warning)
 
     def _run(self) -> None:
         interval = min(BEAT_SECONDS, self._lease / BEATS_PER_LEASE)
@@ -134,31 +133,30 @@ class RangeBroker:
 
     def _answer_next(self, seconds: float) -> None:
         """Answer the next ask that comes within ``seconds``; one that failed is answered again."""
-        if self._waiting is None:
+        if self._unanswered is None:
             try:
-                self._waiting = self._asks.get(timeout=min(seconds, 0.25))
+                self._unanswered = self._asks.get(timeout=min(seconds, 0.25))
             except queue.Empty:
                 return
-        answer = self._answer(self._waiting)
-        self._waiting = None
+        answer = self._answer(self._unanswered)
+        self._unanswered = None
         if answer is not None:
             self._send(answer)
 
     def _answer(self, ask: dict[str, Any]) -> dict[str, Any] | None:
         match ask["ask"]:
             case "open":
-                assert self._open_board is not None
-                self.member = self._open_board(ask["terms"], ask["shards"])
+                assert self._open_table is not None
+                self.member = self._open_table(ask["shared"], ask["shards"])
                 return {"answer": "stop" if self.member is None else "go"}
             case "finish":
                 assert self.member is not None
-                self._board.finish(self.member, ask["number"], ask["sequences"])
+                self._table.finish(self.member, ask["number"], ask["sequences"])
                 return None
         assert self.member is not None
-        found = self._board.take(self.member)
+        found = self._table.take(self.member)
         if isinstance(found, TakenRange):
-            place = {"number": found.number, "first": found.first, "stop": found.stop}
-            return {"answer": "range", **place}
+            return {"answer": "range", **asdict(found)}
         # A helper that another job needs ends like one for which nothing is left.
         return {"answer": "done" if found == "leave" else found}
 
@@ -166,13 +164,13 @@ class RangeBroker:
         if self.member is None:
             return
         warnings = list(self._warnings)
-        answer = self._board.beat(self.member, self._lease, self._reported, warnings)
+        answer = self._table.beat(self.member, self._lease, self._reported, warnings)
         del self._warnings[: len(warnings)]
         self.reply = answer.reply
         if answer.finished - self._known:
             self._known = answer.finished
             self._send({"finished": sorted(answer.finished)})
-        if self._report is not None and (view := self._board.view(self.member.id)) is not None:
+        if self._report is not None and (view := self._table.view(self.member.id)) is not None:
             self._report(compute_progress(view, self._total))
 
     def _send(self, answer: dict[str, Any]) -> None:
@@ -182,11 +180,26 @@ class RangeBroker:
             os.write(self._pipe, json.dumps(answer).encode() + b"\n")
 
 
+def describe_place(settings: Settings, config: JobConfig) -> dict[str, str]:
+    """Return the version of this program and the name of its store of caches.
+
+    All workers of one capture must have the same.
+    """
+    caches = find_caches(settings.home, config.cache.store or settings.store)
+    return {"version": read_version(), "place": name_place(caches)}
+
+
+def count_workers(config: JobConfig) -> int | None:
+    """Return the number of workers that may capture for a job; None for any number."""
+    wanted: Any = config.resources.workers
+    return None if wanted == "auto" else int(wanted)
+
+
 def compute_progress(view: RangeView, total: int) -> dict[str, Any]:
     """Return the progress event of all workers of a capture; ``total`` sequences in all."""
-    reported = [member.reported for member in view.members]
-    done = min(view.sequences + sum(member.unfinished for member in view.members), total)
-    pace = sum(each.pace for each in reported)
+    workers = view.capture.workers
+    done = min(view.sequences + view.unfinished, total)
+    pace = sum(worker.sequences_per_second for worker in workers)
     data = {
         "done": done,
         "total": total,
@@ -194,7 +207,7 @@ def compute_progress(view: RangeView, total: int) -> dict[str, Any]:
         "fraction": round(done / total, 6) if total else 0.0,
         "eta_seconds": round((total - done) / pace, 1) if pace > 0 else None,
         "per_second": round(pace, 3),
-        "tokens": sum(each.tokens for each in reported),
-        "tokens_per_second": round(sum(each.rate for each in reported), 1),
+        "tokens": view.tokens,
+        "tokens_per_second": round(sum(worker.tokens_per_second for worker in workers), 1),
     }
     return {"type": "progress", "data": data}

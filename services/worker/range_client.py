@@ -1,4 +1,4 @@
-"""The ranges of shards as the child sees them: it asks its supervisor (``range_broker``)."""
+"""The ranges of shards as the child sees them: it asks its supervisor (``range_server``)."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from kd.progress import Event, RangeTerms, make_interruption
+from kd.progress import Event, SharedCapture, make_interruption
 
 #: Time between two looks whether the run should stop, while no answer comes.
 LOOK_SECONDS = 0.25
 
 
-class RangeDesk:
+class RangeClient:
     """``kd.progress.ShardRanges`` over two pipes: events to the supervisor, answers from it."""
 
     def __init__(
-        self, send: Callable[[Event], None], answers: int, terms: RangeTerms | None
+        self, send: Callable[[Event], None], answers: int, shared: SharedCapture | None
     ) -> None:
         """``answers`` is the file descriptor of the pipe with the answers."""
-        self.terms = terms
+        self.shared = shared
         self._send = send
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._numbers: dict[range, int] = {}
         self._finished: frozenset[int] = frozenset()
         threading.Thread(target=self._read, args=(answers,), name="ranges", daemon=True).start()
 
-    def open(self, terms: RangeTerms, shards: int, waiting: Callable[[], None]) -> None:
+    def open(self, shared: SharedCapture, shards: int, check_stop: Callable[[], None]) -> None:
         """Let workers take the ``shards`` of a capture, from now on."""
-        self._ask(waiting, ask="open", terms=asdict(terms), shards=shards)
+        self._ask(check_stop, ask="open", shared=asdict(shared), shards=shards)
 
-    def take(self, waiting: Callable[[], None]) -> range | None:
+    def take(self, check_stop: Callable[[], None]) -> range | None:
         """Return the shards to capture next; an empty range where there are none now."""
-        answer = self._ask(waiting, ask="take")
+        answer = self._ask(check_stop, ask="take")
         if answer["answer"] == "done":
             return None
         if answer["answer"] == "wait":
@@ -54,13 +54,13 @@ class RangeDesk:
         """Whether another worker was faster with a range that this one has."""
         return self._numbers.get(shards) in self._finished
 
-    def _ask(self, waiting: Callable[[], None], **data: Any) -> dict[str, Any]:
+    def _ask(self, check_stop: Callable[[], None], **data: Any) -> dict[str, Any]:
         self._tell(**data)
         while True:
             try:
                 answer = self._answers.get(timeout=LOOK_SECONDS)
             except queue.Empty:
-                waiting()
+                check_stop()
                 continue
             if answer["answer"] == "stop":
                 raise make_interruption("between two ranges of shards; all shards are sealed")

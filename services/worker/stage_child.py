@@ -1,9 +1,9 @@
-"""One stage of one job in its own process: ``python -m services.worker.child``.
+"""One stage of one job in its own process: ``python -m services.worker.stage_child``.
 
 stdin     one line with an ``Order`` (child_process.py), then a byte now and then; if stdin ends or
           is silent, the supervisor is gone, and this process and its descendants are killed
 stdout    JSON lines: the events of kd.progress, then one event of type result, error or elsewhere
-answers   a pipe whose number is in the order: what range_broker.py answers, for a capture by
+answers   a pipe whose number is in the order: what range_server.py answers, for a capture by
           several workers
 stderr    the log, and all that the run prints
 SIGTERM   save, then end
@@ -20,32 +20,31 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cache.disk import storage_errors, try_lock
+from cache.disk import locked, make_folder, storage_errors
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost
 from kd.files import LOCK
-from kd.parallel.lifeline import die_with_parent
+from kd.parallel.parent_death import die_with_parent
 from kd.preflight.confinement import confined_datasets
 from kd.preflight.limits import Confinement, grant_limits
 from kd.preflight.problems import Folders, require_no_problems
-from kd.progress import Event, EventPipe, Monitor, RangeTerms, WorkHeldByAnother
-from services.process.lifeline import die_with_stdin, offer_to_oom_killer
+from kd.progress import Event, EventPipe, Monitor, SharedCapture, WorkHeldByAnother
+from services.process.stdin_guard import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
 from services.worker.failures import describe_error, is_passing
-from services.worker.range_desk import RangeDesk
+from services.worker.range_client import RangeClient
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_STOPPED = 75
-EXIT_ELSEWHERE = 76
+EXIT_HELD = 76
 EXIT_PASSING = 77
 #: Time that an earlier process has to release the run folder.
 LOCK_SECONDS = 30.0
@@ -67,26 +66,17 @@ def run_stage_of_pipeline(
 
     Raises ``DeviceUnusable`` if the worker gave the job ``gpus`` GPUs and torch sees none.
     """
-    with _ending_at_once(monitor):
+    monitor.check("before the run began")
+    # A handler in Python would have to wait for the imports, and there is nothing to save yet.
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
         from kd.pipeline import run_stage
         from kd.preflight.devices import ask_torch, require_promised_gpus
 
         require_promised_gpus(gpus, ask_torch())
-    return run_stage(stage, config, home, run_dir, monitor, turn)
-
-
-@contextmanager
-def _ending_at_once(monitor: Monitor) -> Iterator[None]:
-    """Let SIGTERM end the process in this block, which has nothing to save and asks nobody.
-
-    It imports much. A handler in Python would have to wait for it.
-    """
-    monitor.check("before the run began")
-    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+    return run_stage(stage, config, home, run_dir, monitor, turn)
 
 
 def main(run_stage: StageRunner | None = None) -> int:
@@ -112,10 +102,20 @@ def attempt_stage(
     """Run the stage alone in its run folder and report its end. Returns the exit code."""
     run_dir = Path(order["run_dir"])
     stage = order["stage"]
+    deadline = time.monotonic() + LOCK_SECONDS
+
+    def give_up() -> None:
+        if stop.is_set() or time.monotonic() > deadline:
+            held = f"{run_dir} is still held by an earlier process."
+            raise Interrupted(held, "It will be tried again.")
+
     try:
+        with storage_errors(run_dir):
+            make_folder(run_dir)
         with (
             storage_errors(run_dir),
-            holding_run_folder(run_dir, stop),
+            # A process that lost its lease must not write beside its successor.
+            locked(run_dir / LOCK, give_up),
             traced_stage(stage, events.send) as listen,
         ):
             config = parse_config(order["config"])
@@ -126,13 +126,13 @@ def attempt_stage(
             # A link may have changed since the job was taken. The files themselves are checked by
             # the stage.
             require_no_problems(config, Folders(Path(), None, limits))
-            desk = open_desk(listen, order)
-            monitor = Monitor(listen, stop.is_set, patient=False, ranges=desk)
+            client = open_range_client(listen, order)
+            monitor = Monitor(listen, stop.is_set, patient=False, ranges=client)
             with confined_datasets(limits):
                 result = run_stage(stage, config, home, run_dir, monitor, order["turn"])
     except WorkHeldByAnother as error:
         events.send(Event("elsewhere", {"lock": str(error.lock)}))
-        return EXIT_ELSEWHERE
+        return EXIT_HELD
     except Interrupted as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_STOPPED
@@ -151,37 +151,23 @@ def attempt_stage(
     return EXIT_DONE
 
 
-def open_desk(listen: Callable[[Event], None], order: dict[str, Any]) -> RangeDesk | None:
+def open_range_client(listen: Callable[[Event], None], order: dict[str, Any]) -> RangeClient | None:
     """Return where this process asks for shards; None where it captures alone."""
     if order.get("answers") is None:
         return None
-    terms = order.get("terms")
-    known = None if terms is None else RangeTerms(terms["fingerprint"], terms["knots"])
-    return RangeDesk(listen, order["answers"], known)
-
-
-@contextmanager
-def holding_run_folder(run_dir: Path, stop: threading.Event) -> Iterator[None]:
-    """Lock the run folder: a process that lost its lease must not write beside its successor."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK).open("w") as lock:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while not try_lock(lock):
-            if stop.wait(0.1) or time.monotonic() > deadline:
-                raise Interrupted(
-                    f"{run_dir} is still held by an earlier process.", "It will be tried again."
-                )
-        yield
+    shared = order.get("shared")
+    known = None if shared is None else SharedCapture(shared["fingerprint"], shared["knots"])
+    return RangeClient(listen, order["answers"], known)
 
 
 def _read_line() -> bytes:
-    """Read the first line. Signs of life that follow it may be lost here."""
+    """Read the first line. Heartbeats that follow it may be lost here."""
     read = b""
     while b"\n" not in read:
         part = os.read(0, 65536)
         if not part:
             raise SystemExit(
-                "services.worker.child expects an order on stdin: only a worker starts it."
+                "services.worker.stage_child expects an order on stdin: only a worker starts it."
             )
         read += part
     return read.partition(b"\n")[0]

@@ -1,7 +1,7 @@
 """The supervisor's view of the process that runs a stage: start it, read its events, end it.
 
 The supervisor writes a byte to its stdin in every turn. Without these bytes the process ends itself
-(``lifeline``).
+(``services.process.stdin_guard``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kd.buckets.runs import RUN_STORE_VARIABLE
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from services.process.lasting_loops import keep_running
+from services.process.lasting_loops import start_loop
 from services.process.logs import find_secrets, redact
 from services.process.telemetry import build_trace_environment
 from services.settings import Settings
@@ -32,7 +32,7 @@ from services.store.jobs.store import JobStore
 from services.store.tenancy import build_confinement
 from services.worker.counters import RunCounters
 from services.worker.event_size import bound_event
-from services.worker.range_broker import RangeBroker
+from services.worker.range_server import RangeServer
 
 if TYPE_CHECKING:  # the API, which imports this module, has no library for devices
     from services.worker.devices import WorkerDevice
@@ -46,7 +46,7 @@ STEPS_OF_SILENCE = 10
 #: The least time without a byte on stdin after which a child ends itself.
 LEAST_PATIENCE_SECONDS = 5.0
 
-#: Events that tell how the child is and how it ends; a broker gets the others first.
+#: Events that tell how the child is and how it ends; a range server gets the others first.
 _OWN_EVENTS = frozenset({"result", "error", "elsewhere", "alive", "shard"})
 #: Variables of the worker's environment that a run may need. KD_REDIS_URL is left out because it
 #: contains a password.
@@ -85,15 +85,13 @@ class Outbox:
         """The batch to send now. It stays the same until it is delivered."""
         with self._lock:
             if not self._sending.events:
-                self._sending = EventBatch(self._sending.number + 1, self._take_events())
+                number = min(len(self._waiting), BATCH_EVENTS)
+                events = [self._waiting.popleft() for _ in range(number)]
+                if self._progress is not None:
+                    events.append(self._progress)
+                    self._progress = None
+                self._sending = EventBatch(self._sending.number + 1, tuple(events))
             return self._sending
-
-    def _take_events(self) -> tuple[dict[str, Any], ...]:
-        events = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_EVENTS))]
-        if self._progress is not None:
-            events.append(self._progress)
-            self._progress = None
-        return tuple(events)
 
     def mark_delivered(self) -> None:
         """Note that the batch has arrived."""
@@ -153,21 +151,14 @@ class Child:
     silence_timer: SilenceTimer = field(default_factory=SilenceTimer)
     result: dict[str, Any] | None = None
     error: dict[str, str] | None = None
-    elsewhere: Path | None = None
-    broker: RangeBroker | None = None
+    held_lock: Path | None = None
+    server: RangeServer | None = None
     kill_at: float | None = None
     kill_reason: str = ""
 
     def __post_init__(self) -> None:
-        # Never set: the loop ends with the pipe.
-        stopping = threading.Event()
-        self._reader = threading.Thread(
-            target=keep_running,
-            args=("child-events", self._read, stopping),
-            name="child-events",
-            daemon=True,
-        )
-        self._reader.start()
+        # The event is never set: the loop ends with the pipe.
+        self._reader = start_loop("child-events", self._read, threading.Event())
 
     def __enter__(self) -> Child:
         return self
@@ -188,7 +179,7 @@ class Child:
     def _take(self, event: dict[str, Any]) -> None:
         if event["type"] == "warning":
             event = {**event, "data": self._hide_secrets(event["data"])}
-        if event["type"] not in _OWN_EVENTS and self.broker and self.broker.take(event):
+        if event["type"] not in _OWN_EVENTS and self.server and self.server.take(event):
             return
         match event["type"]:
             case "result":
@@ -196,7 +187,7 @@ class Child:
             case "error":
                 self.error = self._hide_secrets(event["data"])
             case "elsewhere":
-                self.elsewhere = Path(event["data"]["lock"])
+                self.held_lock = Path(event["data"]["lock"])
             case "alive" | "shard":
                 pass  # only the silence timer and the counters need these
             case _:
@@ -212,8 +203,8 @@ class Child:
             for name, value in data.items()
         }
 
-    def show_life(self) -> None:
-        """Write a byte to the process, so that it knows that its supervisor is alive."""
+    def send_heartbeat(self) -> None:
+        """Write a byte to the process: without these, its guard kills it."""
         assert self.process.stdin is not None
         # Nobody reads if the process has ended, or if its guard was stopped.
         with suppress(BlockingIOError, BrokenPipeError):
@@ -249,7 +240,7 @@ class Order:
 
     ``gpus`` is the number of GPUs that the child is given; its torch must see them. ``answers`` is
     the file descriptor from which the child reads which shards to capture, where several workers
-    capture a cache; ``terms`` are those of the capture that it helps with (``RangeTerms``).
+    capture a cache; ``shared`` describes the capture that it helps with (``SharedCapture``).
     ``turn`` is that of the stage (``kd.config.kinds``).
     """
 
@@ -261,7 +252,7 @@ class Order:
     confinement: dict[str, Any] | None = None
     gpus: int = 0
     answers: int | None = None
-    terms: dict[str, Any] | None = None
+    shared: dict[str, Any] | None = None
     turn: int = 0
 
 
@@ -280,67 +271,49 @@ class StageJob:
     helps: bool = False
 
 
-def make_order(
-    settings: Settings,
-    stage: str,
-    config: dict[str, Any],
-    run_dir: Path,
-    limits: dict[str, Any],
-    gpus: int = 0,
-) -> Order:
-    """Make the order for a stage. The patience is a lease: the job is lost after that."""
-    patience = max(settings.lease_seconds, LEAST_PATIENCE_SECONDS)
-    return Order(stage, config, str(settings.home), str(run_dir), patience, limits, gpus)
-
-
 def start_child(
+    store: JobStore,
     settings: Settings,
-    order: Order,
-    environment: dict[str, str],
-    broker: RangeBroker | None = None,
-    terms: dict[str, Any] | None = None,
+    device: WorkerDevice,
+    job: StageJob,
+    folder: Path,
+    server: RangeServer | None = None,
+    shared: dict[str, Any] | None = None,
 ) -> Child:
-    """Start the process with ``environment`` added. Its log is log.txt in its run folder.
+    """Start the process that runs a stage in ``folder``, where log.txt is its log.
 
-    ``broker`` answers a child that captures with others, by ``terms`` where it helps.
+    ``server`` answers a child that captures with others, as ``shared`` says if it helps.
     """
-    folder = Path(order.run_dir)
+    order, environment = _prepare(store, settings, device, job, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    answers = () if broker is None else (broker.open_pipe(),)
-    order = replace(order, answers=answers[0] if answers else None, terms=terms)
+    answers = () if server is None else (server.open_pipe(),)
+    order = replace(order, answers=answers[0] if answers else None, shared=shared)
     try:
-        process = _launch(settings, folder / "log.txt", environment, answers)
+        with (folder / "log.txt").open("ab") as log_file:
+            process = subprocess.Popen(
+                build_module_command(settings.child_module),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                cwd=settings.root,
+                env=build_child_environment() | environment,
+                start_new_session=True,
+                pass_fds=answers,
+            )
     except BaseException:
-        if broker is not None:
-            broker.close_pipe()
+        if server is not None:
+            server.close_pipe()
         raise
     finally:
         for descriptor in answers:
             os.close(descriptor)
-    child = Child(process, Outbox(), find_secrets(settings), broker=broker)
+    child = Child(process, Outbox(), find_secrets(settings), server=server)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it died at once; its exit code says why
         process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
         process.stdin.flush()
     os.set_blocking(process.stdin.fileno(), False)
     return child
-
-
-def _launch(
-    settings: Settings, log_path: Path, environment: dict[str, str], descriptors: tuple[int, ...]
-) -> subprocess.Popen[bytes]:
-    """Start the child's module; it inherits ``descriptors``."""
-    with log_path.open("ab") as log_file:
-        return subprocess.Popen(
-            build_module_command(settings.child_module),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log_file,
-            cwd=settings.root,
-            env=build_child_environment() | environment,
-            start_new_session=True,
-            pass_fds=descriptors,
-        )
 
 
 def build_child_environment() -> dict[str, str]:
@@ -352,12 +325,8 @@ def build_child_environment() -> dict[str, str]:
     return kept | {"TQDM_DISABLE": "1"} | build_package_environment()
 
 
-def prepare_child(
-    store: JobStore,
-    settings: Settings,
-    device: WorkerDevice,
-    job: StageJob,
-    run_dir: Path,
+def _prepare(
+    store: JobStore, settings: Settings, device: WorkerDevice, job: StageJob, folder: Path
 ) -> tuple[Order, dict[str, str]]:
     """Return the order for a child, and the variables that its environment needs."""
     config = parse_config(job.config)
@@ -369,10 +338,18 @@ def prepare_child(
     )
     team = store.find_teams([job.id]).get(job.id)
     limits = build_confinement(settings, store, job.owner, team)
-    granted = limits.to_order(config, settings.root)
-    gpus = len(device.give(config.resources.gpus))
-    order = make_order(settings, job.stage, job.config, run_dir, granted, gpus)
-    return replace(order, turn=job.turn), environment
+    order = Order(
+        stage=job.stage,
+        config=job.config,
+        home=str(settings.home),
+        run_dir=str(folder),
+        # After the time of a lease the job is lost.
+        patience=max(settings.lease_seconds, LEAST_PATIENCE_SECONDS),
+        confinement=limits.to_order(config, settings.root),
+        gpus=len(device.give(config.resources.gpus)),
+        turn=job.turn,
+    )
+    return order, environment
 
 
 def build_store_environment(settings: Settings, job_id: str | None) -> dict[str, str]:
@@ -382,11 +359,10 @@ def build_store_environment(settings: Settings, job_id: str | None) -> dict[str,
     """
     place = {"KD_DOWNLOAD_BYTES": str(settings.download_bytes)}
     if settings.store is not None:
-        place |= {"KD_STORE": settings.store}
-        place |= {"KD_STORE_CACHE_BYTES": str(settings.store_cache_bytes)}
-    run = None if job_id is None else settings.locate_stored_run(job_id)
-    if run is not None:
-        place |= {RUN_STORE_VARIABLE: run}
+        place["KD_STORE"] = settings.store
+        place["KD_STORE_CACHE_BYTES"] = str(settings.store_cache_bytes)
+    if job_id is not None and (run := settings.locate_stored_run(job_id)) is not None:
+        place[RUN_STORE_VARIABLE] = run
     if not settings.in_bucket and not settings.data_stores:
         return place
     return place | {name: value for name, value in os.environ.items() if name.startswith("AWS_")}

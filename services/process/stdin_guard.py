@@ -1,6 +1,6 @@
 """The end of a process whose parent has gone.
 
-``python lifeline.py PID SECONDS`` guards a process and its group: it reads signs of life from stdin
+``python stdin_guard.py PID SECONDS`` guards a process and its group: it reads heartbeats from stdin
 and kills both when they stop. It imports little, because one guard runs beside every child.
 """
 
@@ -38,19 +38,14 @@ def die_with_stdin(patience: float) -> None:
     os.close(nothing)
 
 
-def _watch_stdin(patience: float) -> None:
-    """Return once stdin has ended, or has brought nothing for ``patience`` seconds."""
-    while select.select([0], [], [], patience)[0] and os.read(0, 4096):
-        pass
-
-
 def main() -> None:
     """Guard the process that the command line names, which started this one."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # A signal to the whole group must not end the guard before its ward.
         signal.signal(signum, signal.SIG_IGN)
-    ward = int(sys.argv[1])
-    _watch_stdin(float(sys.argv[2]))
+    ward, patience = int(sys.argv[1]), float(sys.argv[2])
+    while select.select([0], [], [], patience)[0] and os.read(0, 4096):
+        pass  # the parent is alive
     if os.getpgrp() == ward:
         # No other group can have this number while this process is in the group.
         os.killpg(ward, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The creation of a record: for a new job, or for a run whose record was lost."""
+"""Records are made, changed for a client, and removed by the operator's rules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from kd.client.wire.jobs import Action
 from kd.config.job import JobConfig
 from services.store.callers import LOCAL_CALLER, NO_ORIGIN, Caller, RequestOrigin
 from services.store.jobs.records import build_fields, make_job_id, serialise_config
-from services.store.jobs.script import ScriptedStore, flatten_fields
+from services.store.jobs.script import ScriptedStore, flatten_fields, to_ms
 from services.store.run_folder import JOB_ID, FoundRun
 
 
@@ -36,8 +37,25 @@ class CreateResult:
     detail: str = ""
 
 
-class JobCreation(ScriptedStore):
-    """Creates jobs."""
+@dataclass(frozen=True)
+class ActionResult:
+    """The result of an action, and the job's status after it.
+
+    done     the job has changed
+    already  the job was so before
+    illegal  the job does not allow the action; ``allowed`` lists those that it allows
+    unknown  there is no such job
+    quota    its owner has ``open_jobs`` open jobs already, and may have no more
+    """
+
+    outcome: Literal["done", "already", "illegal", "unknown", "quota"]
+    status: str
+    allowed: tuple[str, ...] = ()
+    open_jobs: int = 0
+
+
+class JobChanges(ScriptedStore):
+    """Creates, changes and removes jobs, and restores the records of runs that have lost them."""
 
     def create(
         self,
@@ -88,9 +106,23 @@ class JobCreation(ScriptedStore):
         same = body == _hash_text(serialise_config(config))
         return CreateResult("replayed" if same else "conflict", job_id)
 
+    def change(self, action: Action, job_id: str, max_open: int | None = None) -> ActionResult:
+        """Apply an action to a job. The worker of a running job learns of it with its next beat.
 
-class Adoption(ScriptedStore):
-    """Finds runs that no record names, and restores their records."""
+        ``max_open`` are the open jobs that the owner of a job may have when one is retried.
+        """
+        limit = "" if max_open is None else max_open
+        outcome, status, *rest = self._transition("change", action, job_id, limit)
+        if outcome == "quota":
+            return ActionResult(outcome, status, open_jobs=int(rest[0]))
+        return ActionResult(outcome, status, tuple(rest))
+
+    def retire(self, job_id: str, older_than: float, force: bool = False) -> bool:
+        """Delete the record of a job that ended ``older_than`` seconds ago; return whether it is.
+
+        A job that an open job names stays, unless ``force`` is true.
+        """
+        return bool(self._transition("retire", job_id, to_ms(older_than), int(force)) == "retired")
 
     def list_unknown(self, job_ids: Sequence[str]) -> list[str]:
         """The ids among ``job_ids`` that have no record."""
