@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -61,6 +62,17 @@ def find_job(client: Client, name: str) -> Job:
             "See `kd jobs ls`.",
         )
     return found[0]
+
+
+def read_pages(client: Client, path: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what a list of the API holds, page by page, as the JSON that the server sent."""
+    cursor = None
+    while True:
+        page = client.request("GET", path, query={**query, "cursor": cursor})
+        yield from page["data"]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            return
 
 
 def dump(view: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,16 @@ err = Console(stderr=True, width=None if sys.stderr.isatty() else NO_TERMINAL_WI
 #: Progress and hints, which --quiet silences.
 notes = Console(stderr=True, width=None if sys.stderr.isatty() else NO_TERMINAL_WIDTH)
 
+
+@dataclass
+class OutputMode:
+    """How the command prints its result; the option --json sets it."""
+
+    as_json: bool = False
+
+
+mode = OutputMode()
+
 JobFile = Annotated[Path, typer.Argument(help="Job file, in YAML or JSON.")]
 JobName = Annotated[
     str, typer.Argument(metavar="ID", help="Id of a job, the beginning of one, or `last`.")
@@ -45,7 +56,6 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a value of the job: --set train.max_steps=100"),
 ]
-AsJson = Annotated[bool, typer.Option("--json/--no-json", help="Print JSON for programs.")]
 Server = Annotated[
     str | None, typer.Option("--server", help="Address of the service. Default: KD_SERVER.")
 ]
@@ -257,6 +267,25 @@ def _format_duration(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def print_as_json(value: Any) -> bool:
+    """Print a value as JSON if the command has the option --json; return whether it has."""
+    if mode.as_json:
+        print_json(value)
+    return mode.as_json
+
+
+def print_result(value: Any, text: str) -> None:
+    """Print the result of a command: ``value`` as JSON with --json, and else ``text``."""
+    if not print_as_json(value):
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """Print the facts that a command found: as JSON with --json, and else a line for each."""
+    if not print_as_json(summary):
+        print_facts(summary)
 
 
 def print_json(value: Any) -> None:

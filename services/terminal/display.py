@@ -11,6 +11,7 @@ from rich.table import Column
 from rich.text import Text
 
 from kd.client.wire.jobs import TERMINAL_STATUSES
+from kd.progress import Event
 from services.terminal.console import err
 
 #: The least time between two progress lines in a pipe or a log.
@@ -42,6 +43,10 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+    def listen(self, event: Event) -> None:
+        """Show one event of a run in this process."""
+        self.show(event.type, event.data)
 
     def show(self, kind: str, data: dict[str, Any]) -> None:
         """Show one event; types without a handler below are ignored."""

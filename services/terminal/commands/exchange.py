@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from services.terminal.commands.caches import find_cache_folder
 from services.terminal.console import (
-    AsJson,
     Fingerprint,
     Home,
     audit_command,
     err,
     format_value,
     make_settings,
-    notes,
-    print_json,
+    mode,
+    print_as_json,
     print_table,
 )
-
-if TYPE_CHECKING:
-    from kd.progress import Monitor
 
 app = typer.Typer()
 
@@ -94,7 +88,6 @@ def cache_import(
     mass_tolerance: Tolerance = None,
     ahead: Ahead = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Make a cache with profile topk from another tool's teacher records.
 
@@ -102,6 +95,7 @@ def cache_import(
     """
     from kd.exchange.importing import ImportRequest, import_records
     from kd.models.loading import hide_progress_bars
+    from services.terminal.in_process import showing_events
 
     hide_progress_bars()
     request = ImportRequest(
@@ -118,7 +112,7 @@ def cache_import(
     )
     with showing_events() as monitor:
         summary = import_records(request, make_settings(home=home).caches, monitor)
-    _print(summary, as_json)
+    _print(summary)
 
 
 @app.command("export")
@@ -129,12 +123,12 @@ def cache_export(
     k: Entries = None,
     lossy: Lossy = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write a cache as a dataset of another tool, into a new folder."""
     from cache.reading.usage import hold_for
     from cache.store import open_cache
     from kd.exchange.exporting import export_records
+    from services.terminal.in_process import showing_events
 
     store = open_cache(find_cache_folder(fingerprint, home))
     hold_for(store, store.folder)
@@ -142,31 +136,11 @@ def cache_export(
         summary = export_records(store, format, out, k, monitor, lossy)
     settings = make_settings(home=home)
     audit_command(settings, "cache.export", store.folder.name, format=format, to=str(out))
-    if "warning" in summary and not as_json:
+    if "warning" in summary and not mode.as_json:
         err.print(Text.assemble(("warning: ", "bold yellow"), summary.pop("warning")))
-    _print(summary, as_json)
+    _print(summary)
 
 
-@contextmanager
-def showing_events() -> Iterator[Monitor]:
-    """Yield a monitor that shows its events on the terminal."""
-    from kd.progress import Event, Monitor
-    from services.terminal.display import Display
-
-    with Display(notes) as display:
-
-        def show(event: Event) -> None:
-            display.show(event.type, event.data)
-
-        yield Monitor(show)
-
-
-def _print(summary: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(summary)
-        return
-    texts = {
-        name: ", ".join(value) if isinstance(value, list) else format_value(value)
-        for name, value in summary.items()
-    }
-    print_table(["", ""], [[name, text] for name, text in texts.items()])
+def _print(summary: dict[str, Any]) -> None:
+    if not print_as_json(summary):
+        print_table(["", ""], [[name, format_value(value)] for name, value in summary.items()])

@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.terminal.commands.upkeep import STORE_TIMEOUT, find_embedded_url
-from services.terminal.console import (
-    AsJson,
-    Home,
-    audit_command,
-    make_settings,
-    out,
-    print_json,
-)
+from services.terminal.console import Home, audit_command, make_settings, mode, out, print_as_json
 
 if TYPE_CHECKING:
     from services.settings import Settings
@@ -40,7 +33,6 @@ def adopt(
         str, typer.Option(help="Name of the key to which the jobs will belong.")
     ] = "local",
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Restore the records of jobs from their run folders, after the job store has lost them.
 
@@ -61,12 +53,11 @@ def adopt(
             status = "failed" if run.error else "succeeded"
             # What became of a run that has a record is told by the record, not by its folder.
             found.append({"id": run.id, "adopted": adopted, "status": status if adopted else None})
-            if not as_json:
+            if not mode.as_json:
                 out.print(f"{run.id}: {status if adopted else 'has a record already'}")
                 if adopted and run.error:
                     out.print(run.error["remedy"], markup=False)
-    if as_json:
-        print_json(found)
+    print_as_json(found)
 
 
 @contextmanager

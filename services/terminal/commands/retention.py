@@ -12,14 +12,14 @@ import typer
 from services.terminal.commands.recovery import connect_store
 from services.terminal.commands.upkeep import Yes, parse_age
 from services.terminal.console import (
-    AsJson,
     Home,
     audit_command,
     err,
     format_value,
     make_settings,
+    mode,
     out,
-    print_json,
+    print_as_json,
     print_table,
 )
 
@@ -88,7 +88,6 @@ def gc(
     force: Force = False,
     yes: Yes = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Remove what the retention rules name, and what crashes left behind.
 
@@ -116,20 +115,18 @@ def gc(
         found = find_items(look(settings, store, limits, force))
         free = [item for item in found if item.kept_by is None]
         kept = [item for item in found if item.kept_by is not None]
-        if not as_json:
+        if not mode.as_json:
             _print_items(free, kept, local)
-        if free and not (yes or as_json):
+        if free and not (yes or mode.as_json):
             typer.confirm("Remove them?", abort=True, err=True)
         gone: list[Item] = free
         needed: list[Item] = []
-        if free and (yes or not as_json):
+        if free and (yes or not mode.as_json):
             # Looked at again: a job may have begun, or a student been saved, meanwhile.
             gone, needed = _remove(free, look(settings, store, limits, force))
-    if as_json:
-        shown = {"items": gone, "kept": kept + needed}
-        parts = {name: [item.to_json() for item in part] for name, part in shown.items()}
-        print_json({"removed": yes, **parts, "local_runs": local})
-    elif free:
+    shown = {"items": gone, "kept": kept + needed}
+    parts = {name: [item.to_json() for item in part] for name, part in shown.items()}
+    if not print_as_json({"removed": yes, **parts, "local_runs": local}) and free:
         _print_kept(needed)
         out.print(f"{len(gone)} of {len(free)} removed, {sum(item.bytes for item in gone)} bytes")
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Home,
     JobFile,
     Overrides,
@@ -17,8 +16,8 @@ from services.terminal.console import (
     load_job_file,
     make_settings,
     out,
+    print_as_json,
     print_error,
-    print_json,
 )
 from services.terminal.exit_codes import INVALID
 
@@ -33,9 +32,7 @@ app = typer.Typer()
 
 
 @app.command()
-def validate(
-    job_file: JobFile, overrides: Overrides = None, home: Home = None, as_json: AsJson = False
-) -> None:
+def validate(job_file: JobFile, overrides: Overrides = None, home: Home = None) -> None:
     """Show the problems of a job that can be found without loading a model.
 
     A warning says what this machine lacks: a package, a GPU, a webhook's permission. The worker
@@ -58,25 +55,24 @@ def validate(
         problems = find_problems(config, folders)
     except ConfigError as error:
         problems = error.problems
-    if as_json:
-        found: dict[str, Sequence[Problem | Notice | LearnedRow]] = {
-            "problems": problems,
-            "warnings": warnings,
-            "notices": notices,
-            "learned": rows,
-        }
-        shown = {name: [each.to_json() for each in found[name]] for name in found}
-        print_json({"valid": not problems} | shown)
-    elif not problems:
-        out.print(f"{job_file} is a valid job: {config.kind} {config.name}")
-    for row in () if as_json else rows:
-        _show_row(row)
-    for problem in () if as_json else problems:
-        print_error(str(problem), "")
-    for warning in () if as_json else warnings:
-        err.print(f"warning: {warning}", markup=False)
-    for notice in () if as_json else notices:
-        err.print(f"notice: {notice}", markup=False)
+    found: dict[str, Sequence[Problem | Notice | LearnedRow]] = {
+        "problems": problems,
+        "warnings": warnings,
+        "notices": notices,
+        "learned": rows,
+    }
+    shown = {name: [each.to_json() for each in found[name]] for name in found}
+    if not print_as_json({"valid": not problems} | shown):
+        if not problems:
+            out.print(f"{job_file} is a valid job: {config.kind} {config.name}")
+        for row in rows:
+            _show_row(row)
+        for problem in problems:
+            print_error(str(problem), "")
+        for warning in warnings:
+            err.print(f"warning: {warning}", markup=False)
+        for notice in notices:
+            err.print(f"notice: {notice}", markup=False)
     raise typer.Exit(INVALID if problems else 0)
 
 

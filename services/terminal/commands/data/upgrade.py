@@ -11,13 +11,12 @@ import typer
 
 from services.terminal.commands.upkeep import STORE_TIMEOUT, find_embedded_url
 from services.terminal.console import (
-    AsJson,
     Home,
     audit_command,
     make_settings,
     out,
+    print_as_json,
     print_error,
-    print_json,
     print_table,
 )
 from services.terminal.exit_codes import FAILED
@@ -38,7 +37,6 @@ def upgrade(
         bool, typer.Option("--yes/--no-yes", "-y", help="Rewrite what has an old format.")
     ] = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """List the formats of all data, and rewrite data in formats that this version cannot read.
 
@@ -56,15 +54,12 @@ def upgrade(
         left = examine(data) if done else found
     if done:
         audit_command(settings, "data.upgrade", str(settings.home), rewritten=len(done))
-    if as_json:
-        print_json(
-            {
-                "store": data.client is not None,
-                "found": [each.to_json() for each in left],
-                "rewritten": [each.to_json() for each in done],
-            }
-        )
-    else:
+    facts = {
+        "store": data.client is not None,
+        "found": [each.to_json() for each in left],
+        "rewritten": [each.to_json() for each in done],
+    }
+    if not print_as_json(facts):
         _print(left, done, data)
     raise typer.Exit(0 if all(each.state == "read" for each in left) else FAILED)
 
@@ -81,20 +76,19 @@ def _opening(settings: Settings) -> Iterator[Data]:
     from services.store.connection import connect_redis
     from services.store.formats import Data
 
-    if settings.redis_url is None:
-        if find_embedded_url(settings.home / "redis") is None:
-            yield Data(settings, None)
-            return
+    if settings.redis_url is not None:
+        with connect_redis(settings.redis_url, STORE_TIMEOUT) as client:
+            try:
+                client.ping()
+            except RedisError:
+                yield Data(settings, None)
+                return
+            yield Data(settings, client)
+    elif find_embedded_url(settings.home / "redis") is None:
+        yield Data(settings, None)
+    else:
         with open_store(settings) as client:
             yield Data(settings, client)
-        return
-    with connect_redis(settings.redis_url, STORE_TIMEOUT) as client:
-        try:
-            client.ping()
-        except RedisError:
-            yield Data(settings, None)
-            return
-        yield Data(settings, client)
 
 
 def _print(left: list[FoundFormat], done: list[FoundFormat], data: Data) -> None:
