@@ -96,7 +96,7 @@ class Admission:
             *self._find_cache_problems(config),
         ]
         try:
-            result = self.service.plans.ask(wish, config, self.caller)
+            result = self.service.plans.check(wish, config, self.caller)
         except ConfigError as error:
             told = {each.pointer for each in error.problems}
             more = [each for each in own if each.pointer not in told]
