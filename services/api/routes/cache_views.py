@@ -32,9 +32,8 @@ from kd.client.wire.caches import (
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from kd.config.kinds import CAPTURE, KINDS, Kind
 from kd.files import read_json
-from services.api.answers.problems import describe_problems
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import READ
+from services.api.routes.access import READ, guard
 from services.api.routes.caches import KnownCache
 from services.api.service import Service, TheCaller, TheService
 from services.store.callers import Caller
@@ -52,11 +51,7 @@ PAGE_RECORDS = 256
 router = APIRouter(tags=["caches"], route_class=StrictRoute)
 
 
-@router.get(
-    "/caches/{fingerprint}/statistics",
-    dependencies=READ,
-    responses=describe_problems(404, 409, 422, 503),
-)
+@router.get("/caches/{fingerprint}/statistics", **guard(READ, 404, 409, 422))
 def read_statistics(
     folder: KnownCache,
     service: TheService,
@@ -66,11 +61,7 @@ def read_statistics(
     return CacheStatistics.model_validate(service.reading.read_statistics(folder, seed))
 
 
-@router.get(
-    "/caches/{fingerprint}/shards",
-    dependencies=READ,
-    responses=describe_problems(404, 409, 422, 503),
-)
+@router.get("/caches/{fingerprint}/shards", **guard(READ, 404, 409, 422))
 def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> ShardStates:
     """Show which shards of a cache are sealed, in work, missing or corrupt.
 
@@ -86,11 +77,7 @@ def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> S
     return ShardStates(**states, verified_at=ended)
 
 
-@router.get(
-    "/caches/{fingerprint}/records",
-    dependencies=READ,
-    responses=describe_problems(404, 409, 422, 503),
-)
+@router.get("/caches/{fingerprint}/records", **guard(READ, 404, 409, 422))
 def read_records(
     folder: KnownCache,
     service: TheService,
@@ -103,9 +90,7 @@ def read_records(
     return CacheRecords.model_validate(found)
 
 
-@router.get(
-    "/caches/{fingerprint}/usage", dependencies=READ, responses=describe_problems(404, 422, 503)
-)
+@router.get("/caches/{fingerprint}/usage", **guard(READ, 404, 422))
 def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> CacheUsage:
     """Show the jobs and students of a cache, its last checks, and why it is kept."""
     jobs = _read_jobs(service, caller, folder)

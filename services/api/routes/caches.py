@@ -28,9 +28,9 @@ from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.face.runs import find_makers
-from services.api.answers.problems import Answers, ApiProblem, describe_problems
+from services.api.answers.problems import Answers, ApiProblem
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import READ, WRITE
+from services.api.routes.access import READ, WRITE, guard
 from services.api.routes.jobs import ACCEPTED_RESPONSES, IdempotencyKey, TheAdmission, accept_job
 from services.api.service import Service, TheCaller, TheService
 from services.store.callers import Caller
@@ -66,7 +66,7 @@ def _make_no_cache_problem(fingerprint: str) -> ApiProblem:
 KnownCache = Annotated[Path, Depends(find_known_cache)]
 
 
-@router.get("/caches", dependencies=READ, responses=describe_problems(503))
+@router.get("/caches", **guard(READ))
 def list_caches(service: TheService, caller: TheCaller) -> CacheList:
     """List the caches, newest first."""
     from cache.checking.listing import list_caches as find_caches
@@ -83,7 +83,7 @@ def list_caches(service: TheService, caller: TheCaller) -> CacheList:
     )
 
 
-@router.get("/caches/{fingerprint}", dependencies=READ, responses=describe_problems(404, 422, 503))
+@router.get("/caches/{fingerprint}", **guard(READ, 404, 422))
 def get_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> CacheDetail:
     """Show what one cache holds, what it was made from, and how close it is to its teacher."""
     from cache.checking.listing import summarise_cache
@@ -112,8 +112,7 @@ def _find_makers(service: Service, caller: Caller) -> dict[str, dict[str, str]]:
 @router.delete(
     "/caches/{fingerprint}",
     status_code=204,
-    dependencies=WRITE,
-    responses=DELETE_RESPONSES | describe_problems(404, 409, 422, 429, 503),
+    **guard(WRITE, 404, 409, 422, 429, answers=DELETE_RESPONSES),
 )
 def delete_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> Response:
     """Remove a cache that no unfinished job writes or reads."""
@@ -162,8 +161,7 @@ def _remove(folder: Path, service: Service) -> None:
     "/caches/{fingerprint}/verify",
     status_code=202,
     response_model=Job,
-    dependencies=WRITE,
-    responses=ACCEPTED_RESPONSES | describe_problems(404, 409, 422, 429, 503, 507),
+    **guard(WRITE, 404, 409, 422, 429, 507, answers=ACCEPTED_RESPONSES),
 )
 def verify_cache(
     folder: KnownCache,
@@ -180,8 +178,7 @@ def verify_cache(
     "/caches/{fingerprint}/fidelity",
     status_code=202,
     response_model=Job,
-    dependencies=WRITE,
-    responses=ACCEPTED_RESPONSES | describe_problems(404, 409, 422, 429, 503, 507),
+    **guard(WRITE, 404, 409, 422, 429, 507, answers=ACCEPTED_RESPONSES),
 )
 def measure_fidelity(
     folder: KnownCache,

@@ -34,12 +34,12 @@ from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail
 from services.api.answers.masked_log import MaskedLog
 from services.api.answers.metrics_file import read_metrics_file
-from services.api.answers.problems import Answers, describe_problems
+from services.api.answers.problems import Answers
 from services.api.answers.thinning import Point, thin_points
 from services.api.guards.authentication import hold_stream
 from services.api.guards.json_bodies import StrictRoute
 from services.api.guards.rate_limits import StreamLease
-from services.api.routes.access import READ, STREAM
+from services.api.routes.access import READ, STREAM, guard
 from services.api.service import JOB_ID, KnownJob, Service, TheCaller, TheService
 from services.store.jobs.records import RENAMED
 
@@ -69,11 +69,7 @@ _EVENTS_RESPONSES: Answers = {
 }
 
 
-@router.get(
-    "/jobs/{job_id}/events",
-    dependencies=READ,
-    responses=_EVENTS_RESPONSES | describe_problems(404, 422, 503),
-)
+@router.get("/jobs/{job_id}/events", **guard(READ, 404, 422, answers=_EVENTS_RESPONSES))
 def job_events(
     job: KnownJob,
     service: TheService,
@@ -117,9 +113,8 @@ async def _join_tail(job: KnownJob, service: TheService) -> AsyncIterator[JobTai
 
 @router.get(
     "/jobs/{job_id}/events/stream",
-    dependencies=STREAM,
     response_class=EventStreamResponse,
-    responses=_STREAM_RESPONSES | describe_problems(404, 422, 429, 503),
+    **guard(STREAM, 404, 422, 429, answers=_STREAM_RESPONSES),
 )
 async def job_stream(
     service: TheService,
@@ -170,7 +165,7 @@ class EventStreamRouter:
 # ---------------------------------------------------------------------- metrics
 
 
-@router.get("/jobs/{job_id}/metrics", dependencies=READ, responses=describe_problems(404, 422, 503))
+@router.get("/jobs/{job_id}/metrics", **guard(READ, 404, 422))
 def job_metrics(
     job: KnownJob,
     service: TheService,
@@ -249,7 +244,7 @@ MOST_CURVES = 100
 CURVE_POINTS = 24
 
 
-@router.get("/curves", dependencies=READ, responses=describe_problems(422, 503))
+@router.get("/curves", **guard(READ, 422))
 def job_curves(
     service: TheService,
     caller: TheCaller,
@@ -281,7 +276,7 @@ def job_curves(
     )
 
 
-@router.get("/runs", dependencies=READ, responses=describe_problems(503))
+@router.get("/runs", **guard(READ))
 def list_runs(service: TheService, caller: TheCaller) -> RunList:
     """List the runs on this server's disk and what they have measured, the newest first.
 
@@ -309,9 +304,8 @@ _LOG: Answers = {
 @router.head("/jobs/{job_id}/logs", dependencies=READ, include_in_schema=False)
 @router.get(
     "/jobs/{job_id}/logs",
-    dependencies=READ,
     response_class=Response,
-    responses=_LOG | describe_problems(404, 416, 422, 503),
+    **guard(READ, 404, 416, 422, answers=_LOG),
 )
 def job_logs(
     request: Request,

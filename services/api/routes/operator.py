@@ -31,9 +31,8 @@ from kd.client.wire.service import WorkerState
 from kd.config.kinds import list_stage_names
 from kd.face.version import read_version
 from kd.files import Disk
-from services.api.answers.problems import describe_problems
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import ADMIN
+from services.api.routes.access import ADMIN, guard
 from services.api.routes.operations import READY_SECONDS, RECORD_FORMAT
 from services.api.service import TheService
 from services.settings import Settings
@@ -53,7 +52,7 @@ router = APIRouter(tags=["service"], route_class=StrictRoute)
 # ---------------------------------------------------------------------- keys
 
 
-@router.get("/keys", dependencies=ADMIN, responses=describe_problems(503))
+@router.get("/keys", **guard(ADMIN))
 def list_keys(request: Request, service: TheService) -> KeyEntries:
     """List the API keys that are not revoked, with the time of their last use."""
     file: KeyFile | None = request.app.state.keys
@@ -80,7 +79,7 @@ def _describe_key(key: ApiKey, used: datetime | None) -> KeyEntry:
 # ---------------------------------------------------------------------- storage
 
 
-@router.get("/storage", dependencies=ADMIN, responses=describe_problems(503))
+@router.get("/storage", **guard(ADMIN))
 def show_storage(service: TheService) -> StorageReport:
     """Show what is on the disk, and what `kd gc` without options would remove now, and why."""
     # It loads zarr, which the other routes do without.
@@ -101,7 +100,7 @@ def read_disks(settings: Settings) -> dict[str, DiskSpace | None]:
 # ---------------------------------------------------------------------- health
 
 
-@router.get("/health", dependencies=ADMIN, responses=describe_problems(503))
+@router.get("/health", **guard(ADMIN))
 def show_health(service: TheService) -> ServiceHealth:
     """Show the state of the service and of what it needs, and say what is wrong."""
     store = service.store

@@ -27,11 +27,11 @@ from kd.files import format_bytes
 from services.api.admission import make_bytes_problem, require_space
 from services.api.answers.accounts import describe_account
 from services.api.answers.byte_ranges import ByteSource, send_bytes
-from services.api.answers.problems import Answers, ApiProblem, describe_problems
+from services.api.answers.problems import Answers, ApiProblem
 from services.api.answers.run_files import open_run_file
 from services.api.guards.json_bodies import StrictRoute
 from services.api.guards.json_lines import RowChecker
-from services.api.routes.access import READ, WRITE
+from services.api.routes.access import READ, WRITE, guard
 from services.api.service import Service, TheCaller, TheService
 from services.store.callers import Caller
 from services.store.training_files import NameTaken, PendingFile, TrainingFile
@@ -63,9 +63,8 @@ _CONTENT: Answers = {
 @router.put(
     "/files/{name}",
     status_code=201,
-    dependencies=WRITE,
     openapi_extra={"requestBody": {"required": True, **_BYTES}},
-    responses=_KNOWN | describe_problems(400, 409, 413, 415, 422, 429, 503, 507),
+    **guard(WRITE, 400, 409, 413, 415, 422, 429, 507, answers=_KNOWN),
 )
 async def put_file(
     request: Request, name: FileName, service: TheService, caller: TheCaller, response: Response
@@ -207,14 +206,14 @@ def _describe(file: TrainingFile, service: Service, caller: Caller) -> UploadedF
     )
 
 
-@router.get("/files", dependencies=READ, responses=describe_problems(503))
+@router.get("/files", **guard(READ))
 def list_files(service: TheService, caller: TheCaller) -> UploadedFileList:
     """List the files of the caller's team, newest first."""
     found = reversed(service.files.list_files(caller.team))
     return UploadedFileList(data=[_describe(file, service, caller) for file in found])
 
 
-@router.get("/files/{name}", dependencies=READ, responses=describe_problems(404, 422, 503))
+@router.get("/files/{name}", **guard(READ, 404, 422))
 def get_file(name: FileName, service: TheService, caller: TheCaller) -> UploadedFile:
     """Show a file of the caller's team."""
     return _describe(_find_file(name, service, caller), service, caller)
@@ -222,9 +221,8 @@ def get_file(name: FileName, service: TheService, caller: TheCaller) -> Uploaded
 
 @router.get(
     "/files/{name}/content",
-    dependencies=READ,
     response_class=Response,
-    responses=_CONTENT | describe_problems(404, 416, 422, 503),
+    **guard(READ, 404, 416, 422, answers=_CONTENT),
 )
 def get_file_content(
     request: Request, name: FileName, service: TheService, caller: TheCaller
@@ -247,8 +245,7 @@ def get_file_content(
 @router.delete(
     "/files/{name}",
     status_code=204,
-    dependencies=WRITE,
-    responses=_DELETED | describe_problems(404, 409, 422, 429, 503),
+    **guard(WRITE, 404, 409, 422, 429, answers=_DELETED),
 )
 def delete_file(name: FileName, service: TheService, caller: TheCaller) -> Response:
     """Delete a file of the caller's team; 409 while a job that has not ended needs it."""
