@@ -151,22 +151,17 @@ def print_table(columns: list[str], rows: list[list[str]], spare: tuple[str, ...
     if out.width == NO_TERMINAL_WIDTH:
         _print_lines(columns, rows)
         return
-    cells = (
-        {title: [row[place] for row in rows] for place, title in enumerate(columns)}
-        if any(columns)
-        else {}
-    )
+    cells = [[row[place] for row in rows] for place in range(len(columns))]
+    kept = list(range(len(columns)))
     for title in spare:
-        if sum(map(_measure_column, cells, cells.values())) + GAP * (len(cells) - 1) <= out.width:
+        widths = [_measure_column(columns[place], cells[place]) for place in kept]
+        if sum(widths) + GAP * (len(kept) - 1) <= out.width:
             break
-        del cells[title]
-    kept = [place for place, title in enumerate(columns) if title in cells or not cells]
+        kept.remove(columns.index(title))
     grid = Table(box=None, show_header=any(columns), pad_edge=False)
     for place in kept:
-        whole = _is_whole([row[place] for row in rows])
-        least = (
-            max(map(cell_len, [columns[place], *(row[place] for row in rows)])) if whole else None
-        )
+        whole = _is_whole(cells[place])
+        least = max(map(cell_len, [columns[place], *cells[place]])) if whole else None
         grid.add_column(columns[place], no_wrap=whole, min_width=least, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(row[place]) for place in kept))
@@ -175,16 +170,12 @@ def print_table(columns: list[str], rows: list[list[str]], spare: tuple[str, ...
 
 def _print_lines(columns: list[str], rows: list[list[str]]) -> None:
     titled = any(columns)
-    lines = [
-        columns,
-        *([" ".join(cell.split("\n")) or "-" * titled for cell in row] for row in rows),
-    ]
+    lines = [[" ".join(cell.split("\n")) or "-" * titled for cell in row] for row in rows]
+    lines = [columns, *lines] if titled else lines
     widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines if titled else lines[1:]:
-        padded = (
-            cell + " " * (width - cell_len(cell) + GAP)
-            for cell, width in zip(line, widths, strict=True)
-        )
+    for line in lines:
+        pairs = zip(line, widths, strict=True)
+        padded = (cell + " " * (width - cell_len(cell) + GAP) for cell, width in pairs)
         sys.stdout.write("".join(padded).rstrip() + "\n")
 
 

@@ -40,10 +40,17 @@ def adopt(
     that failed, and `kd jobs retry` continues it. The events and metrics of the lost record are not
     restored.
     """
-    from services.store.run_folder import read_run
+    from services.store.run_folder import RunFolderError, read_run
 
     settings = make_settings(home=home)
-    runs = [read_run(_require_own_folder(settings, folder)) for folder in folders]
+    home_runs = settings.runs.resolve()
+    for folder in folders:
+        if folder.resolve().parent != home_runs or not folder.is_dir():
+            raise RunFolderError(
+                f"{folder} is not a folder below {home_runs}.",
+                "Name the folder of a job there, or another data folder with --home.",
+            )
+    runs = [read_run(folder.resolve()) for folder in folders]
     found = []
     with connect_store(settings) as store:
         for run in runs:
@@ -79,17 +86,3 @@ def connect_store(settings: Settings) -> Iterator[JobStore]:
         except RedisError as error:
             raise StoreUnavailable(f"The job store {describe_failure(error)}.", remedy) from None
         yield JobStore(client, settings.max_attempts)
-
-
-def _require_own_folder(settings: Settings, folder: Path) -> Path:
-    """The folder's real path. Raises ``RunFolderError`` if it is not a run of this data folder."""
-    from services.store.run_folder import RunFolderError
-
-    found = folder.resolve()
-    runs = (settings.home / "runs").resolve()
-    if found.parent != runs or not found.is_dir():
-        raise RunFolderError(
-            f"{folder} is not a folder below {runs}.",
-            "Name the folder of a job there, or another data folder with --home.",
-        )
-    return found

@@ -160,7 +160,7 @@ def _remove(shown: list[Item], scene: Scene) -> tuple[list[Item], list[Item]]:
     from services.store.retention.collector import find_items, remove_items
 
     known = {(item.kind, item.name, item.path) for item in shown}
-    still = [item for item in find_items(scene) if (item.kind, item.name, item.path) in known]
+    still = [each for each in find_items(scene) if (each.kind, each.name, each.path) in known]
 
     def audit(item: Item) -> None:
         audit_command(scene.settings, "retention.remove", item.name, **item.describe())
@@ -183,16 +183,10 @@ def _print_items(free: list[Item], kept: list[Item], local: dict[str, int]) -> N
         stay = "{number} runs of `kd run` stay, {bytes} bytes".format(**local)
         err.print(f"{stay}: `kd runs rm` removes them", markup=False)
     if free:
-        rows = [
-            [
-                item.kind,
-                str(item.bytes),
-                format_value(item.age_seconds, "age_seconds"),
-                str(item.path),
-                item.reason,
-            ]
-            for item in free
-        ]
+        rows = []
+        for item in free:
+            age = format_value(item.age_seconds, "age_seconds")
+            rows.append([item.kind, str(item.bytes), age, str(item.path), item.reason])
         print_table(["KIND", "BYTES", "AGE", "WHAT", "REASON"], rows)
         out.print(f"{sum(item.bytes for item in free)} bytes")
     else:
