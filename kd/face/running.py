@@ -79,9 +79,8 @@ def _named_packages() -> Iterator[None]:
         if error.name not in _OF_WORKER:
             raise
         remedy = "Install what a run needs: pip install 'potstill[worker]'."
-        raise ModuleNotFoundError(
-            f"{error.name} is not installed. {remedy}", name=error.name
-        ) from None
+        detail = f"{error.name} is not installed. {remedy}"
+        raise ModuleNotFoundError(detail, name=error.name) from None
 
 
 @contextmanager
@@ -95,10 +94,8 @@ def alone_in(run_dir: Path, tell: Callable[[str], None], option: str) -> Iterato
     def announce() -> None:
         if not told.is_set():
             told.set()
-            tell(
-                f"Another run uses {run_dir}; this one waits until it has ended. {option} names "
-                "another folder."
-            )
+            waits = "this one waits until it has ended"
+            tell(f"Another run uses {run_dir}; {waits}. {option} names another folder.")
 
     with storage_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -138,7 +135,7 @@ def stop_on_signals(tell: Callable[[str], None]) -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         seen.add(number)
         if number == signal.SIGHUP:
-            _leave(terminals)
+            _leave_closed(terminals)
         if not stop.is_set():
             stop.set()
             tell("saving; press Ctrl-C again to stop without saving")
@@ -154,10 +151,9 @@ def stop_on_signals(tell: Callable[[str], None]) -> Iterator[threading.Event]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _leave(terminals: list[int]) -> None:
+def _leave_closed(terminals: list[int]) -> None:
     """Let what is written to a terminal that has closed go nowhere: it would be an error."""
-    for number in terminals:
-        if not os.isatty(number):
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nowhere, number)
-            os.close(nowhere)
+    with Path(os.devnull).open("r+b") as nowhere:
+        for number in terminals:
+            if not os.isatty(number):
+                os.dup2(nowhere.fileno(), number)
