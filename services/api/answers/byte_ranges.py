@@ -5,9 +5,11 @@ If the client already has the bytes, by If-None-Match, the answer is an empty 30
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
@@ -32,6 +34,15 @@ class ByteSource:
     tag: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     close: Callable[[], None] | None = None
+
+    @classmethod
+    def of_file(cls, handle: int, size: int, media_type: str, **more: Any) -> ByteSource:
+        """Return a source of an open file, which is closed with it."""
+
+        def read(start: int, stop: int) -> bytes:
+            return os.pread(handle, stop - start, start)
+
+        return cls(size, media_type, read, close=lambda: os.close(handle), **more)
 
     def skip_to(self, start: int) -> ByteSource:
         """Return a source of the bytes from ``start`` on."""

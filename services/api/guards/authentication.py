@@ -168,20 +168,13 @@ def _find_key(request: Request, shown: HTTPAuthorizationCredentials | None) -> A
         ) from error
     if key is None:
         unknown = "The API key is unknown or was revoked."
-        raise ApiProblem(
-            401,
-            "The request has no API key." if shown is None else unknown,
-            "Send Authorization: Bearer kd_...; `kd` reads the key from KD_API_KEY.",
-            headers=_CHALLENGE_HEADERS,
-        )
+        detail = "The request has no API key." if shown is None else unknown
+        remedy = "Send Authorization: Bearer kd_...; `kd` reads the key from KD_API_KEY."
+        raise ApiProblem(401, detail, remedy, headers=_CHALLENGE_HEADERS)
     if key.expired:
-        raise ApiProblem(
-            401,
-            f"The API key {key.id} of {key.name} expired at {key.expires_at}.",
-            f"Ask the operator for a new one: kd keys new {key.name} --expires 90d.",
-            "key-expired",
-            headers=_CHALLENGE_HEADERS,
-        )
+        detail = f"The API key {key.id} of {key.name} expired at {key.expires_at}."
+        remedy = f"Ask the operator for a new one: kd keys new {key.name} --expires 90d."
+        raise ApiProblem(401, detail, remedy, "key-expired", headers=_CHALLENGE_HEADERS)
     return key
 
 

@@ -102,7 +102,18 @@ def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> Ca
         if kind.checks
     }
     return CacheUsage(
-        jobs=[_show_user(job) for job in own[:SHOWN_JOBS]],
+        jobs=[
+            CacheUser(
+                id=job.id,
+                name=job.name,
+                kind=job.kind,
+                status=job.status,
+                created_at=job.created_at,
+                finished_at=job.finished_at,
+                student="student" in job.artifacts,
+            )
+            for job in own[:SHOWN_JOBS]
+        ],
         trials=len(jobs) - len(own),
         kept_by=list(_find_holders(service, caller, folder, jobs)),
         last_used=None if used is None else datetime.fromtimestamp(used, UTC),
@@ -114,18 +125,6 @@ def _read_jobs(service: Service, caller: Caller, folder: Path) -> list[JobRecord
     """The newest jobs of a cache that the caller sees, newest first."""
     ids = service.store.find_cache_jobs(folder.name)[:READ_JOBS]
     return service.store.get_many(ids, caller)
-
-
-def _show_user(job: JobRecord) -> CacheUser:
-    return CacheUser(
-        id=job.id,
-        name=job.name,
-        kind=job.kind,
-        status=job.status,
-        created_at=job.created_at,
-        finished_at=job.finished_at,
-        student="student" in job.artifacts,
-    )
 
 
 # ---------------------------------------------------------------------- checks
@@ -152,21 +151,16 @@ def _find_check(
     if not lines and found.status == "failed" and found.error is not None:
         lines = (found.error.detail,)
     at = found.finished_at or found.created_at
+    manifest = folder / MANIFEST
+    sealed = manifest.stat().st_mtime if manifest.is_file() else 0.0
     view = CacheCheck(
         job=found.id,
         status=found.status,
         at=at,
         problems=list(lines[:SHOWN_PROBLEMS]),
-        outdated=found.finished_at is not None and _was_sealed_after(folder, at),
+        outdated=found.finished_at is not None and sealed > at.timestamp(),
     )
     return _Check(view, lines, found.status in TERMINAL_STATUSES)
-
-
-def _was_sealed_after(folder: Path, time: datetime) -> bool:
-    try:
-        return (folder / MANIFEST).stat().st_mtime > time.timestamp()
-    except OSError:
-        return False
 
 
 def _count_expected_shards(jobs: Iterable[JobRecord]) -> int:

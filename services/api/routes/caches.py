@@ -72,15 +72,13 @@ def list_caches(service: TheService, caller: TheCaller) -> CacheList:
     from cache.checking.listing import list_caches as find_caches
 
     own = service.store.find_caches(caller)
-    found = [
-        summary
-        for summary in find_caches(service.settings.caches)
-        if own is None or summary.fingerprint in own
-    ]
     makers = _find_makers(service, caller)
-    return CacheList(
-        data=[CacheEntry(**each.to_json(), **makers.get(each.fingerprint, {})) for each in found]
-    )
+    found = [
+        CacheEntry(**each.to_json(), **makers.get(each.fingerprint, {}))
+        for each in find_caches(service.settings.caches)
+        if own is None or each.fingerprint in own
+    ]
+    return CacheList(data=found)
 
 
 @router.get("/caches/{fingerprint}", **guard(READ, 404, 422))
@@ -94,14 +92,11 @@ def get_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> Cac
     if not summary.complete:
         return CacheDetail(**facts)
     manifest = read_manifest(folder)
-    rows = [Fidelity(**asdict(row)) for row in manifest.fidelity]
-    overruled = manifest.overruled
-    return CacheDetail(
-        **facts,
-        identity=manifest.identity.to_json(),
-        fidelity=rows,
-        overruled=OverruledVerdict(**overruled.to_json()) if overruled else None,
-    )
+    facts["identity"] = manifest.identity.to_json()
+    facts["fidelity"] = [Fidelity(**asdict(row)) for row in manifest.fidelity]
+    if manifest.overruled:
+        facts["overruled"] = OverruledVerdict(**manifest.overruled.to_json())
+    return CacheDetail(**facts)
 
 
 def _find_makers(service: Service, caller: Caller) -> dict[str, dict[str, str]]:
@@ -192,37 +187,24 @@ def measure_fidelity(
     The teacher is the one that the cache names. The cache keeps what is measured.
     """
     _require_sealed(folder)
-    teacher = _name_teacher(service.reading.read_teacher(folder))
+    found = service.reading.read_teacher(folder)
+    named = PurePosixPath(found["name"])
+    teacher: dict[str, Any] = {"model": found["name"], "revision": found["revision"] or None}
+    if named.suffix == ".gguf":
+        teacher |= {"model": str(named.parent), "gguf_file": named.name}
+    if found["spread"]:
+        teacher["parallel"] = "device_map"
     job = _make_check("fidelity", folder, teacher=teacher)
     return accept_job(admission, job, idempotency_key, response)
 
 
 def _require_sealed(folder: Path) -> None:
     if not (folder / "manifest.json").is_file():
-        raise ApiProblem(
-            409,
-            f"The cache {folder.name} is not sealed yet.",
-            "Wait for its capture.",
-            "not-sealed",
-        )
-
-
-def _name_teacher(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the section ``teacher`` of a job with the teacher that a cache names."""
-    named = PurePosixPath(found["name"])
-    section: dict[str, Any] = {"model": found["name"], "revision": found["revision"] or None}
-    if named.suffix == ".gguf":
-        section |= {"model": str(named.parent), "gguf_file": named.name}
-    return section | ({"parallel": "device_map"} if found["spread"] else {})
+        detail = f"The cache {folder.name} is not sealed yet."
+        raise ApiProblem(409, detail, "Wait for its capture.", "not-sealed")
 
 
 def _make_check(kind: str, folder: Path, **sections: Any) -> JobConfig:
-    fingerprint = folder.name
-    return parse_config(
-        {
-            "kind": kind,
-            "name": f"{kind}-{fingerprint[:12]}",
-            "cache": {"fingerprint": fingerprint},
-            **sections,
-        }
-    )
+    name = f"{kind}-{folder.name[:12]}"
+    cache = {"fingerprint": folder.name}
+    return parse_config({"kind": kind, "name": name, "cache": cache, **sections})

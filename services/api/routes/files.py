@@ -346,13 +346,12 @@ def _send_file(request: Request, path: Path, name: str, service: Service) -> Res
     if not stat.S_ISREG(state.st_mode):
         os.close(handle)
         raise ApiProblem(404, f"{name} is not a regular file.", "Read the list again.")
-    content = ByteSource(
+    content = ByteSource.of_file(
+        handle,
         state.st_size,
         _guess_media_type(path.name),
-        lambda start, stop: os.pread(handle, stop - start, start),
         tag=f'"{service.digests.compute(handle)}"',
         headers={"Content-Disposition": f'attachment; filename="{_sanitise_name(name)}"'},
-        close=lambda: os.close(handle),
     )
     return send_bytes(request, content)
 

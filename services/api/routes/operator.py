@@ -38,7 +38,7 @@ from services.api.service import TheService
 from services.settings import Settings
 from services.store.connection import ask_server, find_unsuitability
 from services.store.jobs.store import JobStore
-from services.store.key_file import ApiKey, KeyFile
+from services.store.key_file import KeyFile
 
 #: Seconds by which the clocks of Redis and the server may differ: leases and events take the first,
 #: logs and files the second.
@@ -59,21 +59,20 @@ def list_keys(request: Request, service: TheService) -> KeyEntries:
     if file is None:
         return KeyEntries(required=False, data=[])
     used = service.key_use.read()
-    entries = [_describe_key(key, used.get(key.id)) for key in file.list_keys()]
+    entries = [
+        KeyEntry(
+            id=key.id,
+            name=key.name,
+            team=key.team or key.name,
+            scopes=list(key.scopes),
+            created_at=datetime.fromisoformat(key.created_at) if key.created_at else None,
+            last_used_at=used.get(key.id),
+            expires_at=key.expires_at,
+            expired=key.expired,
+        )
+        for key in file.list_keys()
+    ]
     return KeyEntries(required=True, data=entries)
-
-
-def _describe_key(key: ApiKey, used: datetime | None) -> KeyEntry:
-    return KeyEntry(
-        id=key.id,
-        name=key.name,
-        team=key.team or key.name,
-        scopes=list(key.scopes),
-        created_at=datetime.fromisoformat(key.created_at) if key.created_at else None,
-        last_used_at=used,
-        expires_at=key.expires_at,
-        expired=key.expired,
-    )
 
 
 # ---------------------------------------------------------------------- storage
@@ -110,13 +109,9 @@ def show_health(service: TheService) -> ServiceHealth:
     age = None if last is None else max(0.0, store.read_clock_ms() / 1000 - float(last))
     stages = list_stage_names("worker")
     depths = store.read_queue_depths(stages)
+    serving = {stage: sum(stage in worker.stages for worker in workers) for stage in stages}
     queues = [
-        QueueHealth(
-            stage=stage,
-            waiting=depths[stage],
-            workers=sum(stage in worker.stages for worker in workers),
-        )
-        for stage in stages
+        QueueHealth(stage=stage, waiting=depths[stage], workers=serving[stage]) for stage in stages
     ]
     full = service.settings.find_full_disk()
     unsuitable = find_unsuitability(store.redis)

@@ -11,7 +11,6 @@ A file never changes. The id of a file names it, too: files of earlier versions 
 
 from __future__ import annotations
 
-import os
 import re
 from asyncio import to_thread
 from datetime import UTC, datetime
@@ -74,8 +73,19 @@ async def put_file(
     Every line is checked. The file is kept whole, or not at all. It never changes: a name that the
     team has is a conflict, unless the content is the same.
     """
-    _require_plain(name)
-    _require_json_lines(request)
+    if _PLAIN_NAME.fullmatch(name) is None:
+        raise ApiProblem(
+            400,
+            f"{name!a} is not a plain name of a file.",
+            "Choose 1 to 255 characters without folders; the first one is no dot.",
+        )
+    declared = request.headers.get("content-type", JSON_LINES).partition(";")[0].strip().lower()
+    if declared not in _MEDIA_TYPES:
+        raise ApiProblem(
+            415,
+            f"The file is declared as {declared!a}, which is not JSON lines.",
+            f"Send its bytes as they are, without a form, as Content-Type: {JSON_LINES}.",
+        )
     await run_in_threadpool(_admit, request, name, service, caller)
     checker = RowChecker()
     with service.files.receiving(caller.team) as pending:
@@ -97,25 +107,6 @@ async def put_file(
             service.audit.record, caller, "file.create", made.id, name=name, bytes=made.bytes
         )
     return _describe(made, service, caller)
-
-
-def _require_plain(name: str) -> None:
-    if _PLAIN_NAME.fullmatch(name) is None:
-        raise ApiProblem(
-            400,
-            f"{name!a} is not a plain name of a file.",
-            "Choose 1 to 255 characters without folders; the first one is no dot.",
-        )
-
-
-def _require_json_lines(request: Request) -> None:
-    declared = request.headers.get("content-type", JSON_LINES).partition(";")[0].strip().lower()
-    if declared not in _MEDIA_TYPES:
-        raise ApiProblem(
-            415,
-            f"The file is declared as {declared!a}, which is not JSON lines.",
-            f"Send its bytes as they are, without a form, as Content-Type: {JSON_LINES}.",
-        )
 
 
 def _admit(request: Request, name: str, service: Service, caller: Caller) -> None:
@@ -233,13 +224,7 @@ def get_file_content(
         handle = open_run_file(service.settings.files, service.files.locate(caller.team, file.id))
     except FileNotFoundError:  # it was deleted meanwhile
         raise _make_no_file_problem(name) from None
-    content = ByteSource(
-        file.bytes,
-        JSON_LINES,
-        lambda start, stop: os.pread(handle, stop - start, start),
-        close=lambda: os.close(handle),
-    )
-    return send_bytes(request, content)
+    return send_bytes(request, ByteSource.of_file(handle, file.bytes, JSON_LINES))
 
 
 @router.delete(
