@@ -189,10 +189,7 @@ def worker(
 
 @app.command()
 def demo(
-    baseline: Annotated[
-        bool,
-        typer.Option("--baseline/--no-baseline", help="Also train a student without a teacher."),
-    ] = False,
+    baseline: Annotated[bool, typer.Option(help="Also train a student without a teacher.")] = False,
     home: Home = None,
 ) -> None:
     """Run the example job through the whole service on this machine, and print its report."""

@@ -59,18 +59,14 @@ Tolerance = Annotated[
 ]
 Ahead = Annotated[
     bool,
-    typer.Option(
-        "--ahead/--no-ahead", help="axolotl: each list describes the token after its own position."
-    ),
+    typer.Option(help="axolotl: each list describes the token after its own position."),
 ]
 ExportFormat = Annotated[
     str, typer.Option("--format", help="Format to write: parquet or distillkit.")
 ]
 Lossy = Annotated[
     bool,
-    typer.Option(
-        "--lossy/--no-lossy", help="Leave out what the format cannot hold, such as a sampled tail."
-    ),
+    typer.Option(help="Leave out what the format cannot hold, such as a sampled tail."),
 ]
 Out = Annotated[Path, typer.Option(help="New folder for the dataset.")]
 

@@ -121,9 +121,7 @@ def jobs_ls(
         str | None,
         typer.Option(help="List only jobs with this text in their id, name, labels or models."),
     ] = None,
-    trials: Annotated[
-        bool, typer.Option("--trials/--no-trials", help="List the trials of searches, too.")
-    ] = True,
+    trials: Annotated[bool, typer.Option(help="List the trials of searches, too.")] = True,
     limit: Annotated[int, typer.Option(min=1, max=100, help="How many jobs to list at most.")] = 20,
     server: Server = None,
 ) -> None:
@@ -217,9 +215,7 @@ def jobs_rm(
     ],
     artifacts: Annotated[
         bool,
-        typer.Option(
-            "--artifacts/--no-artifacts", help="Also delete their checkpoints, logs and artifacts."
-        ),
+        typer.Option(help="Also delete their checkpoints, logs and artifacts."),
     ] = False,
     server: Server = None,
 ) -> None:

@@ -61,7 +61,6 @@ Place = Annotated[
 Force = Annotated[
     bool,
     typer.Option(
-        "--force/--no-force",
         help="Also remove what an unfinished job or the card of a kept student names, but never "
         "what a process captures, reads or writes now.",
     ),

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 Fast = Annotated[
     bool,
     typer.Option(
-        "--fast/--no-fast",
-        help="Estimate by table and arithmetic: load no model, and read a sample of the text.",
+        help="Estimate by table and arithmetic: load no model, and read a sample of the text."
     ),
 ]
 Kind = Annotated[

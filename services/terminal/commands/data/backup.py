@@ -61,16 +61,11 @@ def restore(
     folder: Annotated[Path, typer.Argument(help="Folder that `kd backup` wrote.")],
     force: Annotated[
         bool,
-        typer.Option(
-            "--force/--no-force",
-            help="Replace the jobs, caches, runs, files, models and data that exist now.",
-        ),
+        typer.Option(help="Replace the jobs, caches, runs, files, models and data that exist now."),
     ] = False,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check/--no-check", help="Only check the backup against its digests; restore nothing."
-        ),
+        typer.Option(help="Only check the backup against its digests; restore nothing."),
     ] = False,
     home: Home = None,
 ) -> None:

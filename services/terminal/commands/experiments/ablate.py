@@ -38,10 +38,7 @@ Steps = Annotated[
         help="Steps of a run, each as large as a step of the job. Default: the job's, at most 200.",
     ),
 ]
-Grid = Annotated[
-    bool,
-    typer.Option("--grid/--no-grid", help="Run every combination of the axes."),
-]
+Grid = Annotated[bool, typer.Option(help="Run every combination of the axes.")]
 Folder = Annotated[
     Path | None,
     typer.Option("--out", help="Folder of the ablation. Default: ablations/NAME in KD_HOME."),

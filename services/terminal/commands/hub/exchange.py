@@ -40,15 +40,11 @@ def push(
     private: Annotated[
         bool | None,
         typer.Option(
-            "--private/--no-private",
             help="A new repository is private, unless you give --no-private. --private also "
             "refuses a repository that is public.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run/--no-dry-run", help="Only list the files; nothing is sent."),
-    ] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only list the files; nothing is sent.")] = False,
     home: Home = None,
 ) -> None:
     """Push a student or a cache to the Hugging Face hub, with its card.

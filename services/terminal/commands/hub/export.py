@@ -37,7 +37,7 @@ def export(
     converter: Annotated[
         str | None,
         typer.Option(
-            help="llama.cpp's folder, or its convert_hf_to_gguf.py. Default: the one on PATH.",
+            help="llama.cpp's folder, or its convert_hf_to_gguf.py. Default: the one on PATH."
         ),
     ] = None,
     outtype: Annotated[
