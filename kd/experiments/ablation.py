@@ -26,7 +26,7 @@ from kd.config.kinds import CAPTURE, TRAIN
 from kd.errors import Interrupted, format_first_line
 from kd.experiments.ablation_page import render_ablation
 from kd.experiments.child import StageOrder, run_in_child
-from kd.experiments.plan import AblationJob, AblationPlan
+from kd.experiments.plan import AblationJob, AblationPlan, AblationRow
 from kd.files import read_json, write_json, write_text
 from kd.progress import Event, Monitor
 from kd.stages.source import select_cache_inputs
@@ -98,14 +98,8 @@ class _Ablation:
         own = self._capture(job.config)
         if (own / "cache.json").is_file():
             shutil.copyfile(own / "cache.json", run_dir / "cache.json")
-        order = StageOrder(
-            TRAIN.name,
-            job.config.model_dump(mode="json"),
-            str(self.home),
-            str(run_dir),
-            self.plan.base.model_dump(mode="json"),
-            str(records),
-        )
+        data, base = (each.model_dump(mode="json") for each in (job.config, self.plan.base))
+        order = StageOrder(TRAIN.name, data, str(self.home), str(run_dir), base, str(records))
         run_in_child(order, self._listen())
 
     def _capture(self, config: JobConfig) -> Path:
@@ -147,14 +141,7 @@ class _Ablation:
             "seed": train.seed,
             "base": self.plan.base_digest,
             "axes": [
-                {
-                    "name": axis.name,
-                    "why": axis.why,
-                    "rows": [
-                        {"label": row.label, "run": row.digest, "refusal": row.refusal}
-                        for row in axis.rows
-                    ],
-                }
+                {"name": axis.name, "why": axis.why, "rows": list(map(_describe_row, axis.rows))}
                 for axis in self.plan.axes
             ],
             "runs": {digest: self.describe(job) for digest, job in self.plan.jobs.items()},
@@ -176,6 +163,10 @@ class _Ablation:
         if outcome["state"] == "finished":
             found |= read_figures(folder)
         return found
+
+
+def _describe_row(row: AblationRow) -> dict[str, Any]:
+    return {"label": row.label, "run": row.digest, "refusal": row.refusal}
 
 
 def read_figures(folder: Path) -> dict[str, Any]:

@@ -84,14 +84,12 @@ def _list_clippings(config: JobConfig) -> Axis:
 
 def _list_accumulations(config: JobConfig) -> Axis:
     whole = config.require_train().sequences_per_step
-    settings = (
-        AxisSetting(
-            f"{parts} x {whole // parts} sequences",
-            {"train.gradient_accumulation_steps": parts, "train.batch_size": whole // parts},
-        )
-        for parts in (1, 2, 4, 8)
-        if whole % parts == 0
-    )
+    settings = []
+    for parts in (1, 2, 4, 8):
+        size, rest = divmod(whole, parts)
+        if not rest:
+            fields = {"train.gradient_accumulation_steps": parts, "train.batch_size": size}
+            settings.append(AxisSetting(f"{parts} x {size} sequences", fields))
     return Axis("accumulation", tuple(settings), "A step has the same sequences in all of them.")
 
 

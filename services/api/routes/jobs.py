@@ -107,21 +107,17 @@ DELETE_RESPONSES: Answers = {204: {"description": "The job is deleted."}}
 
 # ---------------------------------------------------------------------- creating jobs
 
-EXAMPLE = {
-    "name": "tiny",
-    "teacher": {"model": "examples/austen/teacher"},
-    "student": {"init": {"layers": 1, "hidden_size": 64}},
-    "data": {"train": "examples/austen/text/persuasion.txt", "max_train_samples": 64},
-    "train": {"max_steps": 20},
+EXAMPLE: Any = {
+    "summary": "A small student of the example's teacher",
+    "value": {
+        "name": "tiny",
+        "teacher": {"model": "examples/austen/teacher"},
+        "student": {"init": {"layers": 1, "hidden_size": 64}},
+        "data": {"train": "examples/austen/text/persuasion.txt", "max_train_samples": 64},
+        "train": {"max_steps": 20},
+    },
 }
-JobBody = Annotated[
-    JobConfig,
-    Body(
-        openapi_examples={
-            "tiny": {"summary": "A small student of the example's teacher", "value": EXAMPLE}
-        }
-    ),
-]
+JobBody = Annotated[JobConfig, Body(openapi_examples={"tiny": EXAMPLE})]
 
 
 @router.post(
@@ -373,13 +369,10 @@ def _apply_action(action: Action, job: Job, service: Service) -> str:
     if change.outcome != "illegal":
         return change.outcome
     allowed = sorted(change.allowed)
-    raise ApiProblem(
-        409,
-        f"{action} is not possible while the job is {change.status}.",
-        f"This status allows: {', '.join(allowed) or 'nothing'}.",
-        "invalid-transition",
-        members={"job_status": change.status, "allowed": allowed},
-    )
+    detail = f"{action} is not possible while the job is {change.status}."
+    remedy = f"This status allows: {', '.join(allowed) or 'nothing'}."
+    members = {"job_status": change.status, "allowed": allowed}
+    raise ApiProblem(409, detail, remedy, "invalid-transition", members=members)
 
 
 @router.delete(

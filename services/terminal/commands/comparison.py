@@ -66,8 +66,7 @@ def jobs_diff(first: JobName, second: JobName, server: Server = None) -> None:
 def compare_settings(first: Any, second: Any) -> dict[str, list[Any]]:
     """Return the values of each setting that differs, by its dotted name; None = not given."""
     both = dict(_flatten(first)), dict(_flatten(second))
-    names = dict.fromkeys([*both[0], *both[1]])
-    pairs = {name: [one.get(name) for one in both] for name in names}
+    pairs = {name: [one.get(name) for one in both] for name in both[0] | both[1]}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 

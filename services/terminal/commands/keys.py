@@ -67,13 +67,9 @@ def keys_new(
     """
     from services.store.key_file import create_key, parse_lifetime
 
-    text, key = create_key(
-        _find_key_file(file),
-        name,
-        [scope.strip() for scope in scopes.split(",")],
-        None if expires is None else parse_lifetime(expires),
-        team,
-    )
+    wanted = [scope.strip() for scope in scopes.split(",")]
+    lifetime = None if expires is None else parse_lifetime(expires)
+    text, key = create_key(_find_key_file(file), name, wanted, lifetime, team)
     scope = ", ".join(key.scopes)
     audit_command(make_settings(), "key.create", key.id, name=name, scopes=scope, team=key.team)
     if print_as_json({"key": text, **_describe_key(key)}):
@@ -93,17 +89,11 @@ def keys_ls(file: File = None) -> None:
     keys = read_keys(_find_key_file(file))
     if print_as_json([_describe_key(key) for key in keys]):
         return
-    rows = [
-        [
-            key.id,
-            key.name,
-            key.team or key.name,
-            ", ".join(key.scopes),
-            format_time(key.created_at),
-            f"{_format_end(key)}{' (expired)' if key.expired else ''}",
-        ]
-        for key in keys
-    ]
+    rows = []
+    for key in keys:
+        end = f"{_format_end(key)}{' (expired)' if key.expired else ''}"
+        owner = [key.id, key.name, key.team or key.name, ", ".join(key.scopes)]
+        rows.append([*owner, format_time(key.created_at), end])
     print_table(["ID", "NAME", "TEAM", "SCOPES", "CREATED", "EXPIRES"], rows)
     for key in keys:
         if key.expires_soon:

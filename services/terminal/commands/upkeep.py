@@ -90,12 +90,7 @@ def cache_rm(names: Fingerprints, yes: Yes = False, home: Home = None) -> None:
     summaries = [summarise_cache(folder) for folder in folders]
     if not mode.as_json:
         rows = [
-            [
-                each.fingerprint,
-                format_value(each.complete),
-                format_value(each.teacher),
-                format_value(each.bytes),
-            ]
+            [each.fingerprint, *map(format_value, (each.complete, each.teacher, each.bytes))]
             for each in summaries
         ]
         print_table(["FINGERPRINT", "COMPLETE", "TEACHER", "BYTES"], rows)
@@ -163,10 +158,8 @@ def _print_comparison(found: Comparison) -> None:
     if (records := found.records) is not None:
         out.print(f"{records.equal_shards} of {records.shards} shards are equal byte for byte")
         if records.same is not None:
-            out.print(
-                f"{records.same:.2%} of {records.positions} records in the other shards are the "
-                "same"
-            )
+            count = records.positions
+            out.print(f"{records.same:.2%} of {count} records in the other shards are the same")
         if records.gold_difference is not None:
             out.print(f"log-probabilities of the text differ by {records.gold_difference:.4g} nats")
     if found.equal:
@@ -218,7 +211,6 @@ def parse_age(text: str, option: str = "--older-than") -> float:
     found = re.fullmatch(r"(\d+)([smhdw])", text)
     seconds = int(found[1]) * SECONDS_OF_UNIT[found[2]] if found else math.inf
     if seconds > LONGEST_AGE_SECONDS:
-        raise typer.BadParameter(
-            f"{text!r} is not an age: write 90m, 12h, 7d or 2w", param_hint=option
-        )
+        detail = f"{text!r} is not an age: write 90m, 12h, 7d or 2w"
+        raise typer.BadParameter(detail, param_hint=option)
     return seconds

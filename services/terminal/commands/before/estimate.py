@@ -110,11 +110,12 @@ def _find_kind(name: str | None, price: float | None, fast: bool) -> DeviceRates
             "--device and --price need a rehearsal of the job, which --fast leaves out: give one "
             "or the other."
         )
-    if name is not None and name not in DEVICE_KINDS:
-        raise typer.BadParameter(
-            f"--device is {name!r}, but only these kinds are known: {', '.join(DEVICE_KINDS)}."
-        )
-    return None if name is None else DEVICE_KINDS[name]
+    if name is None:
+        return None
+    if name not in DEVICE_KINDS:
+        known = ", ".join(DEVICE_KINDS)
+        raise typer.BadParameter(f"--device is {name!r}, but only these kinds are known: {known}.")
+    return DEVICE_KINDS[name]
 
 
 def _print_device(device: dict[str, Any]) -> None:
@@ -162,12 +163,9 @@ def _estimate_by_table(
     if config.train is None:
         return capture, None
     plan = plan_job(config, settings, [])
-    return capture, {
-        "steps": plan.steps,
-        "tokens": plan.tokens,
-        "parameters": plan.memory.student_parameters,
-        "memory_bytes": plan.memory.student_bytes,
-    }
+    memory = plan.memory
+    sizes = {"parameters": memory.student_parameters, "memory_bytes": memory.student_bytes}
+    return capture, {"steps": plan.steps, "tokens": plan.tokens, **sizes}
 
 
 def _estimate_by_trial(

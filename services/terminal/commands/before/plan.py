@@ -45,6 +45,12 @@ Tokens = Annotated[
     ),
 ]
 
+#: What the table shows of a strategy's settings.
+SETTINGS = (
+    "strategy", "ranks", "batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
+    "precision",
+)  # fmt: skip
+
 app = typer.Typer()
 
 
@@ -135,12 +141,8 @@ def _say(line: str) -> None:
 
 
 def _format_strategy(each: dict[str, Any]) -> list[str]:
-    settings = (
-        "strategy", "ranks", "batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
-        "precision",
-    )  # fmt: skip
     return [
-        *(str(each[name]) for name in settings),
+        *(str(each[name]) for name in SETTINGS),
         format_value(each["memory_bytes"], "bytes"),
         format_value(each["step_seconds"], "seconds"),
         f"{each['waiting_seconds'] / each['step_seconds']:.0%}",

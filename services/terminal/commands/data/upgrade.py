@@ -13,6 +13,7 @@ from services.terminal.commands.upkeep import STORE_TIMEOUT, find_embedded_url
 from services.terminal.console import (
     Home,
     audit_command,
+    format_value,
     make_settings,
     out,
     print_as_json,
@@ -94,7 +95,7 @@ def _opening(settings: Settings) -> Iterator[Data]:
 def _print(left: list[FoundFormat], done: list[FoundFormat], data: Data) -> None:
     counts = Counter((each.format, each.number, each.state) for each in left)
     rows = [
-        [name, "" if number is None else str(number), str(count), STATES[state]]
+        [name, format_value(number), str(count), STATES[state]]
         for (name, number, state), count in counts.items()
     ]
     if rows:
@@ -108,7 +109,7 @@ def _print(left: list[FoundFormat], done: list[FoundFormat], data: Data) -> None
             out.print(f"to rewrite: {each.place}", markup=False, soft_wrap=True)
     for each in done:
         out.print(f"rewritten: {each.place}", markup=False, soft_wrap=True)
-    if not done and not any(each.state == "rewrite" for each in left):
-        out.print("nothing to rewrite")
-    elif not done:
-        out.print("`kd upgrade --yes` rewrites it; make a backup first.", markup=False)
+    if not done:
+        found = any(each.state == "rewrite" for each in left)
+        advice = "`kd upgrade --yes` rewrites it; make a backup first."
+        out.print(advice if found else "nothing to rewrite", markup=False)

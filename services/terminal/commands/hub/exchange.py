@@ -118,13 +118,12 @@ def find_source(name: str, settings: Settings) -> Path:
 
     path = Path(name)
     found = path if path.is_dir() else find_run(name, settings.runs)
-    if found is not None and (found / "student").is_dir():
-        return (found / "student").absolute()
-    if found is not None and (found != path or (found / MARK).exists()):
-        raise ModelError(
-            f"the run {found} has no student.", "Name a run whose training has finished."
-        )
     if found is not None:
+        if (found / "student").is_dir():
+            return (found / "student").absolute()
+        if found != path or (found / MARK).exists():
+            remedy = "Name a run whose training has finished."
+            raise ModelError(f"the run {found} has no student.", remedy)
         return found.absolute()
     try:
         return find_cache(settings.caches, name).absolute()
