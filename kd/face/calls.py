@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cache.shards.names import FINGERPRINT
+from kd.buckets.inputs import begin_downloads
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.face.inputs import ModelSaver, describe_data, describe_text, find_home
 from kd.face.jobs import Named, make_job
 from kd.face.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
-from kd.face.running import RunOptions, run_here, run_stages_here
+from kd.face.running import run_in_process
 from kd.files import find_caches
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def _examine(
         target = ExaminedModel.find(name, home)
         return target.model, examine(config, target, home, folder, monitor)
 
-    (model, report), warnings = run_here(run, RunOptions(home, folder, progress))
+    (model, report), warnings = run_in_process(run, folder, progress)
     measured = report["evaluation"]["models"]
     student = measured["student"]
     return EvaluationResult(
@@ -209,7 +210,16 @@ def run_job(
         raise ConfigError([Problem("/kind", detail, remedy)])
     base = find_home(home)
     run_dir = _find_folder(out, base / "runs" / job.name)
-    found, warnings = run_stages_here(job, RunOptions(base, run_dir, progress))
+
+    def run(monitor: Monitor) -> dict[str, Any]:
+        from kd.pipeline import run_stages
+        from kd.preflight.problems import Folders, Machine, require_no_problems
+
+        begin_downloads(base)
+        require_no_problems(job, Folders(Path(), base, opened=True), Machine())
+        return run_stages(job, base, run_dir, monitor)
+
+    found, warnings = run_in_process(run, run_dir, progress)
     parts: dict[str, Any] = {"job": job, "warnings": warnings}
     if "report" not in found:
         return _make_cache_result(found["cache"], base, **parts)

@@ -7,14 +7,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cache.disk import locked, require_locks, storage_errors
-from kd.buckets.inputs import begin_downloads
-from kd.config.job import JobConfig
 from kd.errors import Interrupted
 from kd.face.bars import ProgressBars, library_bars_hidden
 from kd.files import LOCK
@@ -25,41 +22,18 @@ _OF_WORKER = {"accelerate", "datasets", "matplotlib", "peft", "pyarrow", "torch"
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """The data folder with the caches, the folder of the run, and whether it shows its progress."""
-
-    home: Path
-    run_dir: Path
-    progress: bool = True
-
-
-def run_stages_here(
-    config: JobConfig, options: RunOptions
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Run every stage of the job; return the pipeline's result and the run's warnings."""
-
-    def run(monitor: Monitor) -> dict[str, Any]:
-        from kd.pipeline import run_stages
-        from kd.preflight.problems import Folders, Machine, require_no_problems
-
-        begin_downloads(options.home)
-        require_no_problems(config, Folders(Path(), options.home, opened=True), Machine())
-        return run_stages(config, options.home, options.run_dir, monitor)
-
-    return run_here(run, options)
-
-
-def run_here(run: Callable[[Monitor], _T], options: RunOptions) -> tuple[_T, tuple[str, ...]]:
+def run_in_process(
+    run: Callable[[Monitor], _T], run_dir: Path, progress: bool = True
+) -> tuple[_T, tuple[str, ...]]:
     """Call ``run`` with a monitor that shows bars; return its result and the run's warnings.
 
     The first Ctrl-C, SIGTERM or SIGHUP lets the run save its state and then raises
     ``KeyboardInterrupt``; the same call continues from there. The second stops without saving.
     """
     with (
-        ProgressBars(options.progress) as bars,
+        ProgressBars(progress) as bars,
         _named_packages(),
-        alone_in(options.run_dir, bars.tell, "out=..."),
+        alone_in(run_dir, bars.tell, "out=..."),
         stop_on_signals(bars.tell) as stop,
         library_bars_hidden(),
     ):

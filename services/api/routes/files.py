@@ -307,12 +307,12 @@ def _find_stored_artifacts(job: Job, service: Service) -> dict[str, StoredArtifa
     if service.settings.locate_stored_run(job.id) is None:
         return {}
     runs = service.settings.runs
-    elsewhere = {
+    lacking = {
         name: path
         for name, path in job.artifacts.items()
         if not (Path(path).is_relative_to(runs) and Path(path).exists())
     }
-    return find_stored_artifacts(service.settings, _list_runs(job, service), elsewhere)
+    return find_stored_artifacts(service.settings, _list_runs(job, service), lacking)
 
 
 def _describe_artifact(

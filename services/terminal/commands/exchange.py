@@ -33,7 +33,6 @@ Paths = Annotated[
     list[Path],
     typer.Argument(help="Files, or folders with files; files named validation* are held out."),
 ]
-Tokenizer = Annotated[str, typer.Option(help="Folder of the tokenizer that made the records.")]
 Entries = Annotated[
     int | None,
     typer.Option("--k", min=1, help="Entries of each record. Default: all that it has."),
@@ -49,7 +48,6 @@ HeldOut = Annotated[
     float,
     typer.Option(min=0.0, max=0.5, help="Share of the sequences to hold out, taken from the end."),
 ]
-Teacher = Annotated[str, typer.Option(help="Name of the teacher, for display only.")]
 Tolerance = Annotated[
     float | None,
     typer.Option(
@@ -68,19 +66,18 @@ Lossy = Annotated[
     bool,
     typer.Option(help="Leave out what the format cannot hold, such as a sampled tail."),
 ]
-Out = Annotated[Path, typer.Option(help="New folder for the dataset.")]
 
 
 @app.command("import")
 def cache_import(
     format: ImportFormat,
     paths: Paths,
-    tokenizer: Tokenizer,
+    tokenizer: Annotated[str, typer.Option(help="Folder of the tokenizer that made the records.")],
     k: Entries = None,
     sequence_length: Length = None,
     config: Config = None,
     validation_fraction: HeldOut = 0.0,
-    teacher_name: Teacher = "",
+    teacher_name: Annotated[str, typer.Option(help="Name of the teacher, for display only.")] = "",
     mass_tolerance: Tolerance = None,
     ahead: Ahead = False,
     home: Home = None,
@@ -115,7 +112,7 @@ def cache_import(
 def cache_export(
     fingerprint: Fingerprint,
     format: ExportFormat,
-    out: Out,
+    out: Annotated[Path, typer.Option(help="New folder for the dataset.")],
     k: Entries = None,
     lossy: Lossy = False,
     home: Home = None,

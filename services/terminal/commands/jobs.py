@@ -301,13 +301,13 @@ def _place_paths(
     from kd.preflight.named_paths import list_relative_paths, make_paths_absolute
     from services.process.file_view import identify_file_view
 
-    here = make_settings().root
-    known = list_relative_paths(original, here) if original is not None else []
-    relative = [each for each in list_relative_paths(config, here) if each not in known]
+    root = make_settings().root
+    known = list_relative_paths(original, root) if original is not None else []
+    relative = [each for each in list_relative_paths(config, root) if each not in known]
     if not relative:
         return config.model_dump(mode="json")
     if client.version().file_view == identify_file_view():
-        return make_paths_absolute(config, here)
+        return make_paths_absolute(config, root)
     notes.print(
         f"The service does not see the files of this machine: {relative[0].name} and other relative"
         " paths of the job start in the folder of the service (KD_ROOT).",

@@ -38,18 +38,14 @@ OlderThan = Annotated[
     ),
 ]
 Caches = Annotated[bool | None, typer.Option(help="Sealed caches that nothing has read.")]
-Texts = Annotated[bool | None, typer.Option(help="Token stores that nothing has read.")]
 Runs = Annotated[bool | None, typer.Option(help="Ended jobs: record, run folder and student.")]
 OLD_CHECKPOINTS = "Checkpoints of ended jobs beyond the newest; --keep says how many stay."
 Checkpoints = Annotated[bool | None, typer.Option(help=OLD_CHECKPOINTS)]
 KEPT = "Checkpoints that an ended job keeps; 0 = none if its student is saved."
-Keep = Annotated[int | None, typer.Option(min=0, help=KEPT)]
 Events = Annotated[bool | None, typer.Option(help="Events and metrics of ended jobs, in Redis.")]
 Logs = Annotated[bool | None, typer.Option(help="Logs of ended jobs.")]
-Files = Annotated[bool | None, typer.Option(help="Uploaded files that no job names.")]
 Imports = Annotated[bool | None, typer.Option(help="Models and data that `import kd` saved.")]
 LEFT = "What crashes left: incomplete caches, runs without a record. Age: 7d."
-Leftovers = Annotated[bool | None, typer.Option(help=LEFT)]
 Place = Annotated[
     str | None,
     typer.Option(
@@ -74,15 +70,15 @@ def gc(
     context: typer.Context,
     older_than: OlderThan = None,
     caches: Caches = None,
-    texts: Texts = None,
+    texts: Annotated[bool | None, typer.Option(help="Token stores that nothing has read.")] = None,
     runs: Runs = None,
     checkpoints: Checkpoints = None,
-    keep: Keep = None,
+    keep: Annotated[int | None, typer.Option(min=0, help=KEPT)] = None,
     events: Events = None,
     logs: Logs = None,
-    files: Files = None,
+    files: Annotated[bool | None, typer.Option(help="Uploaded files that no job names.")] = None,
     imports: Imports = None,
-    leftovers: Leftovers = None,
+    leftovers: Annotated[bool | None, typer.Option(help=LEFT)] = None,
     place: Place = None,
     force: Force = False,
     yes: Yes = False,

@@ -120,8 +120,8 @@ def _find_missing_resources(config: JobConfig, settings: Settings) -> list[Probl
 
     cpus = count_cpus(settings.devices)
     found = WorkerDevice(() if cpus else tuple(find_gpus()), cpus=max(cpus, 1))
-    here = Device(count=found.count, memory_bytes=found.memory_bytes)
-    if here.covers(needs.gpus, needs.memory):
+    device = Device(count=found.count, memory_bytes=found.memory_bytes)
+    if device.covers(needs.gpus, needs.memory):
         return []
     return [
         Problem(

@@ -38,7 +38,6 @@ Steps = Annotated[
         help="Steps of a run, each as large as a step of the job. Default: the job's, at most 200.",
     ),
 ]
-Grid = Annotated[bool, typer.Option(help="Run every combination of the axes.")]
 Folder = Annotated[
     Path | None,
     typer.Option("--out", help="Folder of the ablation. Default: ablations/NAME in KD_HOME."),
@@ -53,7 +52,7 @@ def ablate(
     axis: AxisTexts,
     overrides: Overrides = None,
     steps: Steps = None,
-    grid: Grid = False,
+    grid: Annotated[bool, typer.Option(help="Run every combination of the axes.")] = False,
     folder: Folder = None,
     home: Home = None,
 ) -> None:

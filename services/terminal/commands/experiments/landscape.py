@@ -16,7 +16,6 @@ RunName = Annotated[
     ),
 ]
 Points = Annotated[int, typer.Option(min=3, max=201, help="Points along each side of the plane.")]
-LinePoints = Annotated[int, typer.Option(min=5, max=1001, help="Points on the line.")]
 Radius = Annotated[
     float,
     typer.Option(min=0.001, max=100, help="Half the width of the plane, in norms of the weights."),
@@ -37,7 +36,7 @@ app = typer.Typer()
 def landscape(
     run: RunName,
     points: Points = 15,
-    line_points: LinePoints = 31,
+    line_points: Annotated[int, typer.Option(min=5, max=1001, help="Points on the line.")] = 31,
     radius: Radius = 1.0,
     sequences: Sequences = 16,
     seed: Seed = 0,

@@ -58,9 +58,9 @@ def push(
 
     settings = make_settings(home=home)
     folder = find_source(source, settings)
-    here = Path(repository) if repository.startswith(("/", "./", "../")) else None
-    if dry_run or here is not None:
-        print_summary(push_to_folder(folder, None if dry_run else here))
+    target = Path(repository) if repository.startswith(("/", "./", "../")) else None
+    if dry_run or target is not None:
+        print_summary(push_to_folder(folder, None if dry_run else target))
         return
     summary = push_folder(folder, repository, revision, private, _get_teller())
     action = "cache.push" if summary["type"] == "dataset" else "student.push"
