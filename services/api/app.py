@@ -40,7 +40,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from kd.face.version import read_version
+from kd.python.version import read_version
 from services.api.answers import problems
 from services.api.answers.event_stream import EventHub
 from services.api.auditing import Audit

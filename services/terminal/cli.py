@@ -22,11 +22,11 @@ from cache.errors import PotstillError
 from services.terminal.catalogue import Catalogue
 from services.terminal.commands import (
     accounts,
+    cache_exchange,
     caches,
     check,
     comparison,
     evaluate,
-    exchange,
     jobs,
     keys,
     recovery,
@@ -36,8 +36,7 @@ from services.terminal.commands import (
 from services.terminal.commands.before import estimate, init, plan, rates, validate
 from services.terminal.commands.data import backup, buckets, upgrade
 from services.terminal.commands.experiments import ablate, landscape
-from services.terminal.commands.hub import exchange as hub_exchange
-from services.terminal.commands.hub import export, report, runs
+from services.terminal.commands.hub import export, report, runs, transfer
 from services.terminal.console import (
     NO_TERMINAL_WIDTH,
     Home,
@@ -83,12 +82,12 @@ app = typer.Typer(
     context_settings=CONTEXT,
     help="Potstill: knowledge distillation as a service.",
 )
-caches.cache_app.add_typer(exchange.app)
+caches.cache_app.add_typer(cache_exchange.app)
 jobs.jobs_app.add_typer(recovery.app)
 jobs.jobs_app.add_typer(comparison.app)
 for module in (
     *(run, jobs, estimate, plan, rates, validate, init, check, evaluate, ablate, landscape),
-    *(caches, hub_exchange, export, report, runs),
+    *(caches, transfer, export, report, runs),
     *(keys, accounts, backup, buckets, retention, upgrade),
 ):
     app.add_typer(module.app)
@@ -96,7 +95,7 @@ for module in (
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from kd.face.version import read_version
+        from kd.python.version import read_version
 
         out.print(read_version())
         raise typer.Exit

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from kd.client.client import Client
 from kd.client.errors import Refused
-from kd.client.sync import Client
 from kd.client.wire.jobs import Job
 from services.terminal.console import err, make_settings
 

@@ -67,7 +67,7 @@ def stopping_on_signals() -> Iterator[Monitor]:
 
     What has stopped raises ``KeyboardInterrupt``. A second signal stops without saving.
     """
-    from kd.face.running import lossy, stop_on_signals
+    from kd.python.running import lossy, stop_on_signals
 
     try:
         with Display(notes) as display, stop_on_signals(tell) as stop:

@@ -22,8 +22,8 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE
 from kd.errors import OtherCapture
-from kd.face.version import read_version
 from kd.files import HELPERS, find_caches
+from kd.python.version import read_version
 from services.settings import Settings
 from services.store.jobs.leases import BEATS_PER_LEASE
 from services.store.jobs.store import JobStore

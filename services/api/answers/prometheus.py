@@ -22,8 +22,8 @@ from redis.exceptions import RedisError, ResponseError
 
 from kd.client.wire.service import WorkerState
 from kd.config.kinds import list_stage_names
-from kd.face.version import read_version
 from kd.files import Disk
+from kd.python.version import read_version
 from services.api.guards.request_metrics import RequestMetrics
 from services.settings import Settings
 from services.store.jobs.store import JobStore

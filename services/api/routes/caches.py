@@ -27,7 +27,7 @@ from kd.client.wire.caches import CacheDetail, CacheEntry, CacheList, Fidelity, 
 from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.face.runs import find_makers
+from kd.python.runs import find_makers
 from services.api.answers.problems import Answers, ApiProblem
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ, WRITE, guard

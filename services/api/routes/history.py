@@ -29,7 +29,7 @@ from kd.client.wire.history import (
     RunList,
 )
 from kd.client.wire.jobs import Job
-from kd.face.runs import sort_runs
+from kd.python.runs import sort_runs
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail
 from services.api.answers.masked_log import MaskedLog

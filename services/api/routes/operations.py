@@ -23,8 +23,8 @@ from kd.client.wire.service import (
     Worker,
     WorkerList,
 )
-from kd.face.version import read_version
 from kd.preflight.limits import read_allow_list
+from kd.python.version import read_version
 from services.api.answers.problems import (
     RETRY_SECONDS,
     Answers,

@@ -29,8 +29,8 @@ from kd.client.wire.operator import (
 )
 from kd.client.wire.service import WorkerState
 from kd.config.kinds import list_stage_names
-from kd.face.version import read_version
 from kd.files import Disk
+from kd.python.version import read_version
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import ADMIN, guard
 from services.api.routes.operations import READY_SECONDS, RECORD_FORMAT

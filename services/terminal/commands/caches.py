@@ -33,7 +33,7 @@ cache_app.add_typer(upkeep.app)
 def cache_ls(home: Home = None) -> None:
     """List caches."""
     from cache.checking.listing import list_caches
-    from kd.face.runs import find_makers
+    from kd.python.runs import find_makers
 
     settings = make_settings(home=home)
     makers = find_makers(settings.runs)
@@ -58,7 +58,7 @@ def cache_info(fingerprint: Fingerprint, home: Home = None) -> None:
     """Show what a cache holds and what it was made from."""
     from cache.checking.listing import summarise_cache
     from cache.store import read_manifest
-    from kd.face.runs import find_makers
+    from kd.python.runs import find_makers
 
     folder = find_cache_folder(fingerprint, home)
     maker = find_makers(make_settings(home=home).runs).get(folder.name, {})

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cache.errors import PotstillError
-from kd.client.sync import Client
+from kd.client.client import Client
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
 from kd.files import read_json, whole_folder

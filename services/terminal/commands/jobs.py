@@ -32,7 +32,7 @@ from services.terminal.console import (
 )
 
 if TYPE_CHECKING:
-    from kd.client.sync import Client
+    from kd.client.client import Client
     from kd.config.job import JobConfig
 
 #: The exit codes of commands that wait for a job to end.

@@ -36,8 +36,8 @@ def run(
     command continues from there.
     """
     from cache.disk import require_locks
-    from kd.face.running import alone_in
     from kd.preflight.problems import Folders, Machine, require_no_problems
+    from kd.python.running import alone_in
     from services.terminal.in_process import (
         enter_root,
         interrupt_on_signals,

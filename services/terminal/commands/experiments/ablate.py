@@ -69,9 +69,9 @@ def ablate(
     enter_root(settings)
     from kd.experiments.axes import cross_axes, make_short_job, parse_axis
     from kd.experiments.plan import make_plan_of_axes
-    from kd.face.running import alone_in
     from kd.models.precision import pick_device
     from kd.preflight.problems import Folders, Machine, find_problems, require_no_problems
+    from kd.python.running import alone_in
 
     folders = Folders(settings.root, settings.home)
     machine = Machine(device=pick_device())

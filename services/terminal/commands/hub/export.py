@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.terminal.commands.hub.exchange import Source, find_source
+from services.terminal.commands.hub.transfer import Source, find_source
 from services.terminal.console import Home, make_settings, print_summary
 
 app = typer.Typer()

@@ -34,7 +34,7 @@ def runs_ls(home: Home = None) -> None:
 
     Compare bits per byte only between runs with the same held-out text.
     """
-    from kd.face.runs import list_runs
+    from kd.python.runs import list_runs
 
     found = [run.to_json() for run in list_runs(make_settings(home=home).home)]
     if not print_as_json(found):
@@ -56,8 +56,8 @@ def runs_rm(
     The run of a job of the service goes with its record: use `kd jobs rm ID --artifacts`.
     """
     from kd.errors import ModelError
-    from kd.face.runs import remove_run, summarise_run
     from kd.files import find_run
+    from kd.python.runs import remove_run, summarise_run
     from services.store.run_folder import JOB_ID
 
     settings = make_settings(home=home)

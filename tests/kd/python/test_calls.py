@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 import kd
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
-from kd.face.running import run_in_process, stop_on_signals
 from kd.pipeline import run_stages
 from kd.progress import Monitor
+from kd.python.running import run_in_process, stop_on_signals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,11 +11,11 @@ from cache.shards.names import FINGERPRINT
 from kd.buckets.inputs import begin_downloads
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
-from kd.face.inputs import ModelSaver, describe_data, describe_text, find_home
-from kd.face.jobs import Named, make_job
-from kd.face.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
-from kd.face.running import run_in_process
 from kd.files import find_caches
+from kd.python.inputs import ModelSaver, describe_data, describe_text, find_home
+from kd.python.jobs import Named, make_job
+from kd.python.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
+from kd.python.running import run_in_process
 
 if TYPE_CHECKING:
     from kd.progress import Monitor

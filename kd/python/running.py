@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from cache.disk import locked, require_locks, storage_errors
 from kd.errors import Interrupted
-from kd.face.bars import ProgressBars, library_bars_hidden
 from kd.files import LOCK
 from kd.progress import Event, Monitor
+from kd.python.bars import ProgressBars, library_bars_hidden
 
 #: Packages of the extra ``worker`` without which no model runs.
 _OF_WORKER = {"accelerate", "datasets", "matplotlib", "peft", "pyarrow", "torch", "transformers"}

@@ -48,7 +48,7 @@ class RunSummary:
 
 def list_runs(home: str | os.PathLike[str] | None = None) -> list[RunSummary]:
     """List all runs below the data folder ``home``, the newest first."""
-    from kd.face.inputs import find_home
+    from kd.python.inputs import find_home
 
     return sort_runs(find_home(home) / "runs")
 

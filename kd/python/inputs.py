@@ -29,7 +29,7 @@ from cache.disk import (
 )
 from kd.config.data import DatasetSpec
 from kd.errors import ConfigError, Problem
-from kd.face.bars import library_bars_hidden
+from kd.python.bars import library_bars_hidden
 from kd.text.files import SUFFIXES, find_suffix
 from kd.text.rows import COLUMNS
 
