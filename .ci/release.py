@@ -52,7 +52,7 @@ def find_versions(root: Path = ROOT) -> dict[str, set[str]]:
     for name, pattern in MENTIONS.items():
         text = (root / name).read_text(encoding="utf-8")
         found[name] = set(re.findall(pattern, text, re.MULTILINE | re.DOTALL)) or {"no version"}
-    program = "from kd.face.version import read_version; print(read_version())"
+    program = "from kd.python.version import read_version; print(read_version())"
     found["the API"] = {run([sys.executable, "-c", program], root).strip()}
     return found
 

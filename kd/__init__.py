@@ -31,28 +31,28 @@ if TYPE_CHECKING:
     from kd.cached.opening import OpenCache, open_cache
     from kd.cached.sft import CachedDistillationSFTTrainer
     from kd.cached.trainer import CachedDistillationTrainer
+    from kd.client.client import Client
     from kd.client.errors import Refused, TimedOut, Unreachable
-    from kd.client.sync import Client
-    from kd.face.calls import build_cache, distill, evaluate, run_job, train_student
-    from kd.face.jobs import load_job
-    from kd.face.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
-    from kd.face.runs import RunSummary, list_runs
+    from kd.python.calls import build_cache, distill, evaluate, run_job, train_student
+    from kd.python.jobs import load_job
+    from kd.python.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
+    from kd.python.runs import RunSummary, list_runs
 
 #: The module of each public name. A new name needs a line here, one in ``__all__``, and one above.
 _MODULES = {
-    "distill": "kd.face.calls",
-    "build_cache": "kd.face.calls",
-    "train_student": "kd.face.calls",
-    "evaluate": "kd.face.calls",
-    "run_job": "kd.face.calls",
-    "load_job": "kd.face.jobs",
-    "list_runs": "kd.face.runs",
-    "RunSummary": "kd.face.runs",
-    "CacheResult": "kd.face.results",
-    "StudentResult": "kd.face.results",
-    "DistillationResult": "kd.face.results",
-    "EvaluationResult": "kd.face.results",
-    "Client": "kd.client.sync",
+    "distill": "kd.python.calls",
+    "build_cache": "kd.python.calls",
+    "train_student": "kd.python.calls",
+    "evaluate": "kd.python.calls",
+    "run_job": "kd.python.calls",
+    "load_job": "kd.python.jobs",
+    "list_runs": "kd.python.runs",
+    "RunSummary": "kd.python.runs",
+    "CacheResult": "kd.python.results",
+    "StudentResult": "kd.python.results",
+    "DistillationResult": "kd.python.results",
+    "EvaluationResult": "kd.python.results",
+    "Client": "kd.client.client",
     "Refused": "kd.client.errors",
     "TimedOut": "kd.client.errors",
     "Unreachable": "kd.client.errors",

@@ -22,7 +22,6 @@ import kd
 from kd.config.fields.described import (
     FieldHelp,
     Schema,
-    SectionHelp,
     describe_fields,
     describe_value,
     list_sections,
@@ -78,20 +77,18 @@ _END_OF_CLAUSE = re.compile(r"[.;:](?: |$)")
 def list_configuration() -> Iterator[str]:
     """The levers, and one table of fields for each section of a job."""
     sections = list_sections()
-    yield make_table(("lever", "what it does"), _list_levers(sections))
+    rows = []
+    for section in sections:
+        for field in section.fields:
+            if section.places[0] in _LEVER_SECTIONS or field.place in _LEVER_FIELDS:
+                clause = _END_OF_CLAUSE.split(_REMARK.sub("", field.meaning))[0]
+                rows.append((f"[`{field.place}`](#{section.places[0]})", clause))
+    yield make_table(("lever", "what it does"), rows)
     for section in sections:
         places = ", ".join(f"`{place}`" for place in section.places if place) or "The job"
         yield f"## {places}" + (f" with `{section.key}`" if section.key else "")
         yield section.meaning
         yield make_fields_table(section.fields)
-
-
-def _list_levers(sections: list[SectionHelp]) -> Iterator[Row]:
-    for section in sections:
-        for field in section.fields:
-            if section.places[0] in _LEVER_SECTIONS or field.place in _LEVER_FIELDS:
-                clause = _END_OF_CLAUSE.split(_REMARK.sub("", field.meaning))[0]
-                yield f"[`{field.place}`](#{section.places[0]})", clause
 
 
 def make_fields_table(fields: Iterable[FieldHelp]) -> str:
@@ -221,9 +218,8 @@ def list_api() -> Iterator[str]:
 
 def _list_operation(operation: Schema, schemas: dict[str, Schema]) -> Iterator[str]:
     yield operation["description"]
-    shown = [
-        each for each in operation.get("parameters", ()) if each["name"] not in _COMMON_PARAMETERS
-    ]
+    parameters = operation.get("parameters", ())
+    shown = [each for each in parameters if each["name"] not in _COMMON_PARAMETERS]
     yield "\n".join(map(_describe_parameter_of_path, shown))
     if body := operation.get("requestBody"):
         yield f"Body: {_describe_content(body, schemas)}."
@@ -312,7 +308,11 @@ _WIDTH = 100
 
 def list_python() -> Iterator[str]:
     """The docstring of ``kd``, then the signature and the docstring of each public name."""
-    yield _EXAMPLE.sub(_mark_example, _format_prose(kd), count=1)
+    prose = _format_prose(kd)
+    example = _EXAMPLE.search(prose)
+    assert example is not None, "the docstring of kd has an example"
+    block = f"\n\n```python\n{inspect.cleandoc(example[0]).strip()}\n```\n\n"
+    yield prose[: example.start()] + block + prose[example.end() :]
     yield "In the signatures, `Named` is a string or a path (`str | os.PathLike`)."
     public = {name: getattr(kd, name) for name in kd.__all__}
     for title, of_class in (("Functions", False), ("Classes", True)):
@@ -323,10 +323,6 @@ def list_python() -> Iterator[str]:
                 yield f"```text\n{_format_signature(f'kd.{name}', thing)}\n```"
                 yield _format_prose(thing)
                 yield "\n".join(_list_members(thing)) if of_class else ""
-
-
-def _mark_example(found: re.Match[str]) -> str:
-    return f"\n\n```python\n{inspect.cleandoc(found[0]).strip()}\n```\n\n"
 
 
 def _format_prose(thing: Any) -> str:
@@ -388,6 +384,6 @@ PAGES = {
 }
 
 if __name__ == "__main__":
-    rendered = {name: render_page(name) for name in PAGES}
-    for name, text in rendered.items():
+    # All are rendered before the first is written, because an error must leave none changed.
+    for name, text in {name: render_page(name) for name in PAGES}.items():
         (DOCS / name).write_text(text, encoding="utf-8")

@@ -229,7 +229,7 @@ FACES = {"cache", "services"}
 
 def room_of(module: str) -> str:
     if module == "kd":
-        return "kd.face"  # it names modules of any room of ``kd``, and no room below imports it
+        return "kd.python"  # it names modules of any room of ``kd``, and no room below imports it
     return next(room for room in ROOMS if module == room or module.startswith(f"{room}."))
 
 
@@ -291,7 +291,7 @@ def test_arrows_point_up_and_no_core_room_imports_a_border_room() -> None:
         ("services.store.jobs.store", "import services.api.app"),
         ("kd.errors", "from kd.files import write_json"),
         ("kd.forecast.strategies", "import kd"),
-        ("kd.client.sync", "from kd.progress import Monitor"),
+        ("kd.client.client", "from kd.progress import Monitor"),
         ("services.api.app", "from kd.experiments.axes import READY"),
     ],
 )
@@ -524,7 +524,7 @@ def test_no_module_imports_half_of_the_house() -> None:
 
 def test_all_imports_of_a_module_are_counted() -> None:
     code = (
-        "import kd.files\nfrom cache import store\nimport os\ndef f():\n    from kd import face\n"
+        "import kd.files\nfrom cache import store\nimport os\ndef f():\n    from kd import python\n"
     )
     assert list_house_imports(code) == {"kd.files", "cache", "kd"}
 

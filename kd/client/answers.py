@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
+import httpx
 from pydantic import BaseModel, ValidationError
 
 from kd.client.errors import Refused
@@ -14,25 +13,7 @@ from kd.client.wire.problems import ProblemDetails
 Model = TypeVar("Model", bound=BaseModel)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a request; ``content`` is empty while its stream is still to be read.
-
-    The names of ``headers`` are in lower case.
-    """
-
-    status: int
-    reason: str
-    headers: Mapping[str, str]
-    content: bytes = b""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the request succeeded."""
-        return 200 <= self.status < 300
-
-
-def parse_answer(model: type[Model], answer: Answer) -> Model:
+def parse_answer(model: type[Model], answer: httpx.Response) -> Model:
     """Return the answer as a ``model``. Raises ``Refused`` if it is something else."""
     try:
         return model.model_validate_json(answer.content)
@@ -40,26 +21,22 @@ def parse_answer(model: type[Model], answer: Answer) -> Model:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the body"
         raise Refused(
-            answer.status,
+            answer.status_code,
             f"The response is not a {model.__name__} of Potstill's API: {place}: {first['msg']}.",
             "Check the address of the server, and that client and server have one version.",
         ) from None
 
 
-def make_refused(answer: Answer) -> Refused:
+def make_refused(answer: httpx.Response) -> Refused:
     """Return the error of an answer that is no success."""
     problem: ProblemDetails | None = None
     # A proxy on the way may answer with a document of another kind.
     if answer.headers.get("content-type", "").startswith("application/problem+json"):
         problem = parse_answer(ProblemDetails, answer)
     detail = (problem.detail if problem is not None else "") or (
-        f"The server answers {answer.status} {answer.reason}."
+        f"The server answers {answer.status_code} {answer.reason_phrase}."
     )
     remedy = problem.remedy if problem is not None else ""
-    return Refused(answer.status, detail, remedy, problem, _read_retry_after(answer))
-
-
-def _read_retry_after(answer: Answer) -> float:
-    """Return the seconds of the header Retry-After; 0 without one, and for a date."""
-    text = answer.headers.get("retry-after", "")
-    return float(text) if text.isdecimal() else 0.0
+    pause = answer.headers.get("retry-after", "")  # seconds; a date is passed over
+    seconds = float(pause) if pause.isdecimal() else 0.0
+    return Refused(answer.status_code, detail, remedy, problem, seconds)

@@ -11,7 +11,6 @@ from typing import BinaryIO
 from urllib.parse import quote
 
 from cache.disk import TEMPORARY_PREFIX, hash_file, make_folder, storage_errors, sync_path
-from kd.client.answers import Answer
 from kd.client.errors import Refused, Unreachable
 from kd.client.requests import JobRef, Request, locate_job
 from kd.client.retrying import Backoff, Retrier
@@ -45,7 +44,13 @@ def download(caller: Retrier, job: JobRef, name: str, path: Path) -> Path:
                 content = _fill(caller, file, url)
                 file.flush()
                 os.fsync(file.fileno())
-            _verify(temporary, content, name)
+            expected = DIGEST.fullmatch(content.tag)
+            if expected is not None and (found := hash_file(temporary)) != expected[1]:
+                raise Refused(
+                    200,
+                    f"{name} arrived with the sha256 {found}, but the server has {expected[1]}.",
+                    "Download it again.",
+                )
             temporary.replace(path)
             sync_path(path.parent)
         finally:
@@ -58,9 +63,19 @@ def _fill(caller: Retrier, file: BinaryIO, url: str) -> Content:
     content = Content()
     backoff = Backoff(caller.patience)
     while content.size is None or file.tell() < content.size:
+        headers = {"Accept-Encoding": "identity"}
+        if content.tag and file.tell():
+            headers |= {"Range": f"bytes={file.tell()}-", "If-Range": content.tag}
         try:
-            with caller.transport.stream(_ask_for_rest(file, url, content)) as (answer, pieces):
-                content = _begin(file, answer, content)
+            request = Request("GET", url, headers=headers)
+            with caller.transport.stream(request) as (answer, pieces):
+                if answer.status_code != PARTIAL_CONTENT:
+                    # The first part, or the file is another one by now: it comes from its start.
+                    file.seek(0)
+                    file.truncate()
+                    size = answer.headers.get("content-length")
+                    tag = answer.headers.get("etag", "")
+                    content = Content(tag, None if size is None else int(size))
                 for piece in pieces:
                     file.write(piece)
                     backoff.reset()
@@ -71,33 +86,3 @@ def _fill(caller: Retrier, file: BinaryIO, url: str) -> Content:
             pause = backoff.next_pause(error)
         time.sleep(pause)
     return content
-
-
-def _ask_for_rest(file: BinaryIO, url: str, content: Content) -> Request:
-    headers = {"Accept-Encoding": "identity"}
-    if content.tag and file.tell():
-        headers |= {"Range": f"bytes={file.tell()}-", "If-Range": content.tag}
-    return Request("GET", url, headers=headers)
-
-
-def _begin(file: BinaryIO, answer: Answer, content: Content) -> Content:
-    """Return what the answer holds. If the file is another one by now, it comes from its start."""
-    if answer.status == PARTIAL_CONTENT:
-        return content
-    file.seek(0)
-    file.truncate()
-    size = answer.headers.get("content-length")
-    return Content(answer.headers.get("etag", ""), None if size is None else int(size))
-
-
-def _verify(file: Path, content: Content, name: str) -> None:
-    expected = DIGEST.fullmatch(content.tag)
-    if expected is None:
-        return
-    found = hash_file(file)
-    if found != expected[1]:
-        raise Refused(
-            200,
-            f"{name} arrived with the sha256 {found}, but the server has {expected[1]}.",
-            "Download it again.",
-        )

@@ -29,15 +29,8 @@ class EventDecoder:
             if name:
                 self._fields[name] = value.removeprefix(" ")
             elif not line.strip() and "data" in self._fields:
-                yield _parse_event(self._fields)
-                self._fields = {}
-
-
-def _parse_event(fields: dict[str, str]) -> JobEvent:
-    milliseconds = int(fields["id"].partition("-")[0])
-    return JobEvent(
-        id=fields["id"],
-        ts=datetime.fromtimestamp(milliseconds / 1000, UTC),
-        type=fields["event"],
-        data=json.loads(fields["data"]),
-    )
+                fields, self._fields = self._fields, {}
+                milliseconds = int(fields["id"].partition("-")[0])
+                ts = datetime.fromtimestamp(milliseconds / 1000, UTC)
+                data = json.loads(fields["data"])
+                yield JobEvent(id=fields["id"], ts=ts, type=fields["event"], data=data)

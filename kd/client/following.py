@@ -19,7 +19,7 @@ PAGE_EVENTS = 1000
 
 
 def follow_events(
-    caller: Retrier, job: JobRef, after: str | None, types: frozenset[str] | None
+    caller: Retrier, job: JobRef, after: str | None, types: set[str] | None
 ) -> Iterator[JobEvent]:
     """Yield the events of a job until it has ended, each once and in order.
 
@@ -31,20 +31,22 @@ def follow_events(
     backoff = Backoff(caller.patience)
     while True:
         try:
-            with caller.transport.stream(_ask_for_stream(job, place)) as (_, pieces):
+            headers = {"Accept": "text/event-stream", "Last-Event-ID": place}
+            request = Request("GET", locate_job(job, "/events/stream"), headers=headers)
+            with caller.transport.stream(request) as (_, pieces):
                 decoder = EventDecoder()
                 for piece in pieces:
                     backoff.reset()
                     for event in decoder.feed(piece):
                         place, status = event.id, find_status(event, status)
-                        if is_wanted(event, types):
+                        if types is None or event.type in types:
                             yield event
             # The server may have stopped while the job ended, so the rest is read in pages. The
             # record is read before them: no event follows the end.
             if caller.fetch(Job, Request("GET", locate_job(job))).ended:
                 for event in list_events(caller, job, place):
                     place, status = event.id, find_status(event, status)
-                    if is_wanted(event, types):
+                    if types is None or event.type in types:
                         yield event
                 # A retry may have queued the job again.
                 if status is None or status in TERMINAL_STATUSES:
@@ -53,11 +55,6 @@ def follow_events(
         except (Refused, Unreachable) as error:
             pause = backoff.next_pause(error)
         time.sleep(pause)
-
-
-def _ask_for_stream(job: JobRef, place: str) -> Request:
-    headers = {"Accept": "text/event-stream", "Last-Event-ID": place}
-    return Request("GET", locate_job(job, "/events/stream"), headers=headers)
 
 
 def list_events(caller: Retrier, job: JobRef, after: str) -> list[JobEvent]:
@@ -70,11 +67,6 @@ def list_events(caller: Retrier, job: JobRef, after: str) -> list[JobEvent]:
         found += page.data
         after, more = page.next_after, page.has_more
     return found
-
-
-def is_wanted(event: JobEvent, types: frozenset[str] | None) -> bool:
-    """Whether the type of the event is one of ``types``; None = all."""
-    return types is None or event.type in types
 
 
 def find_status(event: JobEvent, before: str | None) -> str | None:

@@ -6,8 +6,10 @@ import random
 import time
 from dataclasses import dataclass
 
+import httpx
+
 from cache.errors import PotstillError
-from kd.client.answers import Answer, Model, make_refused, parse_answer
+from kd.client.answers import Model, make_refused, parse_answer
 from kd.client.errors import Refused, Unreachable, is_transient
 from kd.client.requests import Request
 from kd.client.transport import Transport
@@ -58,7 +60,9 @@ class Retrier:
     transport: Transport
     patience: float
 
-    def call(self, request: Request, *accepted: int, after_loss: int | None = None) -> Answer:
+    def call(
+        self, request: Request, *accepted: int, after_loss: int | None = None
+    ) -> httpx.Response:
         """Send a request until it succeeds, or has a status of ``accepted``.
 
         ``after_loss`` is a status that is accepted once the answer to an earlier attempt was lost:
@@ -70,8 +74,8 @@ class Retrier:
         while True:
             try:
                 answer = self.transport.send(request)
-                done_before = lost and answer.status == after_loss
-                if answer.ok or answer.status in accepted or done_before:
+                expected = (*accepted, after_loss) if lost else accepted
+                if answer.is_success or answer.status_code in expected:
                     return answer
                 raise make_refused(answer)
             except (Refused, Unreachable) as error:

@@ -1,4 +1,4 @@
-"""Send one request over HTTP; httpx is known here only."""
+"""Send one request over HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from kd.client.answers import Answer, make_refused
+from kd.client.answers import make_refused
 from kd.client.errors import Unreachable
 from kd.client.requests import Request
 
@@ -44,7 +44,11 @@ class Transport:
         self.server = server or os.environ.get("KD_SERVER") or DEFAULT_SERVER
         self._on_expiry = on_expiry
         self._warned = False
-        if not _is_address(self.server):
+        try:
+            url = httpx.URL(self.server)
+        except httpx.InvalidURL:
+            url = httpx.URL()
+        if url.scheme not in ("http", "https") or not url.host:
             raise Unreachable(
                 f"The address of the server is {self.server!r}, which is not a URL.",
                 f"Write it like {DEFAULT_SERVER}: the argument server, or KD_SERVER.",
@@ -62,26 +66,43 @@ class Transport:
         """Close the connections."""
         self._http.close()
 
-    def send(self, request: Request) -> Answer:
-        """Send a request; return its whole answer. Raises ``Unreachable``."""
+    def send(self, request: Request, stream: bool = False) -> httpx.Response:
+        """Send a request; return its answer, which is still to be read if it is a stream.
+
+        Raises ``Unreachable``. Warns once if the key expires soon.
+        """
+        body = request.body
+        typed = {"Content-Type": "application/json"} if body is not None else {}
         with self._losses_translated():
-            response = self._http.send(self._build(request))
-        return self._make_answer(response, response.content)
+            answer = self._http.send(
+                self._http.build_request(
+                    request.method,
+                    request.path,
+                    params=request.parameters,
+                    content=_read_pieces(body) if isinstance(body, Path) else body,
+                    headers={**typed, **request.headers},
+                    timeout=httpx.Timeout(CONNECT_SECONDS, read=request.read_seconds),
+                ),
+                stream=stream,
+            )
+        end = answer.headers.get("potstill-key-expires")
+        if end is not None and not self._warned:
+            self._warned = True
+            self._on_expiry(end)
+        return answer
 
     @contextmanager
-    def stream(self, request: Request) -> Iterator[tuple[Answer, Iterator[bytes]]]:
+    def stream(self, request: Request) -> Iterator[tuple[httpx.Response, Iterator[bytes]]]:
         """Send a request; yield its answer, and its content in pieces as they arrive.
 
         Raises ``Refused`` if it has not succeeded, and ``Unreachable``, also while it is read.
         """
-        with self._losses_translated():
-            response = self._http.send(self._build(request), stream=True)
-        with closing(response):
-            if not response.is_success:
+        with closing(self.send(request, stream=True)) as answer:
+            if not answer.is_success:
                 with self._losses_translated():
-                    content = response.read()
-                raise make_refused(self._make_answer(response, content))
-            yield self._make_answer(response), self._read(response)
+                    answer.read()
+                raise make_refused(answer)
+            yield answer, self._read(answer)
 
     def _read(self, response: httpx.Response) -> Iterator[bytes]:
         with self._losses_translated():
@@ -99,37 +120,8 @@ class Transport:
                 "Start one with `kd up`, or name another with --server or KD_SERVER.",
             ) from error
 
-    def _build(self, request: Request) -> httpx.Request:
-        body = request.body
-        typed = {"Content-Type": "application/json"} if body is not None else {}
-        return self._http.build_request(
-            request.method,
-            request.path,
-            params=request.parameters,
-            content=_read_pieces(body) if isinstance(body, Path) else body,
-            headers={**typed, **request.headers},
-            timeout=httpx.Timeout(CONNECT_SECONDS, read=request.read_seconds),
-        )
-
-    def _make_answer(self, response: httpx.Response, content: bytes = b"") -> Answer:
-        """Return the answer; warn once if the key expires soon."""
-        headers = {name.lower(): value for name, value in response.headers.items()}
-        end = headers.get("potstill-key-expires")
-        if end is not None and not self._warned:
-            self._warned = True
-            self._on_expiry(end)
-        return Answer(response.status_code, response.reason_phrase, headers, content)
-
 
 def _read_pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
             yield piece
-
-
-def _is_address(text: str) -> bool:
-    try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL:
-        return False
-    return url.scheme in ("http", "https") and bool(url.host)

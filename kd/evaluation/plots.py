@@ -25,6 +25,16 @@ def draw_plots(folder: Path, models: Mapping[str, Mapping[str, Any]], lines: Lin
 
     The data are the measured ``models`` and the ``lines`` of metrics.jsonl.
     """
+    drawings = list_drawings(models, lines)
+    for name, draw in drawings.items():
+        _save_figure(folder / name, draw)
+    return list(drawings)
+
+
+def list_drawings(
+    models: Mapping[str, Mapping[str, Any]], lines: Lines
+) -> dict[str, Callable[[Any], None]]:
+    """Return what draws each plot for which there are data on a figure, by its file name."""
     reliability = {
         name: found["reliability"] for name, found in models.items() if found.get("reliability")
     }
@@ -39,10 +49,7 @@ def draw_plots(folder: Path, models: Mapping[str, Mapping[str, Any]], lines: Lin
         RELIABILITY: (bool(reliability), lambda figure: draw_reliability(figure, reliability)),
         CONTEXT: (bool(context), lambda figure: draw_context(figure, context)),
     }
-    wanted = [name for name, (has_data, _) in drawings.items() if has_data]
-    for name in wanted:
-        _save_figure(folder / name, drawings[name][1])
-    return wanted
+    return {name: draw for name, (has_data, draw) in drawings.items() if has_data}
 
 
 def draw_rates(path: Path, rates: Sequence[float]) -> None:
@@ -87,6 +94,20 @@ def draw_curves(axes: Any, lines: Lines) -> None:
     axes.set(xlabel="step", ylabel="nats per token", title=TITLES[CURVES])
     axes.grid(alpha=0.3)
     if axes.lines:
+        axes.legend()
+
+
+def draw_perplexities(axes: Any, lines: Lines, teacher: float | None) -> None:
+    """Draw the perplexity on the held-out text by step, on a logarithmic scale."""
+    key = "validation_perplexity"
+    points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), "o-", label="student", markersize=3, linewidth=1)
+    if teacher is not None:
+        axes.axhline(teacher, color="grey", linestyle="--", linewidth=1, label="teacher")
+    axes.set(xlabel="step", ylabel="perplexity", title="Held-out perplexity", yscale="log")
+    axes.grid(alpha=0.3)
+    if points or teacher is not None:
         axes.legend()
 
 

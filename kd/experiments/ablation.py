@@ -26,7 +26,7 @@ from kd.config.kinds import CAPTURE, TRAIN
 from kd.errors import Interrupted, format_first_line
 from kd.experiments.ablation_page import render_ablation
 from kd.experiments.child import StageOrder, run_in_child
-from kd.experiments.plan import AblationJob, AblationPlan
+from kd.experiments.plan import AblationJob, AblationPlan, AblationRow
 from kd.files import read_json, write_json, write_text
 from kd.progress import Event, Monitor
 from kd.stages.source import select_cache_inputs
@@ -48,7 +48,7 @@ def ablate(plan: AblationPlan, home: Path, folder: Path, monitor: Monitor) -> di
     ablation = _Ablation(plan, home, folder, monitor)
     ablation.write_report()
     for number, job in enumerate(plan.jobs.values(), start=1):
-        if not ablation.has_finished(job):
+        if read_json(ablation.locate(job) / OUTCOME) != ablation.success:
             monitor.check(f"before run {number} of {len(plan.jobs)}")
             monitor.emit("stage", phase=f"run {number} of {len(plan.jobs)}: {job.label}")
             ablation.run(job)
@@ -70,30 +70,25 @@ class _Ablation:
         runs = self.folder / "runs"
         return next(iter(sorted(runs.glob(f"*-{job.digest}"))), runs / job.folder)
 
-    def has_finished(self, job: AblationJob) -> bool:
-        """Whether ``job`` has ended well, and was measured as this ablation measures."""
-        outcome = read_json(self.locate(job) / OUTCOME)
-        return outcome is not None and outcome == {
-            "state": "finished", "compared_with": self.plan.base_digest,
-        }  # fmt: skip
+    @property
+    def success(self) -> dict[str, Any]:
+        """The outcome of a run that has ended well, and was measured as this ablation measures."""
+        return {"state": "finished", "compared_with": self.plan.base_digest}
 
     def run(self, job: AblationJob) -> None:
         """Train and measure the student of ``job``, and write how it ended."""
         run_dir = self.locate(job)
         run_dir.mkdir(parents=True, exist_ok=True)
-        outcome: dict[str, Any] = {
-            "state": "finished", "compared_with": self.plan.base_digest,
-        }  # fmt: skip
+        outcome = self.success
         try:
             self._train(job, run_dir)
         except Interrupted:
             raise
         except Exception as error:
             known = isinstance(error, PotstillError)
-            outcome = {
-                "state": "failed", "error": str(error) if known else format_first_line(error),
-            }  # fmt: skip
-            self.monitor.emit("warning", message=f"{job.label} failed: {outcome['error']}")
+            why = str(error) if known else format_first_line(error)
+            outcome = {"state": "failed", "error": why}
+            self.monitor.emit("warning", message=f"{job.label} failed: {why}")
         write_json(run_dir / OUTCOME, outcome)
         if outcome["state"] == "finished":
             remove_path(run_dir / "checkpoints")
@@ -103,14 +98,8 @@ class _Ablation:
         own = self._capture(job.config)
         if (own / "cache.json").is_file():
             shutil.copyfile(own / "cache.json", run_dir / "cache.json")
-        order = StageOrder(
-            TRAIN.name,
-            job.config.model_dump(mode="json"),
-            str(self.home),
-            str(run_dir),
-            self.plan.base.model_dump(mode="json"),
-            str(records),
-        )
+        data, base = (each.model_dump(mode="json") for each in (job.config, self.plan.base))
+        order = StageOrder(TRAIN.name, data, str(self.home), str(run_dir), base, str(records))
         run_in_child(order, self._listen())
 
     def _capture(self, config: JobConfig) -> Path:
@@ -120,10 +109,10 @@ class _Ablation:
         folder = self.folder / "captures" / digest
         if config.captures and not (folder / "cache.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            order = StageOrder(
-                CAPTURE.name, config.model_dump(mode="json"), str(self.home), str(folder)
+            data = config.model_dump(mode="json")
+            run_in_child(
+                StageOrder(CAPTURE.name, data, str(self.home), str(folder)), self._listen()
             )
-            run_in_child(order, self._listen())
         return folder
 
     def _listen(self) -> Monitor:
@@ -152,20 +141,14 @@ class _Ablation:
             "seed": train.seed,
             "base": self.plan.base_digest,
             "axes": [
-                {
-                    "name": axis.name,
-                    "why": axis.why,
-                    "rows": [
-                        {"label": row.label, "run": row.digest, "refusal": row.refusal}
-                        for row in axis.rows
-                    ],
-                }
+                {"name": axis.name, "why": axis.why, "rows": list(map(_describe_row, axis.rows))}
                 for axis in self.plan.axes
             ],
-            "runs": {digest: self._describe(job) for digest, job in self.plan.jobs.items()},
+            "runs": {digest: self.describe(job) for digest, job in self.plan.jobs.items()},
         }
 
-    def _describe(self, job: AblationJob) -> dict[str, Any]:
+    def describe(self, job: AblationJob) -> dict[str, Any]:
+        """Return the state of a run, its curves so far, and its figures if it has finished."""
         folder = self.locate(job)
         outcome = read_json(folder / OUTCOME) or {"state": "waiting"}
         found: dict[str, Any] = {
@@ -180,6 +163,10 @@ class _Ablation:
         if outcome["state"] == "finished":
             found |= read_figures(folder)
         return found
+
+
+def _describe_row(row: AblationRow) -> dict[str, Any]:
+    return {"label": row.label, "run": row.digest, "refusal": row.refusal}
 
 
 def read_figures(folder: Path) -> dict[str, Any]:

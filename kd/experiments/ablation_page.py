@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import yaml
@@ -20,6 +21,12 @@ _CURVES = {
 }
 #: An axis of seeds shows by how much runs differ that have the same settings.
 _SEED_AXIS = "train.seed"
+_ABOUT_FIGURES = (
+    "The figures in the tables are measured after training, on the held-out text and records of "
+    "the job itself. Curves of the KL are shown where a run has those records and that temperature "
+    f"while it trains. One run with another seed would differ too: --axis {_SEED_AXIS}=1,2,3 shows "
+    "by how much. Time and speed are those of this machine, with all that it did besides."
+)
 _EMPTY = "–"
 #: Nats per token that the overview spans at least, so that it does not enlarge what is nothing.
 _LEAST_SPAN = 0.02
@@ -47,23 +54,12 @@ def _introduce(report: Facts) -> list[str]:
     length = f"{report['steps']:,} steps" + (f" ({tokens:,} tokens)" if tokens else "")
     counts = [f"{states.count('finished')} of {len(states)} runs have finished"]
     counts += [f"{states.count('failed')} failed"] if "failed" in states else []
-    return [
-        make_element(
-            "p",
-            f"The runs of an axis differ in nothing else. All have seed {report['seed']}, the same "
-            f"order of the data, and as many tokens as {length} of the job itself, unless the axis "
-            f"is one of these. {', '.join(counts)}.",
-        ),
-        make_element(
-            "p",
-            "The figures in the tables are measured after training, on the held-out text and "
-            "records of the job itself. Curves of the KL are shown where a run has those records "
-            "and that temperature while it trains. One run with another seed would differ too: "
-            f"--axis {_SEED_AXIS}=1,2,3 shows by how much. Time and speed are those of this "
-            "machine, with all that it did besides.",
-            "quiet",
-        ),
-    ]
+    text = (
+        f"The runs of an axis differ in nothing else. All have seed {report['seed']}, the same "
+        f"order of the data, and as many tokens as {length} of the job itself, unless the axis is "
+        f"one of these. {', '.join(counts)}."
+    )
+    return [make_element("p", text), make_element("p", _ABOUT_FIGURES, "quiet")]
 
 
 # ---------------------------------------------------------------------- overview
@@ -86,7 +82,9 @@ def _draw_overview(report: Facts) -> list[str]:
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        places = _place_bars([name for name, _, _ in bars])
+        # A gap is where the axis changes.
+        gaps = [1.0 if one == other else 1.6 for (one, *_), (other, *_) in pairwise(bars)]
+        places = list(accumulate(gaps, initial=0.0))
         names = list(dict.fromkeys(name for name, _, _ in bars))
         for place, (name, _, change) in zip(places, bars, strict=True):
             axes.barh(place, change, height=0.7, color=SERIES[names.index(name) % len(SERIES)])
@@ -120,15 +118,6 @@ def _draw_overview(report: Facts) -> list[str]:
     ]
 
 
-def _place_bars(names: Sequence[str]) -> list[float]:
-    """Return the heights of bars: a gap is where the axis changes."""
-    places: list[float] = []
-    for number, name in enumerate(names):
-        gap = 1.0 if number and name == names[number - 1] else 1.6
-        places.append(places[-1] + gap if places else 0.0)
-    return places
-
-
 # ---------------------------------------------------------------------- an axis
 
 
@@ -153,10 +142,12 @@ def _draw_curve(report: Facts, axis: Facts, rows: list[tuple[str, Facts, str]], 
     """Draw one curve of every run of an axis; empty where no run has it."""
     title, unit = _CURVES[name]
     base = report["runs"][report["base"]]
+    # A KL is comparable if it is to the same records at the same temperature.
+    same = ("own_records", "temperature") if name == "kl" else ()
     lines = [
         (number, label, run["curves"][name])
         for number, (label, run, _) in enumerate(rows)
-        if run["curves"][name] and (name != "kl" or _is_comparable(run, base))
+        if run["curves"][name] and all(run[fact] == base[fact] for fact in same)
     ]
     if not lines:
         return ""
@@ -193,13 +184,6 @@ def _set_scale(axes: Any, values: Sequence[float]) -> None:
         axes.tick_params(axis="y", which="minor", labelsize=7)
 
 
-def _is_comparable(run: Facts, base: Facts) -> bool:
-    """Whether the KL of a run is to the same records at the same temperature as that of another."""
-    return bool(
-        run["own_records"] == base["own_records"] and run["temperature"] == base["temperature"]
-    )
-
-
 def _make_axis_table(report: Facts, rows: list[tuple[str, Facts, str]]) -> str:
     base = report["runs"][report["base"]]
     losses = [run["held_out_loss"] for _, run, _ in rows if run.get("held_out_loss") is not None]
@@ -210,13 +194,8 @@ def _make_axis_table(report: Facts, rows: list[tuple[str, Facts, str]]) -> str:
     for number, (label, run, digest) in enumerate(rows):
         color = f"var(--series-{number % len(SERIES) + 1})"
         itself = " (the job itself)" if digest == report["base"] and label != base["label"] else ""
-        cells.append(
-            [
-                f'<span class="key" style="background: {color}"></span>'
-                + html.escape(label + itself),
-                *_format_figures(run, base),
-            ]
-        )
+        key = f'<span class="key" style="background: {color}"></span>{html.escape(label + itself)}'
+        cells.append([key, *_format_figures(run)])
         marks.append("best" if best is not None and run.get("held_out_loss") == best else "")
     columns = [
         "", "held-out perplexity", "KL to the teacher", "same best token", "training time",
@@ -225,7 +204,7 @@ def _make_axis_table(report: Facts, rows: list[tuple[str, Facts, str]]) -> str:
     return make_table(columns, cells, marks)
 
 
-def _format_figures(run: Facts, base: Facts) -> list[str]:
+def _format_figures(run: Facts) -> list[str]:
     if run["state"] != "finished":
         return [make_element("td", run["state"], "quiet")] + [_EMPTY] * 5
     return [

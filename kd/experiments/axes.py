@@ -71,28 +71,25 @@ def _list_schedules(config: JobConfig) -> Axis:
 
 
 def _list_clippings(config: JobConfig) -> Axis:
-    def clip(norm: float, rows: float | None) -> dict[str, Any]:
-        return {"train.max_grad_norm": norm, "train.adaptive_clipping": rows}
-
+    limits: dict[str, tuple[float, float | None]] = {
+        "none": (0.0, None), "norm 1": (1.0, None), "norm 0.1": (0.1, None),
+        "by row 0.01 (AGC)": (0.0, 0.01),
+    }  # fmt: skip
     settings = (
-        AxisSetting("none", clip(0.0, None)),
-        AxisSetting("norm 1", clip(1.0, None)),
-        AxisSetting("norm 0.1", clip(0.1, None)),
-        AxisSetting("by row 0.01 (AGC)", clip(0.0, 0.01)),
+        AxisSetting(label, {"train.max_grad_norm": norm, "train.adaptive_clipping": rows})
+        for label, (norm, rows) in limits.items()
     )
-    return Axis("clipping", settings)
+    return Axis("clipping", tuple(settings))
 
 
 def _list_accumulations(config: JobConfig) -> Axis:
     whole = config.require_train().sequences_per_step
-    settings = (
-        AxisSetting(
-            f"{parts} x {whole // parts} sequences",
-            {"train.gradient_accumulation_steps": parts, "train.batch_size": whole // parts},
-        )
-        for parts in (1, 2, 4, 8)
-        if whole % parts == 0
-    )
+    settings = []
+    for parts in (1, 2, 4, 8):
+        size, rest = divmod(whole, parts)
+        if not rest:
+            fields = {"train.gradient_accumulation_steps": parts, "train.batch_size": size}
+            settings.append(AxisSetting(f"{parts} x {size} sequences", fields))
     return Axis("accumulation", tuple(settings), "A step has the same sequences in all of them.")
 
 

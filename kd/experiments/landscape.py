@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
@@ -86,7 +86,11 @@ def survey(
     config = adopt_cache_layout(source, config)
     student = load_saved_student(run_dir / "student")
     end = copy_weights(student)
-    start = copy_weights(_rebuild_start(config, tokenizer))
+    # The student before training, in the form in which a finished one is saved.
+    with TemporaryDirectory(prefix="kd-start-") as name:
+        first = build_starting_student(config, tokenizer)
+        save_student(first, tokenizer, Path(name), config.student, torch.float32)
+        start = copy_weights(load_saved_student(Path(name)))
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     surface = LossSurface.of(config, source, student, vocabulary, options)
     meter = _Meter(monitor, options.points**2 + options.line_points)
@@ -119,14 +123,6 @@ def read_run_job(run_dir: Path) -> JobConfig:
             "Name a run whose training has finished.",
         )
     return read_record(content)
-
-
-def _rebuild_start(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The student before training, in the form in which a finished one is saved."""
-    with TemporaryDirectory(prefix="kd-start-") as name:
-        student = build_starting_student(config, tokenizer)
-        save_student(student, tokenizer, Path(name), config.student, torch.float32)
-        return load_saved_student(Path(name))
 
 
 # ---------------------------------------------------------------------- weights and directions
@@ -192,21 +188,13 @@ class LossSurface:
         train = config.require_train()
         steps = train.count_steps(source.train_count) or 1
         alpha = 1.0 if source.codec is None else evaluate_ramp(config.loss.alpha, steps, steps)
-        return cls(
-            student,
-            measured.lm_head,
-            TargetDecoder.of(source, device),
-            {
-                split: [
-                    make_batch(*source.read(part)).to(device)
-                    for part in np.split(numbers, range(train.batch_size, len(numbers),
-                                                        train.batch_size))
-                ]
-                for split, numbers in _choose_sequences(source, options)
-            },
-            alpha,
-            choose_evaluation_temperature(config.loss),
-        )  # fmt: skip
+        batches = {}
+        for split, numbers in _choose_sequences(source, options):
+            parts = np.split(numbers, range(train.batch_size, len(numbers), train.batch_size))
+            batches[split] = [make_batch(*source.read(part)).to(device) for part in parts]
+        decoder = TargetDecoder.of(source, device)
+        temperature = choose_evaluation_temperature(config.loss)
+        return cls(student, measured.lm_head, decoder, batches, alpha, temperature)
 
     def measure(self) -> Losses:
         """Return the mean loss of a token in each split, with the weights as they are now."""
@@ -252,10 +240,8 @@ class _Meter:
 
     def count(self) -> None:
         self.done += 1
-        share = round(self.done / self.total, 6)
-        self.monitor.emit(
-            "progress", done=self.done, total=self.total, unit="points", fraction=share
-        )
+        facts = {"done": self.done, "total": self.total, "unit": "points"}
+        self.monitor.emit("progress", **facts, fraction=round(self.done / self.total, 6))
         self.monitor.check("while the landscape was measured; nothing is written")
 
 

@@ -9,6 +9,16 @@ from kd.experiments.drawing import INK, QUIET, draw_svg, style_line
 from kd.experiments.page import make_element, make_plots, make_table, render_page
 
 _SPLITS = {"train": "training text", "held_out": "held-out text"}
+_ABOUT_LINE = (
+    "The loss on the straight line from the first weights (0) to the trained ones (1). A line that "
+    "falls all the way has no barrier. Beyond 1 the held-out loss shows whether the training "
+    "stopped early or late in this direction."
+)
+_ABOUT_PLANE = (
+    "The loss along two random directions, each row of each matrix as long as that of the student "
+    "(filter normalisation). 1 is a step as long as the weights themselves. A wide bowl is a flat "
+    "minimum. Other directions look alike, but not the same."
+)
 #: Levels of the contours.
 _LEVELS = 14
 
@@ -19,32 +29,19 @@ def render_landscape(found: dict[str, Any]) -> str:
     planes = [_draw_plane(found, name, title) for name, title in splits.items()]
     weight = f"alpha {found['alpha']:g}, T {found['temperature']:g}"
     tokens = ", ".join(f"{found['tokens'][name]:,} tokens of {splits[name]}" for name in splits)
+    about = (
+        f"The loss is the job's loss at the end of its training ({weight}), in nats per token, on "
+        f"{tokens}, without dropout."
+    )
     return render_page(
         f"Loss landscape of {found['name']}",
         [
-            make_element(
-                "p",
-                f"The loss is the job's loss at the end of its training ({weight}), in nats per "
-                f"token, on {tokens}, without dropout.",
-            ),
+            make_element("p", about),
             "<h2>From start to end</h2>",
-            make_element(
-                "p",
-                "The loss on the straight line from the first weights (0) to the trained ones "
-                "(1). A line that falls all the way has no barrier. Beyond 1 the held-out loss "
-                "shows whether the training stopped early or late in this direction.",
-                "quiet",
-            ),
+            make_element("p", _ABOUT_LINE, "quiet"),
             make_plots([_draw_line(found, splits)]),
             "<h2>Around the trained student</h2>",
-            make_element(
-                "p",
-                "The loss along two random directions, each row of each matrix as long as that of "
-                "the student (filter normalisation). 1 is a step as long as the weights "
-                "themselves. A wide bowl is a flat minimum. Other directions look alike, but not "
-                "the same.",
-                "quiet",
-            ),
+            make_element("p", _ABOUT_PLANE, "quiet"),
             make_plots(filter(None, planes)),
             _make_facts(found, splits),
         ],
@@ -99,19 +96,10 @@ def _draw_plane(found: dict[str, Any], name: str, title: str) -> str:
 
 def _make_facts(found: dict[str, Any], splits: dict[str, str]) -> str:
     half = found["options"]["radius"] / 2
-    rows = [
-        [
-            title,
-            _format(found["plane"]["centre"][name]),
-            _format(found["plane"]["rise"][name]),
-            _format(found["line"]["barrier"][name]),
-        ]
-        for name, title in splits.items()
-    ]
-    columns = [
-        "", "loss of the student", f"mean rise at distance {half:g}", "barrier from start to end",
-    ]  # fmt: skip
-    return make_table(columns, rows)
+    parts = (found["plane"]["centre"], found["plane"]["rise"], found["line"]["barrier"])
+    rows = [[title, *(_format(part[name]) for part in parts)] for name, title in splits.items()]
+    rise = f"mean rise at distance {half:g}"
+    return make_table(["", "loss of the student", rise, "barrier from start to end"], rows)
 
 
 def _fill(values: list[float | None]) -> list[float]:

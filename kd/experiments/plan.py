@@ -106,16 +106,12 @@ def make_plan_of_axes(
             job = AblationJob(f"{axis.name} {setting.label}", config)
             job = jobs.setdefault(job.digest, job)
             rows.append(AblationRow(setting.label, job.digest))
-        _require_some(axis, rows)
+        if all(row.digest is None for row in rows):
+            why = " ".join(dict.fromkeys(row.refusal for row in rows))
+            detail = f"axis {axis.name} has no setting that can run: {why}"
+            remedy = "Name other settings with --axis, or change the job."
+            raise ConfigError([Problem("", detail, remedy)])
         if first.digest not in {row.digest for row in rows}:
             rows.insert(0, AblationRow(ITSELF, first.digest))
         found.append(AblationAxis(axis.name, axis.why, tuple(rows)))
     return AblationPlan(base, jobs, tuple(found))
-
-
-def _require_some(axis: Axis, rows: list[AblationRow]) -> None:
-    if all(row.digest is None for row in rows):
-        why = " ".join(dict.fromkeys(row.refusal for row in rows))
-        detail = f"axis {axis.name} has no setting that can run: {why}"
-        remedy = "Name other settings with --axis, or change the job."
-        raise ConfigError([Problem("", detail, remedy)])

@@ -96,7 +96,7 @@ class Admission:
             *self._find_cache_problems(config),
         ]
         try:
-            result = self.service.plans.ask(wish, config, self.caller)
+            result = self.service.plans.check(wish, config, self.caller)
         except ConfigError as error:
             told = {each.pointer for each in error.problems}
             more = [each for each in own if each.pointer not in told]
@@ -152,35 +152,29 @@ class Admission:
             with ExitStack() as holding:
                 for name in config.cache.named.values():
                     holding.enter_context(held(settings.caches / name))
-                created = self._create(config, key)
+                # Only a new job is checked: a replayed one exists, even if its inputs are gone.
+                found = self._check(config)
+                created = self.service.store.create(
+                    config,
+                    self.caller,
+                    key,
+                    settings.quota_open_jobs,
+                    settings.quota_record_bytes,
+                    RequestOrigin(request_id.get(), read_traceparent()),
+                    found["least_memory"],
+                )
         _require_created(created, config, settings)
         if created.outcome == "team_quota":
             raise make_bytes_problem(self.read_account())
         job = self.service.store.get(created.id, self.caller)
         if job is None:
-            raise ApiProblem(
-                404, f"The job {created.id} was deleted.", "Use a new Idempotency-Key."
-            )
+            detail = f"The job {created.id} was deleted."
+            raise ApiProblem(404, detail, "Use a new Idempotency-Key.")
         if created.outcome == "created":
-            self.service.audit.record(
-                self.caller, "job.create", job.id, kind=job.kind, name=job.name
-            )
+            facts = {"kind": job.kind, "name": job.name}
+            self.service.audit.record(self.caller, "job.create", job.id, **facts)
             announce_job(self.service, job)
         return job, created.outcome == "replayed"
-
-    def _create(self, config: JobConfig, key: str | None) -> CreateResult:
-        # Only a new job is checked: a replayed one exists, even if its inputs are gone by now.
-        found = self._check(config)
-        settings = self.service.settings
-        return self.service.store.create(
-            config,
-            self.caller,
-            key,
-            settings.quota_open_jobs,
-            settings.quota_record_bytes,
-            RequestOrigin(request_id.get(), read_traceparent()),
-            found["least_memory"],
-        )
 
     def _check(self, config: JobConfig) -> dict[str, Any]:
         """Check a new job; raise all its problems, or 429 if its cache is more than its team has.
@@ -213,12 +207,9 @@ def _require_created(created: CreateResult, config: JobConfig, settings: Setting
             f"With this job, the records of this key's jobs would take {created.detail} bytes,"
             f" and they may take {most}."
         )
-        quota = QuotaProblem(
-            what="record_bytes",
-            limit=most,
-            used=int(created.detail),
-            frees_up="when jobs are deleted",
-        )
+        used = int(created.detail)
+        frees_up = "when jobs are deleted"
+        quota = QuotaProblem(what="record_bytes", limit=most, used=used, frees_up=frees_up)
         raise _make_quota_problem(detail, "Delete jobs that have ended: DELETE /jobs/{id}.", quota)
     if created.outcome == "bad_dependency":
         raise ConfigError([_make_dependency_problem(config, created.id, created.detail)])
@@ -260,9 +251,8 @@ def make_bytes_problem(account: TeamAccount, needed: str = "", remedy: str = "")
 
 def _make_quota_problem(detail: str, remedy: str, quota: QuotaProblem) -> ApiProblem:
     headers = {"Retry-After": RETRY_QUOTA_SECONDS}
-    return ApiProblem(
-        429, detail, remedy, "quota-exceeded", headers=headers, members={"quota": quota}
-    )
+    members = {"quota": quota}
+    return ApiProblem(429, detail, remedy, "quota-exceeded", headers=headers, members=members)
 
 
 def announce_job(service: Service, job: Job) -> None:
@@ -274,8 +264,5 @@ def announce_job(service: Service, job: Job) -> None:
 def require_space(settings: Settings, coming: int = 0) -> None:
     """Raise 507 if a disk of the service is nearly full, or ``coming`` bytes would make it so."""
     if full := settings.find_full_disk(coming):
-        raise ApiProblem(
-            507,
-            full,
-            "Delete caches, or jobs with their artifacts, or ask the operator for more space.",
-        )
+        remedy = "Delete caches, or jobs with their artifacts, or ask the operator for more space."
+        raise ApiProblem(507, full, remedy)

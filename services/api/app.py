@@ -40,7 +40,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from kd.face.version import read_version
+from kd.python.version import read_version
 from services.api.answers import problems
 from services.api.answers.event_stream import EventHub
 from services.api.auditing import Audit
@@ -105,9 +105,8 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     service = app.state.service = _make_service(settings)
-    problems.add_error_handlers(
-        app, [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
-    )
+    routes = [route for router in ROUTERS for route in router.routes]
+    problems.add_error_handlers(app, (each for each in routes if isinstance(each, APIRoute)))
     for router in ROUTERS:
         app.include_router(router)
         # The same paths once more; in the document they would only double every operation.
@@ -148,9 +147,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
     # Every copy of the API runs a reconciler; they do not disturb each other.
-    reconciler = asyncio.create_task(
-        Reconciler(service.store, service.queue, service.settings).run()
-    )
+    loop = Reconciler(service.store, service.queue, service.settings)
+    reconciler = asyncio.create_task(loop.run())
     yield
     reconciler.cancel()
     with contextlib.suppress(asyncio.CancelledError):

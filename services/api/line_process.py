@@ -4,27 +4,39 @@ It does work that reads files or imports much. In a process of its own this hold
 request, its memory and its time have limits, and what libraries keep is gone when the process ends.
 One process does one thing at a time; it starts with the first order, and anew after one that broke
 a limit.
+
+An order is a JSON object. The answer is one of these, or an object that only this process gives:
+
+    {"result": {...}} | {"limit": "memory"}
+    | {"failure": {"type": "...", "detail": "...", "remedy": "..."}}
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
+from cache.errors import PotstillError
 from services.api.turns import NoTurn, Turns
+from services.process import logs
+from services.settings import Settings
 
 #: The time that the process may take to start. It only imports what it needs.
 START_SECONDS = 60.0
 #: Orders that may wait for the one that is answered. Each holds one of the threads that answer all
 #: requests.
 MOST_WAITING = 64
+
+Order = dict[str, Any]
 
 
 class NoAnswer(Exception):
@@ -125,10 +137,29 @@ def _call(child: subprocess.Popen[bytes], order: bytes, seconds: float) -> bytes
         killer.cancel()
 
 
-def limit_memory(limit: int) -> None:
-    """Refuse this process more than ``limit`` bytes of data, where the system can do that."""
-    import resource
-
+def answer_orders(start: Callable[[Settings], Callable[[Order], dict[str, Any]]]) -> None:
+    """Answer orders in this process until stdin ends; ``start`` returns what answers one order."""
+    # The end of stdin ends this process; a signal to the group of a terminal does not. The kernel
+    # cannot watch the parent: it would watch the thread that started this process, which may end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    # One order at a time is one thread's work, and each thread more keeps memory of its own.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    settings = Settings()
+    logs.configure(settings)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    most = settings.plan_memory_bytes
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    answer = start(settings)
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        try:
+            found = answer(json.loads(line))
+        except MemoryError:
+            found = {"limit": "memory"}
+        except PotstillError as error:
+            found = {"failure": error.to_json()}
+        print(json.dumps(found), file=answers, flush=True)

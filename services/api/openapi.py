@@ -27,45 +27,34 @@ def complete_openapi(app: FastAPI, with_keys: bool) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _complete_document(generate(), with_keys)
+            document = app.openapi_schema = generate()
+            # FastAPI adds the models that routes return; problems come from outside of the routes.
+            schema = ProblemDetails.model_json_schema(ref_template=REFERENCE)
+            document["components"]["schemas"] |= schema.pop("$defs") | {"ProblemDetails": schema}
+            for path, operations in document["paths"].items():
+                for method, operation in operations.items():
+                    _complete(operation, path, method, with_keys)
+            if not with_keys:
+                document["components"].pop("securitySchemes", None)
         return app.openapi_schema
 
     app.openapi_schema = None
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _complete_document(document: dict[str, Any], with_keys: bool) -> dict[str, Any]:
-    # FastAPI adds the models that routes return; problems come from outside of the routes.
-    schema = ProblemDetails.model_json_schema(ref_template=REFERENCE)
-    document["components"]["schemas"] |= schema.pop("$defs") | {"ProblemDetails": schema}
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            _complete(operation, path, method, with_keys)
-    if not with_keys:
-        document["components"].pop("securitySchemes", None)
-    return document
-
-
-def _drop_null(schema: dict[str, Any]) -> None:
-    """Drop the null option, which only means "may be missing": no header or query can be null."""
-    options = [option for option in schema.pop("anyOf", ()) if option != {"type": "null"}]
-    if len(options) == 1:
-        schema |= options[0]
-    elif options:
-        schema["anyOf"] = options
-
-
 def _complete(operation: dict[str, Any], path: str, method: str, with_keys: bool) -> None:
     """Add the answers that come from outside the route: wrong Host, Origin, key, scope or rate."""
     for parameter in operation.get("parameters", ()):
-        _drop_null(parameter["schema"])
+        schema = parameter["schema"]
+        # Null only means "may be missing": no header or query can be null.
+        options = [option for option in schema.pop("anyOf", ()) if option != {"type": "null"}]
+        schema |= options[0] if len(options) == 1 else {"anyOf": options} if options else {}
     statuses = [*ANYWHERE, *(WITH_KEYS if path not in OPEN else ())]
     if not with_keys:
         operation.pop("security", None)
         # A 403 stays for changes: it also refuses those of a foreign page.
-        statuses = [
-            status for status in statuses if status != 401 and (status != 403 or method != "get")
-        ]
+        unneeded = (401, 403) if method == "get" else (401,)
+        statuses = [status for status in statuses if status not in unneeded]
     for described in operation["responses"].values():
         if described["description"] == _DEFAULT_DESCRIPTION:
             described["description"] = "The request succeeded."

@@ -5,8 +5,10 @@ Runs no model and imports no torch: what is not known without them stays null.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from cache.errors import CacheError, PotstillError
@@ -18,8 +20,6 @@ from kd.capture.estimate.job import (
     list_teacher_files,
     measure_capture,
 )
-from kd.capture.estimate.storage import CacheSize
-from kd.capture.estimate.text import CaptureSize
 from kd.client.wire.plans import JobEstimate, JobPlan, LearnedText, MemoryEstimate
 from kd.client.wire.service import WorkerState
 from kd.config.job import JobConfig
@@ -47,15 +47,35 @@ def plan_job(
     """
     kept = kept or KeptAnswers()
     capture = estimate_capture(config, settings, kept)
-    steps = _count_steps(config, settings, capture)
+    steps = tokens = None
+    if config.train is not None:
+        sequences = None if capture is None else capture.train_sequences
+        if capture is None and config.cache.fingerprint is not None:
+            with suppress(CacheError):
+                manifest = read_manifest(settings.caches / config.cache.fingerprint)
+                sequences = manifest.identity.data.train_sequences
+        steps = config.train.count_steps(sequences)
+        if steps is not None:
+            tokens = steps * config.train.sequences_per_step * config.data.sequence_length
     learned, notices = _show_rows(config, settings.root, kept)
+    teacher = config.teacher_files
+
+    def find_vocabulary() -> int:
+        assert teacher is not None, "without a teacher the vocabulary of a student is not asked for"
+        return kept.recall(
+            ["vocabulary", asdict(teacher)],
+            list_teacher_files(teacher, settings.root),
+            lambda: estimate_vocabulary_size(teacher, settings.root),
+        )
+
+    memory = estimate_model_memory(config, settings.root, find_vocabulary)
     return JobPlan(
         stages=list(config.stages),
         config=config.model_dump(mode="json"),
         capture=capture,
         steps=steps,
-        tokens=_count_tokens(config, steps),
-        memory=_estimate_memory(config, settings.root, kept),
+        tokens=tokens,
+        memory=MemoryEstimate(**asdict(memory)),
         free_bytes=measure_free_bytes(settings.home),
         warnings=[
             *_find_warnings(config, capture, steps),
@@ -96,76 +116,17 @@ def estimate_capture(
     """Estimate what the job captures; None without a capture, and where only a worker can."""
     if not config.captures:
         return None
+    sections = config.model_dump(mode="json", include={"data", "teacher", "cache"})
+    distilled = config.model_copy(update={"kind": "distill"})
     try:
-        work, storage = _measure_capture(config, settings.root, kept)
+        files = list_measured_files(config, settings.root)
+        measure = partial(measure_capture, distilled, settings.root)
+        work, storage = kept.recall(["capture", sections], files, measure)
     except PotstillError:  # a dataset of the hub, or text that only the worker can read
         return None
     caches = settings.locate_caches(config.cache.store)
     estimate = Estimate.of(work, storage, config.cache.shard_sequences, caches)
     return JobEstimate(**estimate.to_json())
-
-
-def _measure_capture(
-    config: JobConfig, root: Path, kept: KeptAnswers
-) -> tuple[CaptureSize, CacheSize]:
-    """Measure the text and the cache of a job that captures, or that reads such a cache."""
-    sections = config.model_dump(mode="json", include={"data", "teacher", "cache"})
-    return kept.recall(
-        ["capture", sections],
-        list_measured_files(config, root),
-        lambda: measure_capture(config.model_copy(update={"kind": "distill"}), root),
-    )
-
-
-def _count_steps(config: JobConfig, settings: Settings, capture: JobEstimate | None) -> int | None:
-    if config.train is None:
-        return None
-    sequences = (
-        capture.train_sequences
-        if capture is not None
-        else _count_sealed_sequences(config, settings)
-    )
-    return config.train.count_steps(sequences)
-
-
-def _count_sealed_sequences(config: JobConfig, settings: Settings) -> int | None:
-    if config.cache.fingerprint is None:
-        return None
-    try:
-        return read_manifest(
-            settings.caches / config.cache.fingerprint
-        ).identity.data.train_sequences
-    except CacheError:
-        return None
-
-
-def _count_tokens(config: JobConfig, steps: int | None) -> int | None:
-    if steps is None or config.train is None:
-        return None
-    return steps * config.train.sequences_per_step * config.data.sequence_length
-
-
-# ---------------------------------------------------------------------- memory
-
-
-def _estimate_memory(config: JobConfig, root: Path, kept: KeptAnswers) -> MemoryEstimate:
-    found = estimate_model_memory(config, root, _make_vocabulary_finder(config, root, kept))
-    return MemoryEstimate(**asdict(found))
-
-
-def _make_vocabulary_finder(config: JobConfig, root: Path, kept: KeptAnswers) -> Callable[[], int]:
-    """Make the function that returns the vocabulary of the job's teacher."""
-    teacher = config.teacher_files
-
-    def find_vocabulary() -> int:
-        assert teacher is not None, "without a teacher the vocabulary of a student is not asked for"
-        return kept.recall(
-            ["vocabulary", asdict(teacher)],
-            list_teacher_files(teacher, root),
-            lambda: estimate_vocabulary_size(teacher, root),
-        )
-
-    return find_vocabulary
 
 
 # ---------------------------------------------------------------------- warnings

@@ -37,7 +37,7 @@ from cache.errors import PotstillError
 from kd.addresses import resolve_public_address
 from kd.client.wire.jobs import Job
 from kd.errors import ConfigError, Problem
-from kd.face.version import read_version
+from kd.python.version import read_version
 from services.settings import Settings
 from services.store.jobs.loops import Delivery
 from services.store.jobs.store import JobStore

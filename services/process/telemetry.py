@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cache.errors import PotstillError
 from kd.errors import Interrupted
-from kd.face.version import read_version
 from kd.progress import Event
+from kd.python.version import read_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -45,8 +45,8 @@ from cache.disk import (
 )
 from cache.errors import PotstillError, StorageError
 from cache.remote.address import PLACE_FILE
-from kd.face.version import read_version
 from kd.files import measure_free_bytes
+from kd.python.version import read_version
 from services.store.connection import connect_redis, describe_failure
 from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore

@@ -1,7 +1,7 @@
 """What the help says of every command besides its own text: its group and an example.
 
-The class of the command ``kd`` applies the table, and gives every command the option ``--quiet``.
-A test compares the table with the commands, and parses every example.
+The class of the command ``kd`` applies the table, and gives every command the options ``--json``
+and ``--quiet``. A test compares the table with the commands, and parses every example.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
-from services.terminal.console import notes
+from services.terminal.console import mode, notes
 
 START = "First steps"
 BEFORE = "Before a run"
@@ -99,9 +99,10 @@ class Catalogue(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        quiet = _make_quiet()
+        shared = _make_shared_options()
         for path, command in walk(self):
-            command.params.append(quiet)
+            own = {each.name for each in command.params}
+            command.params += [each for each in shared if each.name not in own]
             if line := CATALOGUE.get(path):
                 command.epilog = f"Example: {line.example}"
                 first: Any = self.commands[path.partition(" ")[0]]
@@ -121,11 +122,21 @@ def walk(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
             yield path, command
 
 
-def _make_quiet() -> Any:
+def _make_shared_options() -> list[Any]:
+    """Make the options of every command; one that has its own --json keeps it."""
     app = typer.Typer()
 
     @app.command()
     def command(
+        as_json: Annotated[
+            bool,
+            typer.Option(
+                "--json/--no-json",
+                help="Print JSON for programs.",
+                callback=_set_json,
+                expose_value=False,
+            ),
+        ] = False,
         quiet: Annotated[
             bool,
             typer.Option(
@@ -139,7 +150,11 @@ def _make_quiet() -> Any:
         ] = False,
     ) -> None: ...
 
-    return typer.main.get_command(app).params[0]
+    return typer.main.get_command(app).params[:2]
+
+
+def _set_json(wanted: bool) -> None:
+    mode.as_json = wanted
 
 
 def _set_quiet(wanted: bool) -> None:

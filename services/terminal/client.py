@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from kd.client.client import Client
 from kd.client.errors import Refused
-from kd.client.sync import Client
 from kd.client.wire.jobs import Job
 from services.terminal.console import err, make_settings
 
@@ -24,11 +25,8 @@ def connect(server: str | None = None) -> Client:
 
 def make_client(server: str, key: str | None) -> Client:
     """Return a client that does not wait for a server, and says that a key expires soon."""
-    return Client(server, key, patience=0.0, on_expiry=_warn_of_expiry)
-
-
-def _warn_of_expiry(end: str) -> None:
-    err.print(f"Your API key expires at {end}: ask the operator for a new one (`kd keys new`).")
+    text = "Your API key expires at {}: ask the operator for a new one (`kd keys new`)."
+    return Client(server, key, patience=0.0, on_expiry=lambda end: err.print(text.format(end)))
 
 
 def locate_page(server: str, job_id: str) -> str:
@@ -47,20 +45,26 @@ def find_job(client: Client, name: str) -> Job:
     full = name if name.startswith("job_") else f"job_{name}"
     if len(full) == ID_LENGTH:
         return client.job(full)
-    every = client.jobs()
-    found = (
-        list(islice(every, 1))
-        if name == "last"
-        else [job for job in every if job.id.startswith(full)]
-    )
+    if name == "last":
+        found = list(islice(client.jobs(), 1))
+    else:
+        found = [job for job in client.jobs() if job.id.startswith(full)]
     if len(found) != 1:
         ids = ", ".join(job.id for job in found[:5])
-        raise Refused(
-            404,
-            f"{name!r} names {len(found)} jobs" + (f": {ids}." if ids else "."),
-            "See `kd jobs ls`.",
-        )
+        detail = f"{name!r} names {len(found)} jobs" + (f": {ids}." if ids else ".")
+        raise Refused(404, detail, "See `kd jobs ls`.")
     return found[0]
+
+
+def read_pages(client: Client, path: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what a list of the API holds, page by page, as the JSON that the server sent."""
+    cursor = None
+    while True:
+        page = client.request("GET", path, query={**query, "cursor": cursor})
+        yield from page["data"]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            return
 
 
 def dump(view: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,16 @@ err = Console(stderr=True, width=None if sys.stderr.isatty() else NO_TERMINAL_WI
 #: Progress and hints, which --quiet silences.
 notes = Console(stderr=True, width=None if sys.stderr.isatty() else NO_TERMINAL_WIDTH)
 
+
+@dataclass
+class OutputMode:
+    """How the command prints its result; the option --json sets it."""
+
+    as_json: bool = False
+
+
+mode = OutputMode()
+
 JobFile = Annotated[Path, typer.Argument(help="Job file, in YAML or JSON.")]
 JobName = Annotated[
     str, typer.Argument(metavar="ID", help="Id of a job, the beginning of one, or `last`.")
@@ -45,7 +56,6 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a value of the job: --set train.max_steps=100"),
 ]
-AsJson = Annotated[bool, typer.Option("--json/--no-json", help="Print JSON for programs.")]
 Server = Annotated[
     str | None, typer.Option("--server", help="Address of the service. Default: KD_SERVER.")
 ]
@@ -141,22 +151,17 @@ def print_table(columns: list[str], rows: list[list[str]], spare: tuple[str, ...
     if out.width == NO_TERMINAL_WIDTH:
         _print_lines(columns, rows)
         return
-    cells = (
-        {title: [row[place] for row in rows] for place, title in enumerate(columns)}
-        if any(columns)
-        else {}
-    )
+    cells = [[row[place] for row in rows] for place in range(len(columns))]
+    kept = list(range(len(columns)))
     for title in spare:
-        if sum(map(_measure_column, cells, cells.values())) + GAP * (len(cells) - 1) <= out.width:
+        widths = [_measure_column(columns[place], cells[place]) for place in kept]
+        if sum(widths) + GAP * (len(kept) - 1) <= out.width:
             break
-        del cells[title]
-    kept = [place for place, title in enumerate(columns) if title in cells or not cells]
+        kept.remove(columns.index(title))
     grid = Table(box=None, show_header=any(columns), pad_edge=False)
     for place in kept:
-        whole = _is_whole([row[place] for row in rows])
-        least = (
-            max(map(cell_len, [columns[place], *(row[place] for row in rows)])) if whole else None
-        )
+        whole = _is_whole(cells[place])
+        least = max(map(cell_len, [columns[place], *cells[place]])) if whole else None
         grid.add_column(columns[place], no_wrap=whole, min_width=least, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(row[place]) for place in kept))
@@ -165,16 +170,12 @@ def print_table(columns: list[str], rows: list[list[str]], spare: tuple[str, ...
 
 def _print_lines(columns: list[str], rows: list[list[str]]) -> None:
     titled = any(columns)
-    lines = [
-        columns,
-        *([" ".join(cell.split("\n")) or "-" * titled for cell in row] for row in rows),
-    ]
+    lines = [[" ".join(cell.split("\n")) or "-" * titled for cell in row] for row in rows]
+    lines = [columns, *lines] if titled else lines
     widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines if titled else lines[1:]:
-        padded = (
-            cell + " " * (width - cell_len(cell) + GAP)
-            for cell, width in zip(line, widths, strict=True)
-        )
+    for line in lines:
+        pairs = zip(line, widths, strict=True)
+        padded = (cell + " " * (width - cell_len(cell) + GAP) for cell, width in pairs)
         sys.stdout.write("".join(padded).rstrip() + "\n")
 
 
@@ -257,6 +258,25 @@ def _format_duration(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def print_as_json(value: Any) -> bool:
+    """Print a value as JSON if the command has the option --json; return whether it has."""
+    if mode.as_json:
+        print_json(value)
+    return mode.as_json
+
+
+def print_result(value: Any, text: str) -> None:
+    """Print the result of a command: ``value`` as JSON with --json, and else ``text``."""
+    if not print_as_json(value):
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """Print the facts that a command found: as JSON with --json, and else a line for each."""
+    if not print_as_json(summary):
+        print_facts(summary)
 
 
 def print_json(value: Any) -> None:

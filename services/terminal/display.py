@@ -11,6 +11,7 @@ from rich.table import Column
 from rich.text import Text
 
 from kd.client.wire.jobs import TERMINAL_STATUSES
+from kd.progress import Event
 from services.terminal.console import err
 
 #: The least time between two progress lines in a pipe or a log.
@@ -42,6 +43,10 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+    def listen(self, event: Event) -> None:
+        """Show one event of a run in this process."""
+        self.show(event.type, event.data)
 
     def show(self, kind: str, data: dict[str, Any]) -> None:
         """Show one event; types without a handler below are ignored."""
@@ -76,14 +81,14 @@ class Display:
         self._print(f"step {data.get('step')}: " + ", ".join(filter(None, parts)))
 
     def _on_cache(self, data: dict[str, Any]) -> None:
+        facts = [
+            _format_number("bytes per token", data.get("bytes_per_token"), ".1f"),
+            "no byte has changed since it was sealed" if data.get("verified") else "",
+            "faithful to its teacher" if data.get("faithful") else "",
+        ]
+        parts = [f"cache {str(data.get('fingerprint'))[:12]}", ", ".join(filter(None, facts))]
         reused = " (captured before)" if data.get("reused") else ""
-        whole = "no byte has changed since it was sealed" if data.get("verified") else ""
-        size = _format_number("bytes per token", data.get("bytes_per_token"), ".1f")
-        faithful = "faithful to its teacher" if data.get("faithful") else ""
-        facts = ", ".join(filter(None, [size, whole, faithful]))
-        self._print(
-            ": ".join(filter(None, [f"cache {str(data.get('fingerprint'))[:12]}", facts])) + reused
-        )
+        self._print(": ".join(filter(None, parts)) + reused)
 
     def _on_reason(self, data: dict[str, Any]) -> None:
         self._print(str(data["reason"]))

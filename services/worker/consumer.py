@@ -21,7 +21,7 @@ from cache.disk import require_locks
 from kd.client.wire.service import Device as DeviceView
 from kd.client.wire.service import WorkerState
 from kd.config.kinds import CAPTURE, list_stage_names
-from kd.face.version import read_version
+from kd.python.version import read_version
 from services.process import telemetry
 from services.process.descriptors import raise_limit
 from services.process.lasting_loops import flush_restarts, start_loop

@@ -17,8 +17,8 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE
 from kd.errors import OtherCapture
-from kd.face.version import read_version
 from kd.files import HELPERS
+from kd.python.version import read_version
 from services.settings import Settings
 from services.store.jobs.store import JobStore
 from services.store.ranges import HelpOrder, RangeTable

@@ -48,9 +48,7 @@ class MetricsHistory(View):
     """The history of a job's metrics."""
 
     series: list[MetricSeries]
-    last_step: int | None = Field(
-        None, description="Send it as ?after_step= to get the next points."
-    )
+    last_step: int | None = Field(None, description="Send it as ?after_step= to get the next.")
     thinning: Literal["min-max"] = Field(
         "min-max",
         description="The steps are cut into equal spans; each keeps its lowest and highest point.",

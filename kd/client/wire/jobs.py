@@ -41,9 +41,7 @@ class Progress(View):
     eta_seconds: float | None = Field(None, description="Seconds left at the present pace.")
     per_second: float | None = Field(None, description="Units a second at the present pace.")
     tokens: int | None = Field(None, description="Tokens done by the processes under way.")
-    tokens_per_second: float | None = Field(
-        None, description="Tokens a second of the processes under way."
-    )
+    tokens_per_second: float | None = Field(None, description="Tokens a second of these processes.")
 
 
 class Metrics(View):
@@ -55,9 +53,7 @@ class Metrics(View):
     loss: float | None = Field(
         None, description="(1 - alpha) kd_loss + alpha ce_loss, nats per token."
     )
-    kd_loss: float | None = Field(
-        None, description="KL divergence from the teacher, nats per token."
-    )
+    kd_loss: float | None = Field(None, description="Divergence from the teacher, nats per token.")
     ce_loss: float | None = Field(None, description="Cross-entropy of the text, nats per token.")
     train_perplexity: float | None = Field(None, description="exp(ce_loss) of the training text.")
     validation_perplexity: float | None = Field(
@@ -79,9 +75,7 @@ class Metrics(View):
     held_out_bytes: int | None = Field(None, description="Bytes of the held-out text, in UTF-8.")
     temperature: float | None = Field(None, description="Distillation temperature.")
     learning_rate: float | None = Field(None, description="Learning rate of the last step.")
-    grad_norm: float | None = Field(
-        None, description="Global norm of the gradient before clipping."
-    )
+    grad_norm: float | None = Field(None, description="Norm of the gradient before clipping.")
 
 
 class JobCache(View):
@@ -92,9 +86,7 @@ class JobCache(View):
     fingerprint: str | None = Field(
         None, description="Content address, which is also the folder's name under caches/."
     )
-    bytes_per_token: float | None = Field(
-        None, description="All bytes on disk per token with a record."
-    )
+    bytes_per_token: float | None = Field(None, description="Disk bytes per token with a record.")
 
 
 class CaptureWorker(View):
@@ -174,16 +166,10 @@ class Job(View):
     kind: KindName
     name: str = Field(description="The name that the job was given.")
     team: str = Field("local", description="The team whose share of the devices the job uses.")
-    parent: str | None = Field(
-        None, description="The search whose trial this job is; null for any other."
-    )
-    labels: dict[str, str] = Field(
-        default_factory=dict, description="Names and values to find the job by."
-    )
+    parent: str | None = Field(None, description="The search whose trial it is; null = of none.")
+    labels: dict[str, str] = Field(default_factory=dict, description="Names and values to find it.")
     status: Status
-    actions: list[Action] = Field(
-        default_factory=list, description="The actions that the job allows now."
-    )
+    actions: list[Action] = Field(default_factory=list, description="The actions that it allows.")
     reason: str | None = Field(
         None,
         description=(
@@ -232,9 +218,7 @@ class Job(View):
         description="Time that the job held devices, times their number. Trials count for "
         "themselves, and not for their search.",
     )
-    cost: Cost | None = Field(
-        None, description="Null if the operator has set no price (KD_DEVICE_PRICES)."
-    )
+    cost: Cost | None = Field(None, description="Null without a price (KD_DEVICE_PRICES).")
     progress: Progress
     metrics: Metrics
     cache: JobCache | None = Field(None, description="Null until it is known.")
@@ -243,9 +227,7 @@ class Job(View):
         description="Null unless several workers capture the cache now; not in a list.",
     )
     error: JobError | None = Field(None, description="Null unless the job failed.")
-    attempt: int = Field(
-        description="Attempts that have started. Another attempt follows only if one died."
-    )
+    attempt: int = Field(description="Attempts that have started; more follow only if one died.")
     max_attempts: int = Field(
         3, description="Attempts that may die before the job fails. A retry starts the count again."
     )
@@ -258,16 +240,10 @@ class Job(View):
     deadline_at: datetime | None = Field(
         None, description="Time at which the job fails if it has not ended; null = never."
     )
-    request_id: str | None = Field(
-        None, description="The request that created the job, as the logs name it."
-    )
+    request_id: str | None = Field(None, description="The request that created it, as in the logs.")
     links: JobLinks
-    artifacts: dict[str, str] = Field(
-        description="Names and paths of the job's products: student, report."
-    )
-    config: dict[str, Any] = Field(
-        description="The body of POST /jobs with its defaults filled in."
-    )
+    artifacts: dict[str, str] = Field(description="Names and paths of products: student, report.")
+    config: dict[str, Any] = Field(description="The body of POST /jobs, defaults filled in.")
 
     @property
     def ended(self) -> bool:

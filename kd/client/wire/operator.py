@@ -96,9 +96,7 @@ class RedisHealth(View):
 
     version: str
     answer_seconds: float = Field(description="Time of one question and its answer.")
-    clock_ahead_seconds: float = Field(
-        description="How far its clock is ahead of the server's clock."
-    )
+    clock_ahead_seconds: float = Field(description="How far its clock is ahead of the server's.")
     uptime_seconds: int
     clients: int
     memory_bytes: int

@@ -53,12 +53,8 @@ class MemoryEstimate(View):
     teacher_bytes: int | None = Field(
         None, description="The teacher's weights; null if none runs, or if its size is unknown."
     )
-    student_parameters: int | None = Field(
-        None, description="Null if the student's shape is unknown."
-    )
-    student_bytes: int | None = Field(
-        None, description="Weights, gradients and optimiser state in float32."
-    )
+    student_parameters: int | None = Field(None, description="Null if its shape is unknown.")
+    student_bytes: int | None = Field(None, description="Weights, gradients, optimiser; float32.")
 
 
 class LearnedPiece(View):
@@ -83,21 +79,15 @@ class JobPlan(View):
     capture: JobEstimate | None = Field(
         None, description="Null if nothing is captured, or if the server cannot read the text."
     )
-    steps: int | None = Field(
-        None, description="Optimiser steps; null without training, or if unknown."
-    )
+    steps: int | None = Field(None, description="Optimiser steps; null = none, or not known.")
     tokens: int | None = Field(None, description="Tokens that training will read.")
     memory: MemoryEstimate
     free_bytes: int = Field(description="Bytes left on the disk of the data folder.")
     cost: Cost | None = Field(
         None, description="Estimated cost; null without a price, or if no time is known."
     )
-    account: TeamAccount | None = Field(
-        None, description="What the caller's team uses, and its quotas."
-    )
-    warnings: list[str] = Field(
-        default_factory=list, description="Valid settings that are probably mistakes."
-    )
+    account: TeamAccount | None = Field(None, description="What the team uses, and its quotas.")
+    warnings: list[str] = Field(default_factory=list, description="Settings that may be mistakes.")
     learned: list[LearnedText] = Field(
         default_factory=list,
         description="What is learned of the first rows of chats, or of prompts and completions.",
@@ -109,9 +99,7 @@ class Template(View):
 
     name: str
     title: str = Field(description="What its job does, in one sentence.")
-    text: str = Field(
-        description="YAML with comments. Models and texts, which only the user knows, are empty."
-    )
+    text: str = Field(description="YAML with comments; the user fills in models and texts.")
 
 
 class TemplateList(View):

@@ -13,9 +13,7 @@ from kd.client.wire.view import View
 class FieldProblem(View):
     """One wrong field of a request."""
 
-    pointer: str = Field(
-        description="JSON pointer into the body; empty if the problem is elsewhere."
-    )
+    pointer: str = Field(description="JSON pointer into the body; empty = not in the body.")
     detail: str
     remedy: str = ""
 

@@ -90,9 +90,7 @@ class Limits(View):
 class ModelList(View):
     """The models that jobs may name, and the limits of the caller."""
 
-    restricted: bool = Field(
-        description="Whether only these models are allowed; otherwise any model is."
-    )
+    restricted: bool = Field(description="Whether only these are allowed; otherwise any model is.")
     data: list[ModelEntry]
     limits: Limits
 

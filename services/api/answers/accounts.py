@@ -11,10 +11,10 @@ from kd.files import format_bytes
 from services.store.jobs.teams import Account
 
 
-def describe_account(account: Account, now: datetime | None = None) -> TeamAccount:
-    """Describe an account; ``now`` decides when the day ends."""
-    now = now or datetime.now(UTC)
-    midnight = now.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
+def describe_account(account: Account) -> TeamAccount:
+    """Describe an account, whose day ends at midnight in UTC."""
+    today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    midnight = today + timedelta(days=1)
     measured = account.measured_ms
     return TeamAccount(
         team=account.team,

@@ -5,9 +5,11 @@ If the client already has the bytes, by If-None-Match, the answer is an empty 30
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
@@ -32,6 +34,15 @@ class ByteSource:
     tag: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     close: Callable[[], None] | None = None
+
+    @classmethod
+    def of_file(cls, handle: int, size: int, media_type: str, **more: Any) -> ByteSource:
+        """Return a source of an open file, which is closed with it."""
+
+        def read(start: int, stop: int) -> bytes:
+            return os.pread(handle, stop - start, start)
+
+        return cls(size, media_type, read, close=lambda: os.close(handle), **more)
 
     def skip_to(self, start: int) -> ByteSource:
         """Return a source of the bytes from ``start`` on."""
@@ -76,7 +87,8 @@ def send_bytes(request: Request, content: ByteSource) -> Response:
     headers = {"Accept-Ranges": "bytes", **content.headers} | (
         {"ETag": content.tag} if content.tag else {}
     )
-    if content.tag is not None and _matches(request.headers.get("if-none-match"), content.tag):
+    seen = request.headers.get("if-none-match", "")
+    if content.tag and (seen.strip() == "*" or content.tag in re.findall(r'"[^"]*"', seen)):
         return _respond_without_body(content, 304, headers)
     start, stop = _parse_range(request, content)
     status = 200
@@ -85,21 +97,14 @@ def send_bytes(request: Request, content: ByteSource) -> Response:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{content.size}"
     headers["Content-Length"] = str(stop - start)
     if request.method == "HEAD":
-        return _respond_without_body(
-            content, status, {**headers, "Content-Type": content.media_type}
-        )
+        headers["Content-Type"] = content.media_type
+        return _respond_without_body(content, status, headers)
     return ByteRangeResponse(content, start, stop, status, headers)
 
 
 def _respond_without_body(content: ByteSource, status: int, headers: dict[str, str]) -> Response:
     content.release()
     return Response(status_code=status, headers=headers)
-
-
-def _matches(if_none_match: str | None, tag: str) -> bool:
-    if if_none_match is None:
-        return False
-    return if_none_match.strip() == "*" or tag in re.findall(r'"[^"]*"', if_none_match)
 
 
 def _parse_range(request: Request, content: ByteSource) -> tuple[int, int]:
@@ -125,10 +130,6 @@ def _parse_range(request: Request, content: ByteSource) -> tuple[int, int]:
     if start >= stop:
         content.release()
         headers = {"Content-Range": f"bytes */{content.size}"}
-        raise ApiProblem(
-            416,
-            f"There are {content.size} bytes.",
-            "Ask for a range within them.",
-            headers=headers,
-        )
+        detail = f"There are {content.size} bytes."
+        raise ApiProblem(416, detail, "Ask for a range within them.", headers=headers)
     return start, stop

@@ -8,8 +8,10 @@ import re
 from services.api.answers.problems import ApiProblem
 
 
-def encode_cursor(cursor: int) -> str:
-    """Return the text of a cursor."""
+def encode_cursor(cursor: int | None) -> str | None:
+    """Return the text of a cursor; None after the last page."""
+    if cursor is None:
+        return None
     return base64.urlsafe_b64encode(str(cursor).encode()).decode().rstrip("=")
 
 

@@ -140,11 +140,8 @@ class JobTail:
         if self._start is None:
             return None
         if place < self._start:
-            entries = await self._read(place)
-            if entries:
-                return Page(
-                    parse_place(entries[-1][0]), b"".join(_serialise(entry) for entry in entries)
-                )
+            if entries := await self._read(place):
+                return Page(parse_place(entries[-1][0]), b"".join(map(_serialise, entries)))
             # Redis has dropped the events between the two places.
             place = max(place, self._start)
         first = bisect_right(self._places, place)
@@ -180,7 +177,10 @@ class JobTail:
         place = self._places[-1] if self._places else self._start
         entries = await self._read(place, block=None if ended else POLL_MS)
         for entry in entries:
-            self._hold(parse_place(entry[0]), _serialise(entry))
+            content = _serialise(entry)
+            self._places.append(parse_place(entry[0]))
+            self._contents.append(content)
+            self._held_bytes += len(content)
         self._release()
         return ended and len(entries) < PAGE_EVENTS
 
@@ -192,11 +192,6 @@ class JobTail:
             {self._stream: after}, count=PAGE_EVENTS, block=block
         )
         return streams[0][1] if streams else []
-
-    def _hold(self, place: Place, content: bytes) -> None:
-        self._places.append(place)
-        self._contents.append(content)
-        self._held_bytes += len(content)
 
     def _release(self) -> None:
         """Let go of the oldest events above the limits."""

@@ -33,7 +33,10 @@ class FileDigests:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if _identify_file(os.fstat(handle)) == before:
             # Not of a file that changed while it was read
-            self._remember(before, digest)
+            with self._lock:
+                self._known[before] = digest
+                while len(self._known) > MAX_DIGESTS:
+                    self._known.popitem(last=False)
         return digest
 
     def look_up(self, path: Path) -> str | None:
@@ -43,12 +46,6 @@ class FileDigests:
     def _find(self, key: _FileIdentity) -> str | None:
         with self._lock:
             return self._known.get(key)
-
-    def _remember(self, key: _FileIdentity, digest: str) -> None:
-        with self._lock:
-            self._known[key] = digest
-            while len(self._known) > MAX_DIGESTS:
-                self._known.popitem(last=False)
 
 
 def _identify_file(state: os.stat_result) -> _FileIdentity:

@@ -79,4 +79,4 @@ def mask_secrets(text: str, hidden: tuple[str, ...] = ()) -> str:
 def _mask_match(shown: str, match: re.Match[str]) -> str:
     """Return the replacement of a match, with as many stars as give it the length of the match."""
     before, _, after = match.expand(shown).rpartition(MASK)
-    return f"{before}{'*' * (len(match[0]) - len(before) - len(after))}{after}"
+    return before + "*" * (len(match[0]) - len(before) - len(after)) + after

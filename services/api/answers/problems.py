@@ -108,21 +108,20 @@ Answers = dict[int | str, dict[str, Any]]
 
 def describe_problems(*statuses: int) -> Answers:
     """Describe the problems that an operation may answer with, for the OpenAPI document."""
-    return {status: _describe_problem(status) for status in statuses}
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}}
+    found: Answers = {}
+    for status in statuses:
+        found[status] = {"description": TITLES[status][1], "content": content}
+        if status in HEADERS:
+            found[status]["headers"] = {
+                name: describe_header(text) for name, text in HEADERS[status].items()
+            }
+    return found
 
 
-def _describe_problem(status: int) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/ProblemDetails"}
-    described: dict[str, Any] = {
-        "description": TITLES[status][1],
-        "content": {MEDIA_TYPE: {"schema": schema}},
-    }
-    if status in HEADERS:
-        named = HEADERS[status].items()
-        described["headers"] = {
-            name: {"description": text, "schema": {"type": "string"}} for name, text in named
-        }
-    return described
+def describe_header(text: str) -> dict[str, Any]:
+    """Describe a header of an answer, for the OpenAPI document."""
+    return {"description": text, "schema": {"type": "string"}}
 
 
 def add_error_handlers(app: FastAPI, routes: Iterable[APIRoute]) -> None:
@@ -193,41 +192,25 @@ def _translate_validation_error(error: RequestValidationError) -> ApiProblem:
             "The body is not declared as JSON.",
             "Send it with the header Content-Type: application/json.",
         )
-    outside = [problem for item in items if (problem := _find_request_problem(item))]
-    # The location of an error inside the job begins with "body", which is no part of its pointer.
-    inside = [
-        {**item, "loc": item["loc"][1:]} for item in items if _find_request_problem(item) is None
-    ]
-    problems = [*outside, *translate_errors(inside)]
-    parameters = [problem.detail for item in items if (problem := _find_parameter_problem(item))]
-    if len(parameters) == len(items):
-        return ApiProblem(
-            422, " ".join(parameters), _READ_SCHEMA, "invalid-parameter", errors=problems
-        )
+    problems = []
+    inside = []
+    for item in items:
+        place, *inner = item["loc"]
+        if place != "body":
+            detail = f"{place} parameter {item['loc'][-1]}: {item['msg']}."
+            problems.append(Problem("", detail, _READ_SCHEMA))
+        elif not inner and item["type"] == "missing":
+            remedy = "Send a job as JSON with Content-Type: application/json."
+            problems.append(Problem("", "the request has no body.", remedy))
+        else:
+            # "body" is no part of the pointer of an error inside the job.
+            inside.append({**item, "loc": tuple(inner)})
+    problems += translate_errors(inside)
+    if all(item["loc"][0] != "body" for item in items):
+        detail = " ".join(problem.detail for problem in problems)
+        return ApiProblem(422, detail, _READ_SCHEMA, "invalid-parameter", errors=problems)
     whole = ConfigError(problems)
     return ApiProblem(422, whole.detail, whole.remedy, errors=problems)
-
-
-def _find_parameter_problem(item: Mapping[str, Any]) -> Problem | None:
-    """Return the problem of a path, query or header parameter; None for an error of the body."""
-    if item["loc"][0] == "body":
-        return None
-    return Problem(
-        "", f"{item['loc'][0]} parameter {item['loc'][-1]}: {item['msg']}.", _READ_SCHEMA
-    )
-
-
-def _find_request_problem(item: Mapping[str, Any]) -> Problem | None:
-    """Return the problem of a parameter or of a missing body; None for an error inside the job."""
-    if (problem := _find_parameter_problem(item)) is not None:
-        return problem
-    if item["loc"] == ("body",) and item["type"] == "missing":
-        return Problem(
-            "",
-            "the request has no body.",
-            "Send a job as JSON with Content-Type: application/json.",
-        )
-    return None
 
 
 def make_shortage_problem() -> ApiProblem:
@@ -281,24 +264,18 @@ async def _on_http_exception(request: Request, error: Any) -> Response:
         return await _on_problem(request, error.__cause__)
     if isinstance(error.__cause__, ConfigError):
         return await _on_config_error(request, error.__cause__)
-    return respond_with_problem(request, _translate_http_exception(request, error))
-
-
-def _translate_http_exception(request: Request, error: HTTPException) -> ApiProblem:
-    path = request.url.path
-    if error.status_code == 405:
+    status, path = error.status_code, request.url.path
+    problem = ApiProblem(status, str(error.detail), _READ_SCHEMA, headers=error.headers)
+    if status == 405:
         # The files of a mounted folder name no methods: they can only be read.
         fallback = (error.headers or {}).get("Allow", "GET, HEAD")
         allowed = ", ".join(sorted(_find_allowed_methods(request))) or fallback
-        return ApiProblem(
-            405,
-            f"{request.method} is not allowed on {path}.",
-            f"Allowed: {allowed}.",
-            headers={"Allow": allowed},
-        )
-    if error.status_code == 404:
-        return ApiProblem(404, f"There is nothing at {path}.", "GET /openapi.json lists all paths.")
-    return ApiProblem(error.status_code, str(error.detail), _READ_SCHEMA, headers=error.headers)
+        detail = f"{request.method} is not allowed on {path}."
+        problem = ApiProblem(405, detail, f"Allowed: {allowed}.", headers={"Allow": allowed})
+    elif status == 404:
+        remedy = "GET /openapi.json lists all paths."
+        problem = ApiProblem(404, f"There is nothing at {path}.", remedy)
+    return respond_with_problem(request, problem)
 
 
 def _find_allowed_methods(request: Request) -> set[str]:

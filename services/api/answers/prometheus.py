@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -22,8 +22,8 @@ from redis.exceptions import RedisError, ResponseError
 
 from kd.client.wire.service import WorkerState
 from kd.config.kinds import list_stage_names
-from kd.face.version import read_version
 from kd.files import Disk
+from kd.python.version import read_version
 from services.api.guards.request_metrics import RequestMetrics
 from services.settings import Settings
 from services.store.jobs.store import JobStore
@@ -123,37 +123,20 @@ METRICS = {
 }
 
 
-class MetricsSource(Protocol):
-    """The parts of the API's ``Service`` that the page reads.
-
-    A protocol, because ``services.api.service`` imports the room of this module.
-    """
-
-    @property
-    def settings(self) -> Settings:
-        """The operator's settings."""
-
-    @property
-    def store(self) -> JobStore:
-        """The job store."""
-
-    @property
-    def request_metrics(self) -> RequestMetrics:
-        """The counts of this process's requests."""
-
-
-def render_metrics(service: MetricsSource) -> bytes:
+def render_metrics(settings: Settings, store: JobStore, requests: RequestMetrics) -> bytes:
     """Render the page in Prometheus's text format 0.0.4; works without Redis."""
     registry = CollectorRegistry()
-    registry.register(MetricsCollector(service))
+    registry.register(MetricsCollector(settings, store, requests))
     return generate_latest(registry)
 
 
+@dataclass(frozen=True)
 class MetricsCollector(Collector):
     """Reads every metric once, in the order of ``METRICS``."""
 
-    def __init__(self, service: MetricsSource) -> None:
-        self._service = service
+    settings: Settings
+    store: JobStore
+    requests: RequestMetrics
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing.
@@ -169,17 +152,16 @@ class MetricsCollector(Collector):
         yield from (families[name] for name in order if name in families)
 
     def _collect_samples(self) -> Iterator[MetricSample]:
-        service = self._service
         yield "kd_build_info", {"version": read_version()}, 1
-        for name, folder in service.settings.places.items():
+        for name, folder in self.settings.places.items():
             disk = Disk.of(folder)
             yield "kd_disk_free_bytes", {"folder": name}, disk.free_bytes
             if disk.free_files is not None:
                 yield "kd_disk_free_files", {"folder": name}, disk.free_files
-        yield "kd_disk_floor_bytes", {}, service.settings.disk_floor_bytes
-        yield from _sample_requests(service.request_metrics)
+        yield "kd_disk_floor_bytes", {}, self.settings.disk_floor_bytes
+        yield from _sample_requests(self.requests)
         try:
-            found = list(_sample_store(service.store))
+            found = list(_sample_store(self.store))
         except RedisError:
             yield "kd_store_up", {}, 0
         else:
@@ -191,11 +173,13 @@ def group_samples(samples: Iterable[MetricSample]) -> dict[str, Metric]:
     """Group samples by their metric, and add the empty buckets of histograms."""
     families: dict[str, Metric] = {}
     for name, labels, value in samples:
-        family = _find_family(name)
+        # The name of a histogram's sample is that of the histogram with an ending.
+        bare = (name.removesuffix(part) for part in HISTOGRAM_SUFFIXES if name.endswith(part))
+        family = next((each for each in bare if each in METRICS), name)
         described = METRICS.get(family, Description("counter", "A counter of the service."))
         # The Prometheus library adds _total to the name of a counter.
-        bare = family.removesuffix("_total") if described.type == "counter" else family
-        metric = families.setdefault(family, Metric(bare, described.help, described.type))
+        title = family.removesuffix("_total") if described.type == "counter" else family
+        metric = families.setdefault(family, Metric(title, described.help, described.type))
         metric.add_sample(name, dict(labels), value)
     for family, metric in families.items():
         if metric.type == "histogram":
@@ -203,31 +187,20 @@ def group_samples(samples: Iterable[MetricSample]) -> dict[str, Metric]:
     return families
 
 
-def _find_family(sample: str) -> str:
-    parts = (sample.removesuffix(part) for part in HISTOGRAM_SUFFIXES if sample.endswith(part))
-    return next((name for name in parts if name in METRICS), sample)
-
-
 def _complete_histogram(name: str, samples: Iterable[Line]) -> Iterator[Line]:
     """Yield a histogram's samples in order, with its empty buckets, which Redis does not hold."""
     found: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
     for line in samples:
         rest = {label: value for label, value in line.labels.items() if label != "le"}
-        found.setdefault(tuple(sorted(rest.items())), {})[line.labels.get("le", line.name)] = (
-            line.value
-        )
-    bounds = sorted(
-        {le for values in found.values() for le in values if not le.startswith(name)} | {"+Inf"},
-        key=float,
-    )
+        values = found.setdefault(tuple(sorted(rest.items())), {})
+        values[line.labels.get("le", line.name)] = line.value
+    known = {le for values in found.values() for le in values if not le.startswith(name)}
+    bounds = sorted(known | {"+Inf"}, key=float)
     for labels, values in found.items():
         count = values.get(f"{name}_count", 0.0)
         for le in bounds:
-            yield Line(
-                f"{name}_bucket",
-                dict(labels) | {"le": le},
-                values.get(le, count if le == "+Inf" else 0.0),
-            )
+            value = values.get(le, count if le == "+Inf" else 0.0)
+            yield Line(f"{name}_bucket", dict(labels) | {"le": le}, value)
         yield Line(f"{name}_sum", dict(labels), values.get(f"{name}_sum", 0.0))
         yield Line(f"{name}_count", dict(labels), count)
 
@@ -250,24 +223,16 @@ def _sample_store(store: JobStore) -> Iterator[MetricSample]:
     """
     counted = store.read_counters()
     yield from counted
-    missing = METRICS.keys() - {name for name, _, _ in counted}
-    zero = (
-        name for name in missing if METRICS[name].type == "counter" and not METRICS[name].labels
-    )
-    yield from ((name, {}, 0.0) for name in zero)
-    yield from (
-        ("kd_jobs", {"status": status}, number) for status, number in store.count_statuses().items()
-    )
-    yield from (
-        ("kd_queue_depth", {"queue": stage}, number)
-        for stage, number in store.read_queue_depths(list_stage_names("worker")).items()
-    )
+    for name in METRICS.keys() - {name for name, _, _ in counted}:
+        if METRICS[name].type == "counter" and not METRICS[name].labels:
+            yield name, {}, 0.0
+    for status, number in store.count_statuses().items():
+        yield "kd_jobs", {"status": status}, number
+    for stage, number in store.read_queue_depths(list_stage_names("worker")).items():
+        yield "kd_queue_depth", {"queue": stage}, number
     yield "kd_webhooks_waiting", {}, store.redis.zcard("kd:webhooks")
-    yield (
-        "kd_reconciler_last_run_timestamp_seconds",
-        {},
-        float(cast(str, store.redis.get("kd:reconciler") or 0)),
-    )
+    last = float(cast(str, store.redis.get("kd:reconciler") or 0))
+    yield "kd_reconciler_last_run_timestamp_seconds", {}, last
     yield from _sample_workers(store.list_workers(), store.read_clock_ms() / 1000)
     with suppress(ResponseError):  # our user of Redis may lack the right to call INFO
         memory = store.redis.info("memory")
@@ -286,9 +251,9 @@ def _sample_workers(workers: Iterable[WorkerState], now: float) -> Iterator[Metr
             ages[worker.host] = max(age, ages.get(worker.host, 0.0))
         for index in filter(None, worker.device.index.split(",")):
             memory[worker.host, index] = worker.device.memory_bytes
-    yield from (("kd_workers", {"state": state}, number) for state, number in states.items())
-    yield from (
-        ("kd_worker_heartbeat_age_seconds", {"host": host}, age) for host, age in ages.items()
-    )
+    for state, number in states.items():
+        yield "kd_workers", {"state": state}, number
+    for host, age in ages.items():
+        yield "kd_worker_heartbeat_age_seconds", {"host": host}, age
     for (host, device), size in memory.items():
         yield "kd_gpu_memory_bytes", {"host": host, "device": device}, size

@@ -95,9 +95,9 @@ def authenticate(request: Request, shown: BearerCredentials) -> Caller:
         request.state.headers = {EXPIRY_HEADER: key.expires_at.isoformat()}
     limiter: Limiter = request.app.state.limiter
     limiter.count_request(request, key.name)
-    return (
-        LOCAL_CALLER if key is _LOCAL_KEY else Caller(key.name, key.may("admin"), key.team, key.id)
-    )
+    if key is _LOCAL_KEY:
+        return LOCAL_CALLER
+    return Caller(key.name, key.may("admin"), key.team, key.id)
 
 
 def require_scope(scope: str) -> Callable[..., Awaitable[Caller]]:
@@ -138,17 +138,16 @@ async def hold_stream(
     if are_few_left():
         raise make_shortage_problem()
     limiter: Limiter = request.app.state.limiter
-    async with limiter.streaming(caller.name, lambda: _is_still_valid(request, shown)) as lease:
+
+    def is_still_valid() -> bool:
+        """Whether the key would still be accepted, and as that of the same caller."""
+        try:
+            return bool(_find_key(request, shown) == request.state.key)
+        except ApiProblem:
+            return False
+
+    async with limiter.streaming(caller.name, is_still_valid) as lease:
         yield lease
-
-
-def _is_still_valid(request: Request, shown: HTTPAuthorizationCredentials | None) -> bool:
-    """Whether the key of ``request`` would still be accepted, and as the same caller."""
-    key: ApiKey = request.state.key
-    try:
-        return _find_key(request, shown) == key
-    except ApiProblem:
-        return False
 
 
 def _find_key(request: Request, shown: HTTPAuthorizationCredentials | None) -> ApiKey:
@@ -168,20 +167,13 @@ def _find_key(request: Request, shown: HTTPAuthorizationCredentials | None) -> A
         ) from error
     if key is None:
         unknown = "The API key is unknown or was revoked."
-        raise ApiProblem(
-            401,
-            "The request has no API key." if shown is None else unknown,
-            "Send Authorization: Bearer kd_...; `kd` reads the key from KD_API_KEY.",
-            headers=_CHALLENGE_HEADERS,
-        )
+        detail = "The request has no API key." if shown is None else unknown
+        remedy = "Send Authorization: Bearer kd_...; `kd` reads the key from KD_API_KEY."
+        raise ApiProblem(401, detail, remedy, headers=_CHALLENGE_HEADERS)
     if key.expired:
-        raise ApiProblem(
-            401,
-            f"The API key {key.id} of {key.name} expired at {key.expires_at}.",
-            f"Ask the operator for a new one: kd keys new {key.name} --expires 90d.",
-            "key-expired",
-            headers=_CHALLENGE_HEADERS,
-        )
+        detail = f"The API key {key.id} of {key.name} expired at {key.expires_at}."
+        remedy = f"Ask the operator for a new one: kd keys new {key.name} --expires 90d."
+        raise ApiProblem(401, detail, remedy, "key-expired", headers=_CHALLENGE_HEADERS)
     return key
 
 

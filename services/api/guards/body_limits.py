@@ -37,7 +37,8 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and count the bytes of its body as they are read."""
         limit = self._limit
-        declared = _read_declared_length(scope)
+        length = dict(scope.get("headers", ())).get(b"content-length", b"0")
+        declared = int(length) if length.isdigit() else 0
         received = 0
 
         async def receive_limited() -> Message:
@@ -50,11 +51,6 @@ class BodyLimit:
             return message
 
         await self._app(scope, receive if _is_upload(scope) else receive_limited, send)
-
-
-def _read_declared_length(scope: Scope) -> int:
-    declared = dict(scope.get("headers", ())).get(b"content-length", b"0")
-    return int(declared) if declared.isdigit() else 0
 
 
 class DepthLimit:
@@ -110,21 +106,17 @@ class JsonDepth:
         """Read ``piece``; return the greatest depth so far."""
         start = self._skip_string(piece, 0) if self._in_string else 0
         if not self._in_string:
-            end = self._find_open_string(piece, start)
+            # Where a string begins that does not end in the piece, or else the end of the piece.
+            match = _CLOSED.match(piece, start)
+            end = match.end() if match else start
             brackets = _STRINGS.sub(b"", piece[start:end]).translate(None, _NOT_BRACKETS)
             depths = list(accumulate(map(_DEPTH_CHANGES.__getitem__, brackets), initial=self._now))
             self._now = depths[-1]
-            deepest = max(depths)
-            self._deepest = max(self._deepest, deepest)
+            self._deepest = max(self._deepest, *depths)
             if end < len(piece):
                 self._in_string = True
                 self._skip_string(piece, end + 1)
         return self._deepest
-
-    def _find_open_string(self, piece: bytes, start: int) -> int:
-        """Return where a string begins that does not end in ``piece``, or else the piece's end."""
-        match = _CLOSED.match(piece, start)
-        return match.end() if match else start
 
     def _skip_string(self, piece: bytes, start: int) -> int:
         """Return the place after the open string; note whether the string ends in ``piece``."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -57,7 +56,12 @@ class HostOriginGuard:
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                _add_headers(MutableHeaders(scope=message), state.get("headers", {}))
+                answered = MutableHeaders(scope=message)
+                for name, value in {**SAFE_HEADERS, **state.get("headers", {})}.items():
+                    answered.setdefault(name, value)
+                is_page = answered.get("content-type", "").startswith("text/html")
+                policy = PAGE_POLICY if is_page else INERT_POLICY
+                answered.setdefault("Content-Security-Policy", policy)
             await send(message)
 
         exempt = scope["path"] in HEALTH_PATHS
@@ -90,9 +94,10 @@ class HostOriginGuard:
 
     def _is_known(self, host: str) -> bool:
         name = _strip_port(host)
+        labels = name.split(".")
         # "*.example.org" allows every name below example.org, but not example.org itself.
-        known = {name, "*", *(f"*.{tail}" for tail in _list_parent_domains(name))}
-        return bool(name) and not known.isdisjoint(self._hosts)
+        parents = (".".join(["*", *labels[start:]]) for start in range(1, len(labels)))
+        return bool(name) and not self._hosts.isdisjoint({name, "*", *parents})
 
 
 def _list_host_names(bound: str) -> tuple[str, ...]:
@@ -111,11 +116,6 @@ def _strip_port(host: str) -> str:
     return re.sub(r":\d*$", "", host).lower()
 
 
-def _list_parent_domains(name: str) -> list[str]:
-    labels = name.split(".")
-    return [".".join(labels[start:]) for start in range(1, len(labels))]
-
-
 def _is_same_site(origin: str, host: str) -> bool:
     """Whether a page came from this host and port."""
     try:
@@ -123,10 +123,3 @@ def _is_same_site(origin: str, host: str) -> bool:
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
-
-
-def _add_headers(headers: MutableHeaders, more: Mapping[str, str]) -> None:
-    for name, value in {**SAFE_HEADERS, **more}.items():
-        headers.setdefault(name, value)
-    is_page = headers.get("content-type", "").startswith("text/html")
-    headers.setdefault("Content-Security-Policy", PAGE_POLICY if is_page else INERT_POLICY)

@@ -61,7 +61,7 @@ class RowChecker:
         self._line += 1
         if not line.removeprefix(BOM_UTF8).strip():
             return
-        form = self._read(self._parse(line))
+        form = self._find_form(self._parse(line))
         if self.form not in (None, form):
             self._refuse(
                 f"it has the form {form}, and the lines before it have {self.form}.",
@@ -70,10 +70,15 @@ class RowChecker:
         self.form = form
         self.rows += 1
 
-    def _read(self, row: Any) -> RowForm:
+    def _find_form(self, row: Any) -> RowForm:
         """Return the form of a row; refuse one that no job can read."""
-        form = _find_form(row)
-        if form is None:
+        fields = row if isinstance(row, dict) else {}
+        form: RowForm = "jsonl"
+        if "messages" in fields:
+            form = "messages"
+        elif "prompt" in fields or "completion" in fields:
+            form = "prompt_completion"
+        elif "text" not in fields:
             self._refuse("it has none of the forms that a line may have.", _REMEDY)
         try:
             content = read_cell(row, "the row", _DATA[form])
@@ -110,14 +115,3 @@ def _make_file_problem(detail: str, remedy: str) -> ApiProblem:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _find_form(row: Any) -> RowForm | None:
-    """The form of a row; None if it has none."""
-    if not isinstance(row, dict):
-        return None
-    if "messages" in row:
-        return "messages"
-    if "prompt" in row or "completion" in row:
-        return "prompt_completion"
-    return "jsonl" if "text" in row else None

@@ -168,7 +168,8 @@ class Limiter:
             keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await keeper
-            await run_in_threadpool(self._forget, key, stream)
+            with suppress(RedisError):  # the lease then runs out by itself
+                await run_in_threadpool(self._redis.zrem, key, stream)
 
     async def _keep(
         self, key: str, stream: str, lease: StreamLease, may_go_on: Callable[[], bool]
@@ -180,15 +181,9 @@ class Limiter:
             lease.lost = not await run_in_threadpool(may_go_on)
 
     async def _renew(self, key: str, stream: str, most: int) -> int | None:
-        lease_ms = int(STREAM_LEASE_SECONDS * 1000)
-        reply: int | None = await run_in_threadpool(
-            self._ask, self._hold, key, stream, lease_ms, most
-        )
+        lease = int(STREAM_LEASE_SECONDS * 1000)
+        reply: int | None = await run_in_threadpool(self._ask, self._hold, key, stream, lease, most)
         return reply
-
-    def _forget(self, key: str, stream: str) -> None:
-        with suppress(RedisError):  # the lease then runs out by itself
-            self._redis.zrem(key, stream)
 
     def _ask(self, script: Script, key: str, *arguments: str | int) -> Any:
         """Return the script's reply, or None if Redis does not answer.
@@ -201,9 +196,6 @@ class Limiter:
             return script(keys=[key], args=list(arguments))
         except RedisError as error:
             self._away_until = time.monotonic() + AWAY_SECONDS
-            log.warning(
-                "requests are not counted for %.0f s: the job store %s",
-                AWAY_SECONDS,
-                describe_failure(error),
-            )
+            text = "requests are not counted for %.0f s: the job store %s"
+            log.warning(text, AWAY_SECONDS, describe_failure(error))
             return None

@@ -96,20 +96,16 @@ class RequestObserver:
         try:
             if active.quiet:
                 await self._app(scope, receive, self._watch_send(active, send))
-            else:
-                await self._trace_request(active, receive, send, headers.get("traceparent", ""))
+                return
+            parent = headers.get("traceparent", "")
+            with span(active.method, parent, "SERVER", request_id=active.id) as opened:
+                try:
+                    await self._app(scope, receive, self._watch_send(active, send))
+                finally:
+                    opened.rename(f"{active.method} {active.route}")
+                    opened.add_attributes(**_describe_request(active))
         finally:
             self._conclude(active)
-
-    async def _trace_request(
-        self, active: ActiveRequest, receive: Receive, send: Send, parent: str
-    ) -> None:
-        with span(active.method, parent, "SERVER", request_id=active.id) as opened:
-            try:
-                await self._app(active.scope, receive, self._watch_send(active, send))
-            finally:
-                opened.rename(f"{active.method} {active.route}")
-                opened.add_attributes(**_describe_request(active))
 
     def _watch_send(self, active: ActiveRequest, send: Send) -> Send:
         async def watched(message: Message) -> None:

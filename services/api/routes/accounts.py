@@ -13,9 +13,8 @@ from fastapi import APIRouter, Query
 from kd.client.wire.accounts import AuditEntry, AuditList, TeamList
 from services.api.answers.accounts import describe_account
 from services.api.answers.cursors import decode_cursor, encode_cursor
-from services.api.answers.problems import describe_problems
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import ADMIN, READ
+from services.api.routes.access import ADMIN, READ, guard
 from services.api.routes.jobs import Moment
 from services.api.service import TheCaller, TheService
 from services.store.audit import AuditQuery
@@ -23,7 +22,7 @@ from services.store.audit import AuditQuery
 router = APIRouter(tags=["service"], route_class=StrictRoute)
 
 
-@router.get("/quota", dependencies=READ, responses=describe_problems(503))
+@router.get("/quota", **guard(READ))
 def list_quotas(service: TheService, caller: TheCaller) -> TeamList:
     """Show what the caller's team uses, and its quotas; an admin sees all teams, its own first."""
     accounts = service.store.read_accounts(caller.team)
@@ -33,7 +32,7 @@ def list_quotas(service: TheService, caller: TheCaller) -> TeamList:
     return TeamList(data=[describe_account(account) for account in accounts])
 
 
-@router.get("/audit", dependencies=ADMIN, responses=describe_problems(422, 503))
+@router.get("/audit", **guard(ADMIN, 422))
 def list_audit(
     service: TheService,
     actor: Annotated[
@@ -64,6 +63,6 @@ def list_audit(
     """
     query = AuditQuery(actor, action, target, after, before)
     page = service.audit.log.read_page(query, limit, decode_cursor(cursor))
-    following = None if page.next_cursor is None else encode_cursor(page.next_cursor)
+    following = encode_cursor(page.next_cursor)
     entries = [AuditEntry.model_validate(entry) for entry in page.entries]
     return AuditList(data=entries, has_more=following is not None, next_cursor=following)

@@ -32,9 +32,8 @@ from kd.client.wire.caches import (
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from kd.config.kinds import CAPTURE, KINDS, Kind
 from kd.files import read_json
-from services.api.answers.problems import describe_problems
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import READ
+from services.api.routes.access import READ, guard
 from services.api.routes.caches import KnownCache
 from services.api.service import Service, TheCaller, TheService
 from services.store.callers import Caller
@@ -52,11 +51,7 @@ PAGE_RECORDS = 256
 router = APIRouter(tags=["caches"], route_class=StrictRoute)
 
 
-@router.get(
-    "/caches/{fingerprint}/statistics",
-    dependencies=READ,
-    responses=describe_problems(404, 409, 422, 503),
-)
+@router.get("/caches/{fingerprint}/statistics", **guard(READ, 404, 409, 422))
 def read_statistics(
     folder: KnownCache,
     service: TheService,
@@ -66,11 +61,7 @@ def read_statistics(
     return CacheStatistics.model_validate(service.reading.read_statistics(folder, seed))
 
 
-@router.get(
-    "/caches/{fingerprint}/shards",
-    dependencies=READ,
-    responses=describe_problems(404, 409, 422, 503),
-)
+@router.get("/caches/{fingerprint}/shards", **guard(READ, 404, 409, 422))
 def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> ShardStates:
     """Show which shards of a cache are sealed, in work, missing or corrupt.
 
@@ -86,11 +77,7 @@ def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> S
     return ShardStates(**states, verified_at=ended)
 
 
-@router.get(
-    "/caches/{fingerprint}/records",
-    dependencies=READ,
-    responses=describe_problems(404, 409, 422, 503),
-)
+@router.get("/caches/{fingerprint}/records", **guard(READ, 404, 409, 422))
 def read_records(
     folder: KnownCache,
     service: TheService,
@@ -103,9 +90,7 @@ def read_records(
     return CacheRecords.model_validate(found)
 
 
-@router.get(
-    "/caches/{fingerprint}/usage", dependencies=READ, responses=describe_problems(404, 422, 503)
-)
+@router.get("/caches/{fingerprint}/usage", **guard(READ, 404, 422))
 def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> CacheUsage:
     """Show the jobs and students of a cache, its last checks, and why it is kept."""
     jobs = _read_jobs(service, caller, folder)
@@ -117,7 +102,18 @@ def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> Ca
         if kind.checks
     }
     return CacheUsage(
-        jobs=[_show_user(job) for job in own[:SHOWN_JOBS]],
+        jobs=[
+            CacheUser(
+                id=job.id,
+                name=job.name,
+                kind=job.kind,
+                status=job.status,
+                created_at=job.created_at,
+                finished_at=job.finished_at,
+                student="student" in job.artifacts,
+            )
+            for job in own[:SHOWN_JOBS]
+        ],
         trials=len(jobs) - len(own),
         kept_by=list(_find_holders(service, caller, folder, jobs)),
         last_used=None if used is None else datetime.fromtimestamp(used, UTC),
@@ -129,18 +125,6 @@ def _read_jobs(service: Service, caller: Caller, folder: Path) -> list[JobRecord
     """The newest jobs of a cache that the caller sees, newest first."""
     ids = service.store.find_cache_jobs(folder.name)[:READ_JOBS]
     return service.store.get_many(ids, caller)
-
-
-def _show_user(job: JobRecord) -> CacheUser:
-    return CacheUser(
-        id=job.id,
-        name=job.name,
-        kind=job.kind,
-        status=job.status,
-        created_at=job.created_at,
-        finished_at=job.finished_at,
-        student="student" in job.artifacts,
-    )
 
 
 # ---------------------------------------------------------------------- checks
@@ -167,21 +151,16 @@ def _find_check(
     if not lines and found.status == "failed" and found.error is not None:
         lines = (found.error.detail,)
     at = found.finished_at or found.created_at
+    manifest = folder / MANIFEST
+    sealed = manifest.stat().st_mtime if manifest.is_file() else 0.0
     view = CacheCheck(
         job=found.id,
         status=found.status,
         at=at,
         problems=list(lines[:SHOWN_PROBLEMS]),
-        outdated=found.finished_at is not None and _was_sealed_after(folder, at),
+        outdated=found.finished_at is not None and sealed > at.timestamp(),
     )
     return _Check(view, lines, found.status in TERMINAL_STATUSES)
-
-
-def _was_sealed_after(folder: Path, time: datetime) -> bool:
-    try:
-        return (folder / MANIFEST).stat().st_mtime > time.timestamp()
-    except OSError:
-        return False
 
 
 def _count_expected_shards(jobs: Iterable[JobRecord]) -> int:

@@ -27,10 +27,10 @@ from kd.client.wire.caches import CacheDetail, CacheEntry, CacheList, Fidelity, 
 from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.face.runs import find_makers
-from services.api.answers.problems import Answers, ApiProblem, describe_problems
+from kd.python.runs import find_makers
+from services.api.answers.problems import Answers, ApiProblem
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import READ, WRITE
+from services.api.routes.access import READ, WRITE, guard
 from services.api.routes.jobs import ACCEPTED_RESPONSES, IdempotencyKey, TheAdmission, accept_job
 from services.api.service import Service, TheCaller, TheService
 from services.store.callers import Caller
@@ -66,24 +66,22 @@ def _make_no_cache_problem(fingerprint: str) -> ApiProblem:
 KnownCache = Annotated[Path, Depends(find_known_cache)]
 
 
-@router.get("/caches", dependencies=READ, responses=describe_problems(503))
+@router.get("/caches", **guard(READ))
 def list_caches(service: TheService, caller: TheCaller) -> CacheList:
     """List the caches, newest first."""
     from cache.checking.listing import list_caches as find_caches
 
     own = service.store.find_caches(caller)
-    found = [
-        summary
-        for summary in find_caches(service.settings.caches)
-        if own is None or summary.fingerprint in own
-    ]
     makers = _find_makers(service, caller)
-    return CacheList(
-        data=[CacheEntry(**each.to_json(), **makers.get(each.fingerprint, {})) for each in found]
-    )
+    found = [
+        CacheEntry(**each.to_json(), **makers.get(each.fingerprint, {}))
+        for each in find_caches(service.settings.caches)
+        if own is None or each.fingerprint in own
+    ]
+    return CacheList(data=found)
 
 
-@router.get("/caches/{fingerprint}", dependencies=READ, responses=describe_problems(404, 422, 503))
+@router.get("/caches/{fingerprint}", **guard(READ, 404, 422))
 def get_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> CacheDetail:
     """Show what one cache holds, what it was made from, and how close it is to its teacher."""
     from cache.checking.listing import summarise_cache
@@ -94,14 +92,11 @@ def get_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> Cac
     if not summary.complete:
         return CacheDetail(**facts)
     manifest = read_manifest(folder)
-    rows = [Fidelity(**asdict(row)) for row in manifest.fidelity]
-    overruled = manifest.overruled
-    return CacheDetail(
-        **facts,
-        identity=manifest.identity.to_json(),
-        fidelity=rows,
-        overruled=OverruledVerdict(**overruled.to_json()) if overruled else None,
-    )
+    facts["identity"] = manifest.identity.to_json()
+    facts["fidelity"] = [Fidelity(**asdict(row)) for row in manifest.fidelity]
+    if manifest.overruled:
+        facts["overruled"] = OverruledVerdict(**manifest.overruled.to_json())
+    return CacheDetail(**facts)
 
 
 def _find_makers(service: Service, caller: Caller) -> dict[str, dict[str, str]]:
@@ -112,8 +107,7 @@ def _find_makers(service: Service, caller: Caller) -> dict[str, dict[str, str]]:
 @router.delete(
     "/caches/{fingerprint}",
     status_code=204,
-    dependencies=WRITE,
-    responses=DELETE_RESPONSES | describe_problems(404, 409, 422, 429, 503),
+    **guard(WRITE, 404, 409, 422, 429, answers=DELETE_RESPONSES),
 )
 def delete_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> Response:
     """Remove a cache that no unfinished job writes or reads."""
@@ -162,8 +156,7 @@ def _remove(folder: Path, service: Service) -> None:
     "/caches/{fingerprint}/verify",
     status_code=202,
     response_model=Job,
-    dependencies=WRITE,
-    responses=ACCEPTED_RESPONSES | describe_problems(404, 409, 422, 429, 503, 507),
+    **guard(WRITE, 404, 409, 422, 429, 507, answers=ACCEPTED_RESPONSES),
 )
 def verify_cache(
     folder: KnownCache,
@@ -180,8 +173,7 @@ def verify_cache(
     "/caches/{fingerprint}/fidelity",
     status_code=202,
     response_model=Job,
-    dependencies=WRITE,
-    responses=ACCEPTED_RESPONSES | describe_problems(404, 409, 422, 429, 503, 507),
+    **guard(WRITE, 404, 409, 422, 429, 507, answers=ACCEPTED_RESPONSES),
 )
 def measure_fidelity(
     folder: KnownCache,
@@ -195,37 +187,24 @@ def measure_fidelity(
     The teacher is the one that the cache names. The cache keeps what is measured.
     """
     _require_sealed(folder)
-    teacher = _name_teacher(service.reading.read_teacher(folder))
+    found = service.reading.read_teacher(folder)
+    named = PurePosixPath(found["name"])
+    teacher: dict[str, Any] = {"model": found["name"], "revision": found["revision"] or None}
+    if named.suffix == ".gguf":
+        teacher |= {"model": str(named.parent), "gguf_file": named.name}
+    if found["spread"]:
+        teacher["parallel"] = "device_map"
     job = _make_check("fidelity", folder, teacher=teacher)
     return accept_job(admission, job, idempotency_key, response)
 
 
 def _require_sealed(folder: Path) -> None:
     if not (folder / "manifest.json").is_file():
-        raise ApiProblem(
-            409,
-            f"The cache {folder.name} is not sealed yet.",
-            "Wait for its capture.",
-            "not-sealed",
-        )
-
-
-def _name_teacher(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the section ``teacher`` of a job with the teacher that a cache names."""
-    named = PurePosixPath(found["name"])
-    section: dict[str, Any] = {"model": found["name"], "revision": found["revision"] or None}
-    if named.suffix == ".gguf":
-        section |= {"model": str(named.parent), "gguf_file": named.name}
-    return section | ({"parallel": "device_map"} if found["spread"] else {})
+        detail = f"The cache {folder.name} is not sealed yet."
+        raise ApiProblem(409, detail, "Wait for its capture.", "not-sealed")
 
 
 def _make_check(kind: str, folder: Path, **sections: Any) -> JobConfig:
-    fingerprint = folder.name
-    return parse_config(
-        {
-            "kind": kind,
-            "name": f"{kind}-{fingerprint[:12]}",
-            "cache": {"fingerprint": fingerprint},
-            **sections,
-        }
-    )
+    name = f"{kind}-{folder.name[:12]}"
+    cache = {"fingerprint": folder.name}
+    return parse_config({"kind": kind, "name": name, "cache": cache, **sections})

@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from pathlib import Path, PurePath
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from fastapi import Path as InPath
 
-from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
+from cache.disk import TEMPORARY_PREFIX, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.manifest import verify_json
 from kd.buckets.runs import StoredRun
@@ -33,17 +33,16 @@ from kd.client.wire.files import Artifact, ArtifactList, Checkpoint, CheckpointF
 from kd.client.wire.jobs import Job
 from kd.config.kinds import SEARCH
 from services.api.answers.byte_ranges import ByteSource, send_bytes
-from services.api.answers.problems import Answers, ApiProblem, describe_problems
+from services.api.answers.problems import Answers, ApiProblem
 from services.api.answers.run_files import open_run_file
 from services.api.answers.stored_run import (
     StoredArtifact,
-    StoredState,
     find_stored_artifacts,
     read_part,
     read_stored_states,
 )
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import READ
+from services.api.routes.access import READ, guard
 from services.api.service import KnownJob, Service, TheCaller, TheService
 
 STATE = "state.json"
@@ -87,9 +86,8 @@ _FILE: Answers = {
     304: {"description": "If-None-Match names the ETag: the client has the file already."},
 }
 _AS_FILE: dict[str, Any] = {
-    "dependencies": READ,
     "response_class": Response,
-    "responses": _FILE | describe_problems(404, 416, 422, 503),
+    **guard(READ, 404, 416, 422, answers=_FILE),
 }
 ArtifactName = Annotated[
     str, InPath(description="A name of the artifact list; it may hold slashes.")
@@ -103,19 +101,13 @@ Step = Annotated[
 # ---------------------------------------------------------------------- checkpoints
 
 
-@router.get(
-    "/jobs/{job_id}/checkpoints", dependencies=READ, responses=describe_problems(404, 422, 503)
-)
+@router.get("/jobs/{job_id}/checkpoints", **guard(READ, 404, 422))
 def list_checkpoints(job: KnownJob, service: TheService) -> CheckpointList:
     """List the job's checkpoints, oldest first; damaged ones are left out."""
     return CheckpointList(data=read_checkpoints(job, service))
 
 
-@router.get(
-    "/jobs/{job_id}/checkpoints/{step}",
-    dependencies=READ,
-    responses=describe_problems(404, 422, 503),
-)
+@router.get("/jobs/{job_id}/checkpoints/{step}", **guard(READ, 404, 422))
 def get_checkpoint(job: KnownJob, step: Step, service: TheService) -> Checkpoint:
     """Show one checkpoint."""
     found = [each for each in read_checkpoints(job, service) if each.step == step]
@@ -135,24 +127,15 @@ def get_checkpoint_file(
     caller: TheCaller,
 ) -> Response:
     """Download a file of a checkpoint, or the part of it that Range names."""
-    folder = _find_checkpoint_folder(service, job, step)
-    names = (
-        [each.name for each in _list_checkpoint_files(folder, job, step)]
-        if folder.is_dir() and _is_real(folder, service)
-        else []
-    )
+    folder = _find_checkpoints(job, service) / f"step-{step:08d}"
     name = f"{job.id}-{step}-{file}"
-    if file in names:
+    if folder.is_dir() and _is_real(folder, service) and file in _list_own_sizes(folder):
         answer = _send_file(request, folder / file, name, service)
     else:
         answer = _send_stored_checkpoint_file(request, job, step, file, service)
     if _begins_download(request, answer):
         service.audit.record(caller, "checkpoint.download", job.id, file=f"{step}/{file}")
     return answer
-
-
-def _find_checkpoint_folder(service: Service, job: Job, step: int) -> Path:
-    return _find_checkpoints(job, service) / f"step-{step:08d}"
 
 
 def _find_checkpoints(job: Job, service: Service) -> Path:
@@ -176,123 +159,93 @@ def read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
 
     Those of the bucket are shown too. The bucket may have newer ones than this disk.
     """
-    here = _read_own_checkpoints(job, service)
-    steps = {each.step for each in here}
-    stored = [
-        each
-        for each in read_stored_states(service.settings, job.id)
+    states = list(_read_own_states(job, service))
+    steps = {state.step for state in states}
+    stored = read_stored_states(service.settings, job.id)
+    states += [
+        _State(
+            each.found.step,
+            each.found.modified,
+            each.data,
+            each.content,
+            {name: file.bytes for name, file in sorted(each.files.items())},
+        )
+        for each in stored
         if each.found.step not in steps
     ]
-    if not stored:
-        return here
-    found = [*here, *(_describe_stored_checkpoint(each, job) for each in stored)]
-    found.sort(key=lambda each: each.step)
-    newest = stored[-1].content["progress"].get("best_step")
-    best = (
-        newest
-        if found[-1].step not in steps
-        else next((each.step for each in here if each.is_best), None)
-    )
-    return [
-        each.model_copy(update={"is_best": each.step == best, "is_last": each is found[-1]})
-        for each in found
-    ]
+    states.sort(key=lambda state: state.step)
+    return [_describe_checkpoint(state, states[-1], job) for state in states]
 
 
-def _describe_stored_checkpoint(state: StoredState, job: Job) -> Checkpoint:
-    step = state.found.step
-    files = [
-        CheckpointFile(
-            name=name,
-            bytes=each.bytes,
-            sha256=state.content["sha256"].get(name),
-            url=f"{job.links.checkpoints}/{step}/{name}",
-        )
-        for name, each in sorted(state.files.items())
-    ]
+class _State(NamedTuple):
+    """A checkpoint on the disk or in the bucket: its state.json, and the sizes of its files."""
+
+    step: int
+    modified: float
+    data: bytes
+    content: dict[str, Any]
+    sizes: dict[str, int]
+
+
+def _read_own_states(job: Job, service: Service) -> Iterator[_State]:
+    """Yield the checkpoints of a job on the disk, oldest first, without damaged ones."""
+    for folder in sorted(_find_checkpoints(job, service).glob("step-????????")):
+        if not _is_real(folder, service):
+            continue
+        # The running job may prune it at any time.
+        with suppress(OSError, CacheCorrupt):
+            data = (folder / STATE).read_bytes()
+            content = verify_json(data, STATE)
+            modified = (folder / STATE).stat().st_mtime
+            step = int(folder.name.removeprefix("step-"))
+            yield _State(step, modified, data, content, _list_own_sizes(folder))
+
+
+def _list_own_sizes(folder: Path) -> dict[str, int]:
+    sizes = list_file_sizes(folder).items()
+    return {name: size for name, size in sizes if not name.startswith(TEMPORARY_PREFIX)}
+
+
+def _describe_checkpoint(state: _State, last: _State, job: Job) -> Checkpoint:
+    evaluation = state.content["progress"].get("last_evaluation") or {}
     return Checkpoint(
-        step=step,
-        created_at=datetime.fromtimestamp(state.found.modified, UTC),
-        bytes=sum(file.bytes for file in files),
+        step=state.step,
+        created_at=datetime.fromtimestamp(state.modified, UTC),
+        bytes=sum(state.sizes.values()),
         sha256=hashlib.sha256(state.data).hexdigest(),
-        metrics=_select_metrics(state.content),
-        is_best=False,
-        is_last=False,
-        files=files,
+        metrics={
+            name: value for name, value in evaluation.items() if isinstance(value, int | float)
+        },
+        is_best=state.step == last.content["progress"].get("best_step"),
+        is_last=state is last,
+        files=[
+            CheckpointFile(
+                name=name,
+                bytes=size,
+                sha256=state.content["sha256"].get(name),
+                url=f"{job.links.checkpoints}/{state.step}/{name}",
+            )
+            for name, size in state.sizes.items()
+        ],
     )
-
-
-def _select_metrics(state: dict[str, Any]) -> dict[str, float]:
-    evaluation = state["progress"].get("last_evaluation") or {}
-    return {name: value for name, value in evaluation.items() if isinstance(value, int | float)}
-
-
-def _read_own_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
-    folders = [
-        folder
-        for folder in sorted(_find_checkpoints(job, service).glob("step-????????"))
-        if _is_real(folder, service)
-    ]
-    read = [(folder, state) for folder in folders if (state := _read_state(folder)) is not None]
-    best = read[-1][1]["progress"].get("best_step") if read else None
-    last = read[-1][0] if read else None
-    found = []
-    for folder, state in read:
-        with suppress(FileNotFoundError):  # the running job may prune it at any time
-            found.append(_describe_checkpoint(folder, state, job, best, folder == last))
-    return found
-
-
-def _read_state(folder: Path) -> dict[str, Any] | None:
-    """Read the checkpoint's state file; return None if it is gone by now, or damaged."""
-    try:
-        return verify_json((folder / STATE).read_bytes(), STATE)
-    except (OSError, CacheCorrupt):
-        return None
-
-
-def _describe_checkpoint(
-    folder: Path, state: dict[str, Any], job: Job, best: int | None, is_last: bool
-) -> Checkpoint:
-    step = int(folder.name.removeprefix("step-"))
-    files = list(_list_checkpoint_files(folder, job, step, state["sha256"]))
-    return Checkpoint(
-        step=step,
-        created_at=_read_modified_at(folder / STATE),
-        bytes=sum(file.bytes for file in files),
-        sha256=hash_file(folder / STATE),
-        metrics=_select_metrics(state),
-        is_best=step == best,
-        is_last=is_last,
-        files=files,
-    )
-
-
-def _list_checkpoint_files(
-    folder: Path, job: Job, step: int, digests: dict[str, str] | None = None
-) -> Iterator[CheckpointFile]:
-    for name, size in list_file_sizes(folder).items():
-        if not name.startswith(TEMPORARY_PREFIX):
-            url = f"{job.links.checkpoints}/{step}/{name}"
-            yield CheckpointFile(name=name, bytes=size, sha256=(digests or {}).get(name), url=url)
 
 
 # ---------------------------------------------------------------------- artifacts
 
 
-@router.get(
-    "/jobs/{job_id}/artifacts", dependencies=READ, responses=describe_problems(404, 422, 503)
-)
+@router.get("/jobs/{job_id}/artifacts", **guard(READ, 404, 422))
 def list_artifacts(job: KnownJob, service: TheService) -> ArtifactList:
     """List the files that the job produced, including every file of its folders."""
-    found = []
+    found: dict[str, Artifact] = {}
     for name, path in _find_artifacts(job, service).items():
         with suppress(FileNotFoundError):  # the running job may replace it at any time
-            found.append(_describe_artifact(job, name, path, service))
-    here = {each.name for each in found}
-    stored = _find_stored_artifacts(job, service).items()
-    found += [_describe_stored(job, name, each) for name, each in stored if name not in here]
-    return ArtifactList(data=found)
+            state = path.stat()
+            digest = service.digests.look_up(path)
+            found[name] = _describe_artifact(job, name, state.st_size, state.st_mtime, digest)
+    for name, (_, file) in _find_stored_artifacts(job, service).items():
+        if name not in found:
+            found[name] = _describe_artifact(job, name, file.bytes, file.modified, file.sha256)
+    return ArtifactList(data=list(found.values()))
 
 
 @router.head("/jobs/{job_id}/artifacts/{name:path}", include_in_schema=False, **_AS_FILE)
@@ -362,24 +315,15 @@ def _find_stored_artifacts(job: Job, service: Service) -> dict[str, StoredArtifa
     return find_stored_artifacts(service.settings, _list_runs(job, service), in_bucket)
 
 
-def _describe_stored(job: Job, name: str, stored: StoredArtifact) -> Artifact:
+def _describe_artifact(
+    job: Job, name: str, size: int, modified: float, digest: str | None
+) -> Artifact:
     return Artifact(
         name=name,
-        bytes=stored.file.bytes,
-        media_type=_guess_media_type(Path(name)),
-        modified_at=datetime.fromtimestamp(stored.file.modified, UTC),
-        sha256=stored.file.sha256,
-        url=f"{job.links.artifacts}/{name}",
-    )
-
-
-def _describe_artifact(job: Job, name: str, path: Path, service: Service) -> Artifact:
-    return Artifact(
-        name=name,
-        bytes=path.stat().st_size,
-        media_type=_guess_media_type(path),
-        modified_at=_read_modified_at(path),
-        sha256=service.digests.look_up(path),
+        bytes=size,
+        media_type=_guess_media_type(name),
+        modified_at=datetime.fromtimestamp(modified, UTC),
+        sha256=digest,
         url=f"{job.links.artifacts}/{name}",
     )
 
@@ -402,13 +346,12 @@ def _send_file(request: Request, path: Path, name: str, service: Service) -> Res
     if not stat.S_ISREG(state.st_mode):
         os.close(handle)
         raise ApiProblem(404, f"{name} is not a regular file.", "Read the list again.")
-    content = ByteSource(
+    content = ByteSource.of_file(
+        handle,
         state.st_size,
-        _guess_media_type(path),
-        lambda start, stop: os.pread(handle, stop - start, start),
+        _guess_media_type(path.name),
         tag=f'"{service.digests.compute(handle)}"',
         headers={"Content-Disposition": f'attachment; filename="{_sanitise_name(name)}"'},
-        close=lambda: os.close(handle),
     )
     return send_bytes(request, content)
 
@@ -423,9 +366,8 @@ def _send_stored_checkpoint_file(
             continue
         about = state.files[file]
         digest = state.content["sha256"].get(file) or hashlib.sha256(state.data).hexdigest()
-        return _send_object(
-            request, run, about.name, about.bytes, digest, f"{job.id}-{step}-{file}"
-        )
+        shown = f"{job.id}-{step}-{file}"
+        return _send_object(request, run, about.name, about.bytes, digest, shown)
     raise _make_no_checkpoint_problem(job, step)
 
 
@@ -436,7 +378,7 @@ def _send_object(
     shown = _sanitise_name(shown or name.rpartition("/")[2])
     content = ByteSource(
         size,
-        _guess_media_type(Path(name)),
+        _guess_media_type(name),
         partial(read_part, run.bucket, name),
         tag=f'"{digest}"',
         headers={"Content-Disposition": f'attachment; filename="{shown}"'},
@@ -457,9 +399,5 @@ def _sanitise_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
-def _guess_media_type(path: Path) -> str:
-    return _MEDIA_TYPES.get(path.suffix, BINARY)
-
-
-def _read_modified_at(path: Path) -> datetime:
-    return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+def _guess_media_type(name: str) -> str:
+    return _MEDIA_TYPES.get(PurePath(name).suffix, BINARY)

@@ -29,17 +29,17 @@ from kd.client.wire.history import (
     RunList,
 )
 from kd.client.wire.jobs import Job
-from kd.face.runs import sort_runs
+from kd.python.runs import sort_runs
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail
 from services.api.answers.masked_log import MaskedLog
 from services.api.answers.metrics_file import read_metrics_file
-from services.api.answers.problems import Answers, describe_problems
+from services.api.answers.problems import Answers
 from services.api.answers.thinning import Point, thin_points
 from services.api.guards.authentication import hold_stream
 from services.api.guards.json_bodies import StrictRoute
 from services.api.guards.rate_limits import StreamLease
-from services.api.routes.access import READ, STREAM
+from services.api.routes.access import READ, STREAM, guard
 from services.api.service import JOB_ID, KnownJob, Service, TheCaller, TheService
 from services.store.jobs.records import RENAMED
 
@@ -69,11 +69,7 @@ _EVENTS_RESPONSES: Answers = {
 }
 
 
-@router.get(
-    "/jobs/{job_id}/events",
-    dependencies=READ,
-    responses=_EVENTS_RESPONSES | describe_problems(404, 422, 503),
-)
+@router.get("/jobs/{job_id}/events", **guard(READ, 404, 422, answers=_EVENTS_RESPONSES))
 def job_events(
     job: KnownJob,
     service: TheService,
@@ -91,23 +87,12 @@ def job_events(
     """List a job's events, oldest first. With Accept: text/event-stream this is the stream."""
     wanted = [name for name in (types or "").split(",") if name]
     found = service.store.read_stepped_events(job.id, after, limit + 1, wanted)
-    data = [
-        JobEvent(
-            id=event.place,
-            ts=_parse_event_time(event.place),
-            type=event.type,
-            step=event.step,
-            data=event.data,
-        )
-        for event in found[:limit]
-    ]
-    return JobEvents(
-        data=data, has_more=len(found) > limit, next_after=data[-1].id if data else after
-    )
-
-
-def _parse_event_time(place: str) -> datetime:
-    return datetime.fromtimestamp(int(place.partition("-")[0]) / 1000, UTC)
+    data = []
+    for each in found[:limit]:
+        ts = datetime.fromtimestamp(int(each.place.partition("-")[0]) / 1000, UTC)
+        data.append(JobEvent(id=each.place, ts=ts, type=each.type, step=each.step, data=each.data))
+    newest = data[-1].id if data else after
+    return JobEvents(data=data, has_more=len(found) > limit, next_after=newest)
 
 
 async def _join_tail(job: KnownJob, service: TheService) -> AsyncIterator[JobTail]:
@@ -117,9 +102,8 @@ async def _join_tail(job: KnownJob, service: TheService) -> AsyncIterator[JobTai
 
 @router.get(
     "/jobs/{job_id}/events/stream",
-    dependencies=STREAM,
     response_class=EventStreamResponse,
-    responses=_STREAM_RESPONSES | describe_problems(404, 422, 429, 503),
+    **guard(STREAM, 404, 422, 429, answers=_STREAM_RESPONSES),
 )
 async def job_stream(
     service: TheService,
@@ -170,7 +154,7 @@ class EventStreamRouter:
 # ---------------------------------------------------------------------- metrics
 
 
-@router.get("/jobs/{job_id}/metrics", dependencies=READ, responses=describe_problems(404, 422, 503))
+@router.get("/jobs/{job_id}/metrics", **guard(READ, 404, 422))
 def job_metrics(
     job: KnownJob,
     service: TheService,
@@ -199,15 +183,15 @@ def job_metrics(
     """
     points = _read_points(service, job, after_step, before_step)
     wanted = [name for name in (names or "").split(",") if name]
-    found = {
-        name: series
-        for name, series in _group_series(points).items()
-        if not wanted or any(fnmatchcase(name, each) for each in wanted)
-    }
-    return MetricsHistory(
-        series=[_thin_series(name, series, max_points) for name, series in sorted(found.items())],
-        last_step=points[-1]["step"] if points else None,
-    )
+    series = []
+    for name, found in sorted(_group_series(points).items()):
+        if not wanted or any(fnmatchcase(name, each) for each in wanted):
+            steps, values = zip(*thin_points(found, max_points), strict=True)
+            series.append(
+                MetricSeries(name=name, steps=[*steps], values=[*values], points=len(found))
+            )
+    last_step = points[-1]["step"] if points else None
+    return MetricsHistory(series=series, last_step=last_step)
 
 
 def _read_points(
@@ -234,22 +218,12 @@ def _group_series(points: list[dict[str, Any]]) -> dict[str, list[Point]]:
     return found
 
 
-def _thin_series(name: str, series: list[Point], limit: int) -> MetricSeries:
-    kept = thin_points(series, limit)
-    return MetricSeries(
-        name=name,
-        steps=[step for step, _ in kept],
-        values=[value for _, value in kept],
-        points=len(series),
-    )
-
-
 #: Jobs of one answer at most, and the points of each.
 MOST_CURVES = 100
 CURVE_POINTS = 24
 
 
-@router.get("/curves", dependencies=READ, responses=describe_problems(422, 503))
+@router.get("/curves", **guard(READ, 422))
 def job_curves(
     service: TheService,
     caller: TheCaller,
@@ -266,22 +240,17 @@ def job_curves(
 
     It costs the same for long runs as for short ones, so that a list can show a curve in each row.
     """
-    known = dict.fromkeys(each for each in jobs.split(",") if JOB_ID.fullmatch(each))
-    found = service.store.sample_metrics(list(known)[:MOST_CURVES], caller, CURVE_POINTS)
-    curves = {
-        job_id: [(each["step"], each["loss"]) for each in points if each.get("loss") is not None]
-        for job_id, points in found.items()
-    }
-    return JobCurves(
-        data=[
-            JobCurve(job=job_id, steps=[step for step, _ in points], values=[y for _, y in points])
-            for job_id, points in curves.items()
-            if points
-        ]
-    )
+    ids = list(dict.fromkeys(each for each in jobs.split(",") if JOB_ID.fullmatch(each)))
+    found = service.store.sample_metrics(ids[:MOST_CURVES], caller, CURVE_POINTS)
+    curves = []
+    for job_id, points in found.items():
+        if known := [each for each in points if each.get("loss") is not None]:
+            steps, values = ([each[name] for each in known] for name in ("step", "loss"))
+            curves.append(JobCurve(job=job_id, steps=steps, values=values))
+    return JobCurves(data=curves)
 
 
-@router.get("/runs", dependencies=READ, responses=describe_problems(503))
+@router.get("/runs", **guard(READ))
 def list_runs(service: TheService, caller: TheCaller) -> RunList:
     """List the runs on this server's disk and what they have measured, the newest first.
 
@@ -309,9 +278,8 @@ _LOG: Answers = {
 @router.head("/jobs/{job_id}/logs", dependencies=READ, include_in_schema=False)
 @router.get(
     "/jobs/{job_id}/logs",
-    dependencies=READ,
     response_class=Response,
-    responses=_LOG | describe_problems(404, 416, 422, 503),
+    **guard(READ, 404, 416, 422, answers=_LOG),
 )
 def job_logs(
     request: Request,

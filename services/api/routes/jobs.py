@@ -33,10 +33,10 @@ from kd.config.kinds import KindName
 from kd.config.section import find_differences
 from services.api.admission import Admission, announce_job, make_open_jobs_problem
 from services.api.answers.cursors import decode_cursor, encode_cursor
-from services.api.answers.problems import Answers, ApiProblem, describe_problems
+from services.api.answers.problems import Answers, ApiProblem, describe_header
 from services.api.guards.authentication import count_validation
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import READ, VALIDATE, WRITE
+from services.api.routes.access import READ, VALIDATE, WRITE, guard
 from services.api.service import (
     KnownJob,
     Service,
@@ -76,17 +76,13 @@ IdempotencyKey = Annotated[
 ]
 
 
-def _describe_header(text: str) -> dict[str, Any]:
-    return {"description": text, "schema": {"type": "string"}}
-
-
 ACCEPTED_RESPONSES: Answers = {
     202: {
         "description": "The job is accepted.",
         "headers": {
-            "Location": _describe_header("The path of the job."),
-            "Retry-After": _describe_header("Seconds until the job is worth another look."),
-            "Idempotent-Replayed": _describe_header(
+            "Location": describe_header("The path of the job."),
+            "Retry-After": describe_header("Seconds until the job is worth another look."),
+            "Idempotent-Replayed": describe_header(
                 "true if an earlier request with this key created the job."
             ),
         },
@@ -98,7 +94,7 @@ ESTIMATE_RESPONSES: Answers = {
 JOB_RESPONSES: Answers = {
     200: {
         "description": "The job.",
-        "headers": {"ETag": _describe_header("The version of the record.")},
+        "headers": {"ETag": describe_header("The version of the record.")},
     },
     304: {"description": "The job has not changed, or not within the time to wait."},
 }
@@ -111,31 +107,26 @@ DELETE_RESPONSES: Answers = {204: {"description": "The job is deleted."}}
 
 # ---------------------------------------------------------------------- creating jobs
 
-EXAMPLE = {
-    "name": "tiny",
-    "teacher": {"model": "examples/austen/teacher"},
-    "student": {"init": {"layers": 1, "hidden_size": 64}},
-    "data": {"train": "examples/austen/text/persuasion.txt", "max_train_samples": 64},
-    "train": {"max_steps": 20},
+EXAMPLE: Any = {
+    "summary": "A small student of the example's teacher",
+    "value": {
+        "name": "tiny",
+        "teacher": {"model": "examples/austen/teacher"},
+        "student": {"init": {"layers": 1, "hidden_size": 64}},
+        "data": {"train": "examples/austen/text/persuasion.txt", "max_train_samples": 64},
+        "train": {"max_steps": 20},
+    },
 }
-JobBody = Annotated[
-    JobConfig,
-    Body(
-        openapi_examples={
-            "tiny": {"summary": "A small student of the example's teacher", "value": EXAMPLE}
-        }
-    ),
-]
+JobBody = Annotated[JobConfig, Body(openapi_examples={"tiny": EXAMPLE})]
 
 
 @router.post(
     "/jobs",
     status_code=202,
     response_model=Job,
-    dependencies=WRITE,
-    responses=ESTIMATE_RESPONSES
-    | ACCEPTED_RESPONSES
-    | describe_problems(400, 404, 413, 415, 422, 429, 503, 507),
+    **guard(
+        WRITE, 400, 404, 413, 415, 422, 429, 507, answers=ESTIMATE_RESPONSES | ACCEPTED_RESPONSES
+    ),
 )
 def create_job(
     request: Request,
@@ -154,11 +145,7 @@ def create_job(
     return JSONResponse(admission.estimate(config).model_dump(mode="json"))
 
 
-@router.post(
-    "/jobs/validate",
-    dependencies=VALIDATE,
-    responses=describe_problems(400, 413, 415, 422, 429, 503, 507),
-)
+@router.post("/jobs/validate", **guard(VALIDATE, 400, 413, 415, 422, 429, 507))
 def validate_job(config: JobBody, admission: TheAdmission) -> JobPlan:
     """Show the plan of a job, or all of its problems; no job is created."""
     return admission.plan(config)
@@ -168,8 +155,7 @@ def validate_job(config: JobBody, admission: TheAdmission) -> JobPlan:
     "/jobs/{job_id}/clone",
     status_code=202,
     response_model=Job,
-    dependencies=WRITE,
-    responses=ACCEPTED_RESPONSES | describe_problems(400, 404, 413, 415, 422, 429, 503, 507),
+    **guard(WRITE, 400, 404, 413, 415, 422, 429, 507, answers=ACCEPTED_RESPONSES),
 )
 def clone_job(
     job: KnownJob,
@@ -251,11 +237,11 @@ async def _build_query(
     ] = True,
 ) -> JobQuery:
     name, _, value = (label or "").partition(":")
-    known = (name, value) if label else None
-    return JobQuery(caller, status, kind, known, parent, created_after, q, trials)
+    wanted = (name, value) if label else None
+    return JobQuery(caller, status, kind, wanted, parent, created_after, q, trials)
 
 
-@router.get("/jobs", dependencies=READ, responses=describe_problems(422, 503))
+@router.get("/jobs", **guard(READ, 422))
 def list_jobs(
     service: TheService,
     query: Annotated[JobQuery, Depends(_build_query)],
@@ -267,16 +253,11 @@ def list_jobs(
     A page may be short or even empty although more follow: read on until next_cursor is null.
     """
     page = service.store.read_page(query, limit, decode_cursor(cursor))
-    following = None if page.next_cursor is None else encode_cursor(page.next_cursor)
+    following = encode_cursor(page.next_cursor)
     return JobList(data=page.jobs, has_more=following is not None, next_cursor=following)
 
 
-@router.get(
-    "/jobs/{job_id}",
-    dependencies=READ,
-    response_model=Job,
-    responses=JOB_RESPONSES | describe_problems(404, 422, 503),
-)
+@router.get("/jobs/{job_id}", response_model=Job, **guard(READ, 404, 422, answers=JOB_RESPONSES))
 async def get_job(
     job: KnownJob,
     service: TheService,
@@ -297,7 +278,12 @@ async def get_job(
     seen = {int(version) for version in _TAG.findall(if_none_match or "")}
     # A client that has seen another version gets the present one at once.
     if wait and not job.ended and (job.version in seen or not seen):
-        await _wait_for_change(service, job, time.monotonic() + wait)
+        deadline = time.monotonic() + wait
+        key = f"kd:job:{job.id}"
+        while time.monotonic() < deadline and not service.stopping:
+            if await service.events.hget(key, "version") != str(job.version):
+                break
+            await asyncio.sleep(POLL_SECONDS)
         # The client of the store blocks, so the read runs in a thread.
         job = await asyncio.to_thread(find_known_job, job.id, service, caller)
     tag = f'W/"{job.version}"'  # weak, because the place in the queue may change without the record
@@ -307,26 +293,11 @@ async def get_job(
     return job
 
 
-@router.get(
-    "/jobs/{job_id}/settings", dependencies=READ, responses=describe_problems(404, 422, 503)
-)
+@router.get("/jobs/{job_id}/settings", **guard(READ, 404, 422))
 def job_settings(job: KnownJob) -> JobSettings:
     """Show the settings of a job that are not the defaults, in the order of the sections."""
     found = find_differences(parse_config(job.config))
-    return JobSettings(
-        data=[
-            Setting(name=each.name, value=each.value, default=each.default, required=each.required)
-            for each in found
-        ]
-    )
-
-
-async def _wait_for_change(service: Service, job: Job, deadline: float) -> None:
-    """Wait until the record has another version, the time is over, or the server stops."""
-    while time.monotonic() < deadline and not service.stopping:
-        if await service.events.hget(f"kd:job:{job.id}", "version") != str(job.version):
-            return
-        await asyncio.sleep(POLL_SECONDS)
+    return JobSettings(data=[Setting.model_validate(each, from_attributes=True) for each in found])
 
 
 # ---------------------------------------------------------------------- changing jobs
@@ -335,8 +306,7 @@ async def _wait_for_change(service: Service, job: Job, deadline: float) -> None:
 _ACTION: dict[str, Any] = {
     "status_code": 202,
     "response_model": Job,
-    "dependencies": WRITE,
-    "responses": ACTION_RESPONSES | describe_problems(404, 409, 422, 429, 503),
+    **guard(WRITE, 404, 409, 422, 429, answers=ACTION_RESPONSES),
 }
 
 
@@ -399,20 +369,16 @@ def _apply_action(action: Action, job: Job, service: Service) -> str:
     if change.outcome != "illegal":
         return change.outcome
     allowed = sorted(change.allowed)
-    raise ApiProblem(
-        409,
-        f"{action} is not possible while the job is {change.status}.",
-        f"This status allows: {', '.join(allowed) or 'nothing'}.",
-        "invalid-transition",
-        members={"job_status": change.status, "allowed": allowed},
-    )
+    detail = f"{action} is not possible while the job is {change.status}."
+    remedy = f"This status allows: {', '.join(allowed) or 'nothing'}."
+    members = {"job_status": change.status, "allowed": allowed}
+    raise ApiProblem(409, detail, remedy, "invalid-transition", members=members)
 
 
 @router.delete(
     "/jobs/{job_id}",
     status_code=204,
-    dependencies=WRITE,
-    responses=DELETE_RESPONSES | describe_problems(404, 409, 422, 429, 503),
+    **guard(WRITE, 404, 409, 422, 429, answers=DELETE_RESPONSES),
 )
 def delete_job(
     job: KnownJob,

@@ -11,8 +11,6 @@ GET /version    the version of the server
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from fastapi import APIRouter, Response
 
 from kd.client.wire.service import (
@@ -24,10 +22,9 @@ from kd.client.wire.service import (
     Version,
     Worker,
     WorkerList,
-    WorkerState,
 )
-from kd.face.version import read_version
 from kd.preflight.limits import read_allow_list
+from kd.python.version import read_version
 from services.api.answers.problems import (
     RETRY_SECONDS,
     Answers,
@@ -37,10 +34,9 @@ from services.api.answers.problems import (
 from services.api.answers.prometheus import CONTENT_TYPE, render_metrics
 from services.api.guards.body_limits import BODY_BYTES
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import READ
-from services.api.service import Service, TheCaller, TheService
+from services.api.routes.access import READ, guard
+from services.api.service import TheCaller, TheService
 from services.process.file_view import identify_file_view
-from services.store.callers import Caller
 from services.store.connection import find_unsuitability
 
 #: Must equal FORMAT of jobs.lua.
@@ -51,7 +47,7 @@ READY_SECONDS = 60.0
 router = APIRouter(tags=["service"], route_class=StrictRoute)
 
 
-@router.get("/models", dependencies=READ, responses=describe_problems(503))
+@router.get("/models", **guard(READ))
 def list_models(service: TheService) -> ModelList:
     """List the models that jobs may name, if they are restricted, and the caller's limits."""
     settings = service.settings
@@ -71,7 +67,7 @@ def list_models(service: TheService) -> ModelList:
     )
 
 
-@router.get("/workers", dependencies=READ, responses=describe_problems(503))
+@router.get("/workers", **guard(READ))
 def list_workers(service: TheService, caller: TheCaller) -> WorkerList:
     """List the workers with a heartbeat in the last 30 seconds.
 
@@ -80,17 +76,14 @@ def list_workers(service: TheService, caller: TheCaller) -> WorkerList:
     states = service.store.list_workers()
     # The clock that the heartbeats have, too.
     now = service.store.read_clock()
-    return WorkerList(data=[_describe_worker(state, now, service, caller) for state in states])
-
-
-def _describe_worker(state: WorkerState, now: datetime, service: Service, caller: Caller) -> Worker:
-    own = state.job is not None and service.store.get(state.job, caller) is not None
-    age = max(0.0, (now - state.beat_at).total_seconds()) if state.beat_at else None
-    known = state.model_dump() | {
-        "job": state.job if own else None,
-        "attempt": state.attempt if own else None,
-    }
-    return Worker(**known, busy=state.job is not None, beat_age_seconds=age)
+    found = []
+    for state in states:
+        known = state.model_dump()
+        if state.job is None or service.store.get(state.job, caller) is None:
+            known |= {"job": None, "attempt": None}
+        age = max(0.0, (now - state.beat_at).total_seconds()) if state.beat_at else None
+        found.append(Worker(**known, busy=state.job is not None, beat_age_seconds=age))
+    return WorkerList(data=found)
 
 
 @router.get("/healthz")
@@ -139,7 +132,8 @@ _METRICS_RESPONSES: Answers = {
 @router.get("/metrics", dependencies=READ, response_class=Response, responses=_METRICS_RESPONSES)
 def metrics(service: TheService) -> Response:
     """Show the service's metrics for Prometheus; no label holds an id."""
-    return Response(render_metrics(service), headers={"Content-Type": CONTENT_TYPE})
+    page = render_metrics(service.settings, service.store, service.request_metrics)
+    return Response(page, headers={"Content-Type": CONTENT_TYPE})
 
 
 @router.get("/version", dependencies=READ)

@@ -29,17 +29,16 @@ from kd.client.wire.operator import (
 )
 from kd.client.wire.service import WorkerState
 from kd.config.kinds import list_stage_names
-from kd.face.version import read_version
 from kd.files import Disk
-from services.api.answers.problems import describe_problems
+from kd.python.version import read_version
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import ADMIN
+from services.api.routes.access import ADMIN, guard
 from services.api.routes.operations import READY_SECONDS, RECORD_FORMAT
 from services.api.service import TheService
 from services.settings import Settings
 from services.store.connection import ask_server, find_unsuitability
 from services.store.jobs.store import JobStore
-from services.store.key_file import ApiKey, KeyFile
+from services.store.key_file import KeyFile
 
 #: Seconds by which the clocks of Redis and the server may differ: leases and events take the first,
 #: logs and files the second.
@@ -53,34 +52,33 @@ router = APIRouter(tags=["service"], route_class=StrictRoute)
 # ---------------------------------------------------------------------- keys
 
 
-@router.get("/keys", dependencies=ADMIN, responses=describe_problems(503))
+@router.get("/keys", **guard(ADMIN))
 def list_keys(request: Request, service: TheService) -> KeyEntries:
     """List the API keys that are not revoked, with the time of their last use."""
     file: KeyFile | None = request.app.state.keys
     if file is None:
         return KeyEntries(required=False, data=[])
     used = service.key_use.read()
-    entries = [_describe_key(key, used.get(key.id)) for key in file.list_keys()]
+    entries = [
+        KeyEntry(
+            id=key.id,
+            name=key.name,
+            team=key.team or key.name,
+            scopes=list(key.scopes),
+            created_at=datetime.fromisoformat(key.created_at) if key.created_at else None,
+            last_used_at=used.get(key.id),
+            expires_at=key.expires_at,
+            expired=key.expired,
+        )
+        for key in file.list_keys()
+    ]
     return KeyEntries(required=True, data=entries)
-
-
-def _describe_key(key: ApiKey, used: datetime | None) -> KeyEntry:
-    return KeyEntry(
-        id=key.id,
-        name=key.name,
-        team=key.team or key.name,
-        scopes=list(key.scopes),
-        created_at=datetime.fromisoformat(key.created_at) if key.created_at else None,
-        last_used_at=used,
-        expires_at=key.expires_at,
-        expired=key.expired,
-    )
 
 
 # ---------------------------------------------------------------------- storage
 
 
-@router.get("/storage", dependencies=ADMIN, responses=describe_problems(503))
+@router.get("/storage", **guard(ADMIN))
 def show_storage(service: TheService) -> StorageReport:
     """Show what is on the disk, and what `kd gc` without options would remove now, and why."""
     # It loads zarr, which the other routes do without.
@@ -101,7 +99,7 @@ def read_disks(settings: Settings) -> dict[str, DiskSpace | None]:
 # ---------------------------------------------------------------------- health
 
 
-@router.get("/health", dependencies=ADMIN, responses=describe_problems(503))
+@router.get("/health", **guard(ADMIN))
 def show_health(service: TheService) -> ServiceHealth:
     """Show the state of the service and of what it needs, and say what is wrong."""
     store = service.store
@@ -111,13 +109,9 @@ def show_health(service: TheService) -> ServiceHealth:
     age = None if last is None else max(0.0, store.read_clock_ms() / 1000 - float(last))
     stages = list_stage_names("worker")
     depths = store.read_queue_depths(stages)
+    serving = {stage: sum(stage in worker.stages for worker in workers) for stage in stages}
     queues = [
-        QueueHealth(
-            stage=stage,
-            waiting=depths[stage],
-            workers=sum(stage in worker.stages for worker in workers),
-        )
-        for stage in stages
+        QueueHealth(stage=stage, waiting=depths[stage], workers=serving[stage]) for stage in stages
     ]
     full = service.settings.find_full_disk()
     unsuitable = find_unsuitability(store.redis)

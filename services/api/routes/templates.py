@@ -9,9 +9,8 @@ from fastapi import APIRouter
 
 from kd.client.wire.plans import Template, TemplateList
 from kd.config.templates.filling import describe_template, draft_template, list_templates
-from services.api.answers.problems import describe_problems
 from services.api.guards.json_bodies import StrictRoute
-from services.api.routes.access import READ
+from services.api.routes.access import READ, guard
 
 #: The name of a job that is not named yet.
 JOB_NAME = "job"
@@ -19,7 +18,7 @@ JOB_NAME = "job"
 router = APIRouter(tags=["jobs"], route_class=StrictRoute)
 
 
-@router.get("/templates", dependencies=READ, responses=describe_problems(503))
+@router.get("/templates", **guard(READ))
 def list_job_templates() -> TemplateList:
     """List job files to begin with; teacher, student and text are for the user to fill in."""
     return TemplateList(

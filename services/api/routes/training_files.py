@@ -11,7 +11,6 @@ A file never changes. The id of a file names it, too: files of earlier versions 
 
 from __future__ import annotations
 
-import os
 import re
 from asyncio import to_thread
 from datetime import UTC, datetime
@@ -27,11 +26,11 @@ from kd.files import format_bytes
 from services.api.admission import make_bytes_problem, require_space
 from services.api.answers.accounts import describe_account
 from services.api.answers.byte_ranges import ByteSource, send_bytes
-from services.api.answers.problems import Answers, ApiProblem, describe_problems
+from services.api.answers.problems import Answers, ApiProblem
 from services.api.answers.run_files import open_run_file
 from services.api.guards.json_bodies import StrictRoute
 from services.api.guards.json_lines import RowChecker
-from services.api.routes.access import READ, WRITE
+from services.api.routes.access import READ, WRITE, guard
 from services.api.service import Service, TheCaller, TheService
 from services.store.callers import Caller
 from services.store.training_files import NameTaken, PendingFile, TrainingFile
@@ -63,9 +62,8 @@ _CONTENT: Answers = {
 @router.put(
     "/files/{name}",
     status_code=201,
-    dependencies=WRITE,
     openapi_extra={"requestBody": {"required": True, **_BYTES}},
-    responses=_KNOWN | describe_problems(400, 409, 413, 415, 422, 429, 503, 507),
+    **guard(WRITE, 400, 409, 413, 415, 422, 429, 507, answers=_KNOWN),
 )
 async def put_file(
     request: Request, name: FileName, service: TheService, caller: TheCaller, response: Response
@@ -75,8 +73,19 @@ async def put_file(
     Every line is checked. The file is kept whole, or not at all. It never changes: a name that the
     team has is a conflict, unless the content is the same.
     """
-    _require_plain(name)
-    _require_json_lines(request)
+    if _PLAIN_NAME.fullmatch(name) is None:
+        raise ApiProblem(
+            400,
+            f"{name!a} is not a plain name of a file.",
+            "Choose 1 to 255 characters without folders; the first one is no dot.",
+        )
+    declared = request.headers.get("content-type", JSON_LINES).partition(";")[0].strip().lower()
+    if declared not in _MEDIA_TYPES:
+        raise ApiProblem(
+            415,
+            f"The file is declared as {declared!a}, which is not JSON lines.",
+            f"Send its bytes as they are, without a form, as Content-Type: {JSON_LINES}.",
+        )
     await run_in_threadpool(_admit, request, name, service, caller)
     checker = RowChecker()
     with service.files.receiving(caller.team) as pending:
@@ -98,25 +107,6 @@ async def put_file(
             service.audit.record, caller, "file.create", made.id, name=name, bytes=made.bytes
         )
     return _describe(made, service, caller)
-
-
-def _require_plain(name: str) -> None:
-    if _PLAIN_NAME.fullmatch(name) is None:
-        raise ApiProblem(
-            400,
-            f"{name!a} is not a plain name of a file.",
-            "Choose 1 to 255 characters without folders; the first one is no dot.",
-        )
-
-
-def _require_json_lines(request: Request) -> None:
-    declared = request.headers.get("content-type", JSON_LINES).partition(";")[0].strip().lower()
-    if declared not in _MEDIA_TYPES:
-        raise ApiProblem(
-            415,
-            f"The file is declared as {declared!a}, which is not JSON lines.",
-            f"Send its bytes as they are, without a form, as Content-Type: {JSON_LINES}.",
-        )
 
 
 def _admit(request: Request, name: str, service: Service, caller: Caller) -> None:
@@ -207,14 +197,14 @@ def _describe(file: TrainingFile, service: Service, caller: Caller) -> UploadedF
     )
 
 
-@router.get("/files", dependencies=READ, responses=describe_problems(503))
+@router.get("/files", **guard(READ))
 def list_files(service: TheService, caller: TheCaller) -> UploadedFileList:
     """List the files of the caller's team, newest first."""
     found = reversed(service.files.list_files(caller.team))
     return UploadedFileList(data=[_describe(file, service, caller) for file in found])
 
 
-@router.get("/files/{name}", dependencies=READ, responses=describe_problems(404, 422, 503))
+@router.get("/files/{name}", **guard(READ, 404, 422))
 def get_file(name: FileName, service: TheService, caller: TheCaller) -> UploadedFile:
     """Show a file of the caller's team."""
     return _describe(_find_file(name, service, caller), service, caller)
@@ -222,9 +212,8 @@ def get_file(name: FileName, service: TheService, caller: TheCaller) -> Uploaded
 
 @router.get(
     "/files/{name}/content",
-    dependencies=READ,
     response_class=Response,
-    responses=_CONTENT | describe_problems(404, 416, 422, 503),
+    **guard(READ, 404, 416, 422, answers=_CONTENT),
 )
 def get_file_content(
     request: Request, name: FileName, service: TheService, caller: TheCaller
@@ -235,20 +224,13 @@ def get_file_content(
         handle = open_run_file(service.settings.files, service.files.locate(caller.team, file.id))
     except FileNotFoundError:  # it was deleted meanwhile
         raise _make_no_file_problem(name) from None
-    content = ByteSource(
-        file.bytes,
-        JSON_LINES,
-        lambda start, stop: os.pread(handle, stop - start, start),
-        close=lambda: os.close(handle),
-    )
-    return send_bytes(request, content)
+    return send_bytes(request, ByteSource.of_file(handle, file.bytes, JSON_LINES))
 
 
 @router.delete(
     "/files/{name}",
     status_code=204,
-    dependencies=WRITE,
-    responses=_DELETED | describe_problems(404, 409, 422, 429, 503),
+    **guard(WRITE, 404, 409, 422, 429, answers=_DELETED),
 )
 def delete_file(name: FileName, service: TheService, caller: TheCaller) -> Response:
     """Delete a file of the caller's team; 409 while a job that has not ended needs it."""

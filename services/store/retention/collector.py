@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 FREED = "kd_retention_freed_bytes_total"
 #: Age of leftovers that `kd gc` removes if the settings name none.
 LEFTOVERS_DAYS = 7.0
-#: The names that ``kd.face.inputs`` gives to models and data.
+#: The names that ``kd.python.inputs`` gives to models and data.
 SAVED = re.compile(r"([0-9a-f]{32})(\.jsonl)?")
 
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Server,
     err,
     format_time,
     format_value,
-    print_json,
+    print_as_json,
     print_table,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kd.client.sync import Client
 
 #: Members of an entry that have columns of their own.
 _COLUMNS = ("id", "time", "actor", "action", "target", "outcome")
@@ -30,36 +24,28 @@ app = typer.Typer()
 
 
 @app.command()
-def quota(server: Server = None, as_json: AsJson = False) -> None:
+def quota(server: Server = None) -> None:
     """Show what your team uses of its quotas; with an admin's key, all teams."""
     from services.terminal.client import connect, dump
 
     with connect(server) as client:
         accounts = [dump(account) for account in client.quotas()]
-    if as_json:
-        print_json(accounts)
+    if print_as_json(accounts):
         return
-    print_table(
+    columns = ("TEAM", "DEVICES", "QUEUED", "RECENT", "TODAY", "OF", "ON DISK", "OF")
+    rows = [
         [
-            *("TEAM", "DEVICES", "QUEUED", "RECENT", "TODAY", "OF", "ON DISK", "OF"),
-            *("CACHES", "RUNS", "FILES"),
-        ],
-        [
-            [
-                account["team"],
-                str(account["devices"]),
-                str(account["queued_jobs"]),
-                format_value(int(account["recent_device_seconds"]), "seconds"),
-                *_format_use(account["device_seconds"], "seconds"),
-                *_format_use(account["bytes"], "bytes"),
-                *(
-                    format_value(account["disk"][part], "bytes")
-                    for part in ("caches", "runs", "files")
-                ),
-            ]
-            for account in accounts
-        ],
-    )
+            account["team"],
+            str(account["devices"]),
+            str(account["queued_jobs"]),
+            format_value(int(account["recent_device_seconds"]), "seconds"),
+            *_format_use(account["device_seconds"], "seconds"),
+            *_format_use(account["bytes"], "bytes"),
+            *(format_value(size, "bytes") for size in account["disk"].values()),
+        ]
+        for account in accounts
+    ]
+    print_table([*columns, "CACHES", "RUNS", "FILES"], rows)
     for account in accounts:
         if account["reason"] is not None:
             err.print(account["reason"], markup=False)
@@ -85,41 +71,30 @@ def audit(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many entries to print at most.")] = 50,
     server: Server = None,
-    as_json: AsJson = False,
 ) -> None:
     """Print who created, changed, deleted and exported what, newest first; needs an admin's key."""
-    from services.terminal.client import connect
+    from services.terminal.client import connect, read_pages
     from services.terminal.commands.upkeep import parse_age
 
     filters: dict[str, Any] = {"actor": actor, "action": action, "target": target}
     if since is not None:
         start = datetime.now(UTC) - timedelta(seconds=parse_age(since, "--since"))
         filters["after"] = start.isoformat(timespec="milliseconds")
+    filters["limit"] = min(limit, 1000)
     with connect(server) as client:
-        entries = list(islice(_read_entries(client, min(limit, 1000), filters), limit))
-    if as_json:
-        print_json(entries)
+        entries = [
+            {name: value for name, value in entry.items() if value is not None}
+            for entry in islice(read_pages(client, "/audit", filters), limit)
+        ]
+    if print_as_json(entries):
         return
-    print_table(
-        ["TIME", "ACTOR", "ACTION", "TARGET", "OUTCOME", "MORE"],
+    rows = [
         [
-            [
-                format_time(entry["time"]),
-                *(entry[name] for name in _COLUMNS[2:]),
-                format_value({name: entry[name] for name in entry if name not in _COLUMNS}),
-            ]
-            for entry in entries
-        ],
-        spare=("MORE",),
-    )
-
-
-def _read_entries(client: Client, page: int, filters: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    cursor = None
-    while True:
-        found = client.request("GET", "/audit", query={"limit": page, "cursor": cursor, **filters})
-        for entry in found["data"]:
-            yield {name: value for name, value in entry.items() if value is not None}
-        cursor = found["next_cursor"]
-        if cursor is None:
-            return
+            format_time(entry["time"]),
+            *(entry[name] for name in _COLUMNS[2:]),
+            format_value({name: entry[name] for name in entry if name not in _COLUMNS}),
+        ]
+        for entry in entries
+    ]
+    columns = ["TIME", "ACTOR", "ACTION", "TARGET", "OUTCOME", "MORE"]
+    print_table(columns, rows, spare=("MORE",))

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from services.terminal.commands import upkeep
 from services.terminal.console import (
-    AsJson,
     Fingerprint,
     Home,
     err,
     format_value,
     make_settings,
     out,
+    print_as_json,
     print_error,
     print_facts,
-    print_json,
     print_table,
 )
 from services.terminal.exit_codes import UNVERIFIED
-
-if TYPE_CHECKING:
-    from cache.manifest import FidelityRow
-
 
 app = typer.Typer()
 cache_app = typer.Typer(no_args_is_help=True, help="Caches on this machine, in KD_HOME.")
@@ -35,10 +30,10 @@ cache_app.add_typer(upkeep.app)
 
 
 @cache_app.command("ls")
-def cache_ls(home: Home = None, as_json: AsJson = False) -> None:
+def cache_ls(home: Home = None) -> None:
     """List caches."""
     from cache.checking.listing import list_caches
-    from kd.face.runs import find_makers
+    from kd.python.runs import find_makers
 
     settings = make_settings(home=home)
     makers = find_makers(settings.runs)
@@ -46,8 +41,7 @@ def cache_ls(home: Home = None, as_json: AsJson = False) -> None:
         {**each.to_json(), **makers.get(each.fingerprint, {})}
         for each in list_caches(settings.caches)
     ]
-    if as_json:
-        print_json(found)
+    if print_as_json(found):
         return
     columns = ["complete", "teacher", "text", "made_by", "profile", "tokens", "bytes_per_token"]
     if any(each["problem"] for each in found):
@@ -60,59 +54,49 @@ def cache_ls(home: Home = None, as_json: AsJson = False) -> None:
 
 
 @cache_app.command("info")
-def cache_info(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = False) -> None:
+def cache_info(fingerprint: Fingerprint, home: Home = None) -> None:
     """Show what a cache holds and what it was made from."""
     from cache.checking.listing import summarise_cache
     from cache.store import read_manifest
-    from kd.face.runs import find_makers
+    from kd.python.runs import find_makers
 
     folder = find_cache_folder(fingerprint, home)
     maker = find_makers(make_settings(home=home).runs).get(folder.name, {})
     summary = {**summarise_cache(folder).to_json(), **maker}
-    if as_json:
-        manifest = read_manifest(folder) if summary["complete"] else None
-        identity = manifest.identity.to_json() if manifest else None
-        print_json(
-            {
-                **summary,
-                "identity": identity,
-                "fidelity": _list_rows(manifest.fidelity) if manifest else [],
-                "overruled": manifest.overruled.to_json()
-                if manifest and manifest.overruled
-                else None,
-            }
-        )
-        return
     if not summary["complete"]:
-        print_facts(summary)
+        if not print_as_json({**summary, "identity": None, "fidelity": [], "overruled": None}):
+            print_facts(summary)
         return
     manifest = read_manifest(folder)
+    identity = manifest.identity.to_json()
+    fidelity = [asdict(row) for row in manifest.fidelity]
+    overruled = manifest.overruled.to_json() if manifest.overruled else None
+    more = {"identity": identity, "fidelity": fidelity, "overruled": overruled}
+    if print_as_json({**summary, **more}):
+        return
     precision = manifest.teacher.identity.describe_precision()
     print_facts({**summary, "teacher_precision": precision})
-    _print_fidelity(_list_rows(manifest.fidelity))
+    _print_fidelity(fidelity)
     if manifest.overruled:
         err.print(f"warning: {manifest.overruled.describe()}")
 
 
 @cache_app.command("verify")
-def cache_verify(fingerprint: Fingerprint, home: Home = None, as_json: AsJson = False) -> None:
+def cache_verify(fingerprint: Fingerprint, home: Home = None) -> None:
     """Read every byte of a cache and compare it with its digests."""
     from cache.checking.verify import find_extras, verify_cache
 
     folder = find_cache_folder(fingerprint, home)
     problems = verify_cache(folder)
     extras = [] if problems else find_extras(folder)
-    if as_json:
-        print_json({"path": str(folder), "problems": problems, "extras": extras})
-    elif not problems:
-        out.print(f"{folder.name}: no byte has changed since it was sealed")
+    if not print_as_json({"path": str(folder), "problems": problems, "extras": extras}):
+        if problems:
+            remedy = f"Delete {folder} and run the job again; it captures the cache again."
+            print_error("\n".join(problems), remedy)
+        else:
+            out.print(f"{folder.name}: no byte has changed since it was sealed")
         if extras:
             out.print(f"ignored, not part of the cache: {len(extras)}, for example {extras[0]}")
-    else:
-        print_error(
-            "\n".join(problems),
-            f"Delete {folder} and run the job again; it captures the cache again.",
-        )
     raise typer.Exit(UNVERIFIED if problems else 0)
 
 
@@ -130,7 +114,6 @@ def cache_fidelity(
         int, typer.Option(min=2, help="How many new samples to draw at each position.")
     ] = 40,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Compare records of a cache with its live teacher, and store the result in the cache."""
     from cache.reading.usage import hold_for
@@ -145,10 +128,8 @@ def cache_fidelity(
     origin = TeacherLocation.find(store, teacher, make_settings(home=home).root)
     found = recheck_fidelity(store, origin, positions, redraws)
     problems = found.problems
-    if as_json:
-        print_json({"path": str(store.folder), **found.to_json()})
-    else:
-        _print_fidelity(_list_rows(found.rows))
+    if not print_as_json({"path": str(store.folder), **found.to_json()}):
+        _print_fidelity([asdict(row) for row in found.rows])
         out.print(f"The teacher's own noise between two batches is {found.noise:.2g} nats.")
         if problems:
             print_error(
@@ -161,10 +142,6 @@ def cache_fidelity(
                 "cache keeps its earlier fidelity."
             )
     raise typer.Exit(UNVERIFIED if problems else 0)
-
-
-def _list_rows(fidelity: tuple[FidelityRow, ...]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in fidelity]
 
 
 def _print_fidelity(rows: list[dict[str, Any]]) -> None:

@@ -3,65 +3,46 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Home,
     JobFile,
     Overrides,
     load_job_file,
     make_settings,
-    notes,
     out,
+    print_as_json,
     print_error,
     print_facts,
-    print_json,
 )
 from services.terminal.exit_codes import FAILED
-
-if TYPE_CHECKING:
-    from kd.checks.verdict import Verdict
 
 app = typer.Typer()
 
 
 @app.command()
-def check(
-    job_file: JobFile, overrides: Overrides = None, home: Home = None, as_json: AsJson = False
-) -> None:
+def check(job_file: JobFile, overrides: Overrides = None, home: Home = None) -> None:
     """Train the student on a few sequences until it knows them by heart.
 
     If it does not learn them, the command shows the likely cause.
     """
     from kd.overfit_check import check_overfitting
-    from kd.progress import Event, Monitor
-
-    def show(event: Event) -> None:
-        if event.type == "stage" and event.data.get("phase"):
-            notes.print(event.data["phase"])
+    from services.terminal.in_process import make_phase_monitor
 
     settings = make_settings(home=home)
     config = load_job_file(job_file, overrides)
     os.chdir(settings.root)  # a job's relative paths start there
-    verdict = check_overfitting(config, settings.home, Monitor(show))
-    if as_json:
-        print_json(verdict.to_json())
-    else:
-        _print(verdict)
+    verdict = check_overfitting(config, settings.home, make_phase_monitor())
+    if not print_as_json(verdict.to_json()):
+        print_facts(_subtract_floor(verdict.facts))
+        if verdict.ok:
+            out.print("\n".join(filter(None, [verdict.message, verdict.remedy])))
+        else:
+            print_error(verdict.message, verdict.remedy)
     raise typer.Exit(0 if verdict.ok else FAILED)
-
-
-def _print(verdict: Verdict) -> None:
-    print_facts(_subtract_floor(verdict.facts))
-    if not verdict.ok:
-        print_error(verdict.message, verdict.remedy)
-        return
-    out.print(verdict.message)
-    if verdict.remedy:
-        out.print(verdict.remedy)
 
 
 def _subtract_floor(facts: dict[str, Any]) -> dict[str, Any]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from services.terminal.console import (
-    AsJson,
     JobName,
     Server,
     format_value,
     notes,
-    print_json,
+    print_as_json,
     print_table,
 )
-
-if TYPE_CHECKING:
-    from kd.client.wire.jobs import Job
 
 #: What is measured of a job: its name in the table, and where its record has it.
 RESULTS = {
@@ -47,9 +43,7 @@ app = typer.Typer()
 
 
 @app.command("diff")
-def jobs_diff(
-    first: JobName, second: JobName, server: Server = None, as_json: AsJson = False
-) -> None:
+def jobs_diff(first: JobName, second: JobName, server: Server = None) -> None:
     """Show the settings in which two jobs differ, and their results side by side."""
     from services.terminal.client import connect, dump, find_job
 
@@ -57,14 +51,13 @@ def jobs_diff(
         jobs = [find_job(client, each) for each in (first, second)]
     settings = compare_settings(*(job.config for job in jobs))
     results = compare_results(*(dump(job) for job in jobs))
-    if as_json:
-        ids = [job.id for job in jobs]
-        print_json({"jobs": ids, "settings": settings, "results": results})
+    ids = [job.id for job in jobs]
+    if print_as_json({"jobs": ids, "settings": settings, "results": results}):
         return
     if not settings:
         notes.print("The jobs have the same settings.")
     rows = [[name, *map(format_value, pair)] for name, pair in {**settings, **results}.items()]
-    print_table(["", *map(_name_job, jobs)], rows)
+    print_table(["", *(f"{job.name} ({job.id[:12]})" for job in jobs)], rows)
     texts = [results.get(f"held-out {unit}", [None, None]) for unit in ("tokens", "bytes")]
     if any(None not in pair and pair[0] != pair[1] for pair in texts):
         notes.print(OTHER_TEXT)
@@ -73,8 +66,7 @@ def jobs_diff(
 def compare_settings(first: Any, second: Any) -> dict[str, list[Any]]:
     """Return the values of each setting that differs, by its dotted name; None = not given."""
     both = dict(_flatten(first)), dict(_flatten(second))
-    names = dict.fromkeys([*both[0], *both[1]])
-    pairs = {name: [one.get(name) for one in both] for name in names}
+    pairs = {name: [one.get(name) for one in both] for name in both[0] | both[1]}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -82,7 +74,9 @@ def compare_results(first: Any, second: Any) -> dict[str, list[Any]]:
     """Return the status and the results of both jobs; a result that neither has is left out."""
     rows: dict[str, list[Any]] = {"status": [first["status"], second["status"]]}
     for name, path in RESULTS.items():
-        pair = [_look_up(job, path) for job in (first, second)]
+        section, _, field = path.rpartition(".")
+        found = [(job.get(section) or {}) if section else job for job in (first, second)]
+        pair = [each.get(field) for each in found]
         if pair != [None, None]:
             rows[name] = pair
     return rows
@@ -97,13 +91,3 @@ def _flatten(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flatten(inner, f"{path}.")
         else:
             yield path, inner
-
-
-def _look_up(job: Any, path: str) -> Any:
-    for name in path.split("."):
-        job = None if job is None else job.get(name)
-    return job
-
-
-def _name_job(job: Job) -> str:
-    return f"{job.name} ({job.id[:12]})"

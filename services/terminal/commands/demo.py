@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from functools import partial
@@ -13,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from cache.errors import PotstillError
-from kd.client.sync import Client
+from kd.client.client import Client
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
-from kd.files import whole_folder
+from kd.files import read_json, whole_folder
 from services.settings import Settings
 from services.terminal.client import FOLLOW_PATIENCE, dump, locate_page, make_client
 from services.terminal.commands.up import require_worker_packages, running
@@ -55,15 +54,11 @@ def run_demo(settings: Settings, baseline: bool, err: Console) -> list[dict[str,
     # Any free port: another service may use the usual one.
     settings = settings.model_copy(update={"root": root, "port": 0, "host": "127.0.0.1"})
     with (
-        running(settings, 1, partial(err.print, markup=False)) as running_settings,
-        _make_client(running_settings) as client,
+        running(settings, 1, partial(err.print, markup=False)) as started,
+        make_client(started.server, started.api_key).with_patience(FOLLOW_PATIENCE) as client,
     ):
-        err.print(
-            f"the service is up at {running_settings.server}, with its data in {settings.home}"
-        )
-        return [
-            _post_and_follow(client, config, running_settings.server, err) for config in configs
-        ]
+        err.print(f"the service is up at {started.server}, with its data in {settings.home}")
+        return [_post_and_follow(client, config, err) for config in configs]
 
 
 def succeeded(jobs: list[dict[str, Any]]) -> bool:
@@ -74,7 +69,15 @@ def succeeded(jobs: list[dict[str, Any]]) -> bool:
 def print_demo(jobs: list[dict[str, Any]], out: Console, err: Console) -> None:
     """Print the reports of the jobs; those of a distilled and a plain student are compared."""
     for job in jobs:
-        _print_outcome(job, out)
+        if error := job["error"]:
+            place = error.get("help", "")
+            print_error(f"{job['name']} failed: {error['detail']}", error["remedy"], place)
+        page = Path(job["artifacts"].get("report.md", "-"))
+        if page.is_file():
+            out.print(page.read_text(encoding="utf-8"), markup=False)
+        for name, path in job["artifacts"].items():
+            out.print(f"{name}: {path}", soft_wrap=True)
+        out.print(f"status: {job['status']}")
     if len(jobs) > 1 and succeeded(jobs):
         _compare(jobs, out)
     err.print("`kd up` shows the jobs and their curves in the browser")
@@ -95,10 +98,6 @@ def copy_example(target: Path) -> Path:
     return final
 
 
-def _make_client(settings: Settings) -> Client:
-    return make_client(settings.server, settings.api_key).with_patience(FOLLOW_PATIENCE)
-
-
 def _find_root(*first: Path) -> Path:
     """The folder that the example's paths start from: one of ``first``, or that of the package."""
     package = Path(__file__).resolve().parents[2]
@@ -111,33 +110,20 @@ def _find_root(*first: Path) -> Path:
     )
 
 
-def _post_and_follow(
-    client: Client, config: JobConfig, server: str, err: Console
-) -> dict[str, Any]:
+def _post_and_follow(client: Client, config: JobConfig, err: Console) -> dict[str, Any]:
     job = client.submit(config)
     err.print(f"POST /jobs: {job.id} ({job.kind} {job.name})")
-    err.print(f"curves:     {locate_page(server, job.id)}", soft_wrap=True)
+    err.print(f"curves:     {locate_page(client.server, job.id)}", soft_wrap=True)
     with Display(err) as display:
         for event in client.events(job):
             display.show(event.type, event.data)
     return dump(client.job(job))
 
 
-def _print_outcome(job: dict[str, Any], out: Console) -> None:
-    if error := job["error"]:
-        place = error.get("help", "")
-        print_error(f"{job['name']} failed: {error['detail']}", error["remedy"], place)
-    page = Path(job["artifacts"].get("report.md", "-"))
-    if page.is_file():
-        out.print(page.read_text(encoding="utf-8"), markup=False)
-    for name, path in job["artifacts"].items():
-        out.print(f"{name}: {path}", soft_wrap=True)
-    out.print(f"status: {job['status']}")
-
-
 def _compare(jobs: list[dict[str, Any]], out: Console) -> None:
     """Print the figures of the reports side by side; a figure that no report has is left out."""
-    reports = [_read_report(job) for job in jobs]
+    files = [Path(job["artifacts"].get("report.json", "-")) for job in jobs]
+    reports = [read_json(file) or {} for file in files]
     table = Table("", *(job["name"] for job in jobs), box=None, pad_edge=False)
     for key, label in ROWS.items():
         values = [report.get(key) for report in reports]
@@ -177,18 +163,10 @@ def _compute_share_of_distance(distilled: dict[str, Any], plain: dict[str, Any])
     The way begins at the student that was trained without a teacher. The result is None if a
     perplexity is unknown, or if that student is as good as the teacher.
     """
-    found = (
-        plain.get("student_perplexity"),
-        distilled.get("student_perplexity"),
-        distilled.get("teacher_perplexity"),
-    )
+    key = "student_perplexity"
+    found = (plain.get(key), distilled.get(key), distilled.get("teacher_perplexity"))
     nats = [math.log(perplexity) for perplexity in found if perplexity is not None]
     if len(nats) < len(found) or nats[0] <= nats[2]:
         return None
     without, with_teacher, teacher = nats
     return (without - with_teacher) / (without - teacher)
-
-
-def _read_report(job: dict[str, Any]) -> dict[str, Any]:
-    file = Path(job["artifacts"].get("report.json", "-"))
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}

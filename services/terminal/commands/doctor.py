@@ -43,8 +43,9 @@ class Finding:
 
 def examine_machine(settings: Settings) -> list[Finding]:
     """Run every check."""
+    python = f"{platform.python_version()} on {platform.platform()}"
     return [
-        _check_python(),
+        Finding("python", sys.version_info >= (3, 11), python),
         *_check_computing(settings),
         _check_store(settings),
         *chain.from_iterable(starmap(_check_folder, settings.places.items())),
@@ -52,36 +53,21 @@ def examine_machine(settings: Settings) -> list[Finding]:
     ]
 
 
-def _check_python() -> Finding:
-    return Finding(
-        "python",
-        sys.version_info >= (3, 11),
-        f"{platform.python_version()} on {platform.platform()}",
-    )
-
-
 def _check_computing(settings: Settings) -> Iterator[Finding]:
     """Check torch, the GPU and the kernels; without torch there is nothing to compute with."""
     if importlib.util.find_spec("torch") is None:
         yield Finding("torch", False, "is not installed")
         return
+    import torch
+
     from kd.preflight.devices import ask_torch
 
     seen = ask_torch()
-    yield _check_torch()
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    devices = ", ".join(gpus) or f"{torch.get_num_threads()} CPU threads"
+    yield Finding("torch", True, f"{torch.__version__}, {devices}")
     yield _check_gpu(settings, seen)
     yield _check_kernels(seen)
-
-
-def _check_torch() -> Finding:
-    import torch
-
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding(
-        "torch",
-        True,
-        f"{torch.__version__}, {', '.join(gpus) or f'{torch.get_num_threads()} CPU threads'}",
-    )
 
 
 def _check_gpu(settings: Settings, seen: TorchGpus) -> Finding:
@@ -177,19 +163,15 @@ def _check_folder(name: str, folder: Path) -> Iterator[Finding]:
     may_write = os.access(existing, os.W_OK | os.X_OK)
     yield Finding(what, may_write, f"{folder} ({name})")
     if may_write:
-        yield _check_locks(existing)
+        try:
+            require_locks(existing)
+            yield Finding("locks", True, f"a lock in {existing} stops another process")
+        except StorageError as error:
+            yield Finding("locks", False, str(error))
     disk = Disk.of(folder)
     lacking = disk.find_shortage(FREE_BYTES_WANTED)
     detail = lacking or f"{disk.free_bytes / 2**30:.1f} GiB free"
     yield Finding("disk", lacking is None, f"{detail}, for {what} ({name})", needed=False)
-
-
-def _check_locks(folder: Path) -> Finding:
-    try:
-        require_locks(folder)
-    except StorageError as error:
-        return Finding("locks", False, str(error))
-    return Finding("locks", True, f"a lock in {folder} stops another process")
 
 
 def _check_server(settings: Settings) -> Finding:
@@ -198,9 +180,8 @@ def _check_server(settings: Settings) -> Finding:
             client.request("GET", "/readyz")
             workers = client.workers()
     except Unreachable:
-        return Finding(
-            "service", False, f"none at {settings.server}; `kd up` starts one", needed=False
-        )
+        detail = f"none at {settings.server}; `kd up` starts one"
+        return Finding("service", False, detail, needed=False)
     except Refused as error:
         return Finding("service", False, str(error), needed=False)
     return Finding("service", True, f"{settings.server}, {len(workers)} worker(s)", needed=False)

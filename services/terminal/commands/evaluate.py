@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Home,
     JobFile,
     Overrides,
@@ -18,12 +16,8 @@ from services.terminal.console import (
     make_settings,
     notes,
     out,
-    print_json,
+    print_as_json,
 )
-
-if TYPE_CHECKING:
-    from kd.config.job import JobConfig
-    from services.settings import Settings
 
 app = typer.Typer()
 
@@ -46,20 +40,20 @@ def evaluate(
         ),
     ] = None,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Measure a model on a job's held-out text, and write a report.
 
     The report compares the model with its teacher and with its start, and holds samples and tasks.
     """
+    from kd.preflight.problems import Folders, require_no_problems
+    from services.terminal.in_process import enter_root
+
     settings = make_settings(home=home)
-    config = _require_inputs(load_job_file(job_file, overrides), settings)
+    config = load_job_file(job_file, overrides)
+    require_no_problems(config, Folders(settings.root, settings.home))
     folder = folder.absolute() if folder is not None else None
     target = str(Path(target).resolve()) if Path(target).exists() else target
-    os.chdir(settings.root)  # a job's relative paths start there
-    # The libraries read these variables when they are imported, which happens below.
-    os.environ.update(settings.environment())
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    enter_root(settings)
     from kd.examine import ExaminedModel, examine
     from kd.progress import Event, Monitor
 
@@ -72,16 +66,6 @@ def evaluate(
     found = ExaminedModel.find(target, settings.home)
     folder = folder or found.folder(settings.home, config.name)
     report = examine(config, found, settings.home, folder, Monitor(show))
-    if as_json:
-        print_json(report)
-        return
-    out.print((folder / "report.md").read_text(encoding="utf-8"), markup=False)
-    out.print(f"report: {folder / 'report.md'}", soft_wrap=True)
-
-
-def _require_inputs(config: JobConfig, settings: Settings) -> JobConfig:
-    """Return ``config``; raise ``ConfigError`` if a file that it names is missing."""
-    from kd.preflight.problems import Folders, require_no_problems
-
-    require_no_problems(config, Folders(settings.root, settings.home))
-    return config
+    if not print_as_json(report):
+        out.print((folder / "report.md").read_text(encoding="utf-8"), markup=False)
+        out.print(f"report: {folder / 'report.md'}", soft_wrap=True)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.terminal.console import (
-    AsJson,
     JobFile,
     JobName,
     Overrides,
@@ -22,16 +21,18 @@ from services.terminal.console import (
     format_value,
     load_job_file,
     make_settings,
+    mode,
     notes,
     out,
+    print_as_json,
     print_error,
     print_facts,
-    print_json,
+    print_result,
     print_table,
 )
 
 if TYPE_CHECKING:
-    from kd.client.sync import Client
+    from kd.client.client import Client
     from kd.config.job import JobConfig
 
 #: The exit codes of commands that wait for a job to end.
@@ -57,7 +58,6 @@ def submit(
         ),
     ] = True,
     server: Server = None,
-    as_json: AsJson = False,
 ) -> None:
     """Submit a job to the service and follow it; Ctrl-C leaves it running.
 
@@ -70,22 +70,22 @@ def submit(
     with connect(server) as client:
         job = dump(client.submit(_place_paths(client, config)))
         if not follow:
-            print_json(job) if as_json else out.print(job["id"])
+            print_result(job, job["id"])
             _print_reason(job)
             return
         notes.print(f"{job['id']}: {job['name']}")
         # A worker may claim the job before its events are read, so the reason is printed now.
         _print_reason(job)
-        _follow(client, job["id"], as_json, explained=job["reason"] is not None)
+        _follow(client, job["id"], explained=job["reason"] is not None)
 
 
 @app.command()
-def watch(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+def watch(job: JobName, server: Server = None) -> None:
     """Follow a job until it ends; Ctrl-C leaves it running."""
     from services.terminal.client import connect, find_job
 
     with connect(server) as client:
-        _follow(client, find_job(client, job).id, as_json)
+        _follow(client, find_job(client, job).id)
 
 
 @app.command("open")
@@ -94,7 +94,6 @@ def open_page(
         str | None, typer.Argument(metavar="[ID]", help="The job to show. Default: all jobs.")
     ] = None,
     server: Server = None,
-    as_json: AsJson = False,
 ) -> None:
     """Open the dashboard in the browser, and print its address."""
     import webbrowser
@@ -106,7 +105,7 @@ def open_page(
         address = client.server
         page = address if job is None else locate_page(address, find_job(client, job).id)
     opened = webbrowser.open(page)
-    print_json({"address": page, "opened": opened}) if as_json else out.print(page, soft_wrap=True)
+    print_result({"address": page, "opened": opened}, page)
     if not opened:
         notes.print("No browser could be started here; open the address in one.")
 
@@ -122,52 +121,41 @@ def jobs_ls(
         str | None,
         typer.Option(help="List only jobs with this text in their id, name, labels or models."),
     ] = None,
-    trials: Annotated[
-        bool, typer.Option("--trials/--no-trials", help="List the trials of searches, too.")
-    ] = True,
+    trials: Annotated[bool, typer.Option(help="List the trials of searches, too.")] = True,
     limit: Annotated[int, typer.Option(min=1, max=100, help="How many jobs to list at most.")] = 20,
     server: Server = None,
-    as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
-    from services.terminal.client import connect
+    from services.terminal.client import connect, read_pages
 
     # As they are typed: the server knows which there are, and says so.
     query = {"status": status, "kind": kind, "label": label, "q": search, "limit": limit}
     query |= {} if trials else {"trials": "false"}
     with connect(server) as client:
-        jobs = list(islice(_list_jobs(client, query), limit))
-    if as_json:
-        print_json(jobs)
+        jobs = list(islice(read_pages(client, "/jobs", query), limit))
+    if print_as_json(jobs):
         return
     columns = ("id", "name", "kind", "status", "stage")
     # Without prices there are no costs, and no column for them.
     priced = any(job["cost"] is not None for job in jobs)
-    rows = [
-        [
-            *(format_value(job[column]) for column in columns),
-            format_time(job["created_at"]),
-            _format_percent(job),
-            *([_format_cost(job["cost"])] if priced else []),
-        ]
-        for job in jobs
-    ]
-    print_table(
-        [*(column.upper() for column in columns), "CREATED", "DONE", *(["COST"] if priced else [])],
-        rows,
-        spare=("KIND", "STAGE"),
-    )
+    rows = []
+    for job in jobs:
+        done = job["progress"]["fraction"]
+        row = [format_value(job[column]) for column in columns]
+        row += [format_time(job["created_at"]), "" if done is None else f"{done:.0%}"]
+        rows.append([*row, _format_cost(job["cost"])] if priced else row)
+    titles = [*map(str.upper, columns), "CREATED", "DONE", *(["COST"] if priced else [])]
+    print_table(titles, rows, spare=("KIND", "STAGE"))
 
 
 @jobs_app.command("show")
-def jobs_show(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+def jobs_show(job: JobName, server: Server = None) -> None:
     """Show one job."""
     from services.terminal.client import connect, dump, find_job
 
     with connect(server) as client:
         record = dump(find_job(client, job))
-    if as_json:
-        print_json(record)
+    if print_as_json(record):
         return
     tables = {"metrics": ["METRIC", "VALUE"], "artifacts": ["FILE", "PATH"]}
     left_out = {"config", "links", *tables}
@@ -181,33 +169,31 @@ def jobs_show(job: JobName, server: Server = None, as_json: AsJson = False) -> N
 
 
 @jobs_app.command("cancel")
-def jobs_cancel(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+def jobs_cancel(job: JobName, server: Server = None) -> None:
     """Stop a job for good; a running job saves its state first."""
-    _act("cancel", job, server, as_json)
+    _act("cancel", job, server)
 
 
 @jobs_app.command("pause")
-def jobs_pause(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+def jobs_pause(job: JobName, server: Server = None) -> None:
     """Stop a job for now; a running job saves its state first, and then frees its worker."""
-    _act("pause", job, server, as_json)
+    _act("pause", job, server)
 
 
 @jobs_app.command("resume")
-def jobs_resume(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+def jobs_resume(job: JobName, server: Server = None) -> None:
     """Continue a paused job from its saved state."""
-    _act("resume", job, server, as_json)
+    _act("resume", job, server)
 
 
 @jobs_app.command("retry")
-def jobs_retry(job: JobName, server: Server = None, as_json: AsJson = False) -> None:
+def jobs_retry(job: JobName, server: Server = None) -> None:
     """Queue a failed or cancelled job again; it continues from its last checkpoint."""
-    _act("retry", job, server, as_json)
+    _act("retry", job, server)
 
 
 @jobs_app.command("clone")
-def jobs_clone(
-    job: JobName, overrides: Overrides = None, server: Server = None, as_json: AsJson = False
-) -> None:
+def jobs_clone(job: JobName, overrides: Overrides = None, server: Server = None) -> None:
     """Submit the same job again, changed by --set."""
     from kd.config.jobfile import apply_overrides, parse_config
     from services.terminal.client import connect, dump, find_job
@@ -218,7 +204,7 @@ def jobs_clone(
         changed = parse_config(apply_overrides(original.config, overrides or ()))
         placed = _place_paths(client, changed, parse_config(original.config))
         record = dump(client.clone(original, _choose_leaves(placed, changes)))
-    print_json(record) if as_json else out.print(record["id"])
+    print_result(record, record["id"])
     _print_reason(record)
 
 
@@ -229,12 +215,9 @@ def jobs_rm(
     ],
     artifacts: Annotated[
         bool,
-        typer.Option(
-            "--artifacts/--no-artifacts", help="Also delete their checkpoints, logs and artifacts."
-        ),
+        typer.Option(help="Also delete their checkpoints, logs and artifacts."),
     ] = False,
     server: Server = None,
-    as_json: AsJson = False,
 ) -> None:
     """Delete jobs that have ended."""
     from services.terminal.client import connect, find_job
@@ -243,10 +226,9 @@ def jobs_rm(
         job_ids = [find_job(client, name).id for name in names]
         for job_id in job_ids:
             client.delete(job_id, artifacts=artifacts)
-            if not as_json:
+            if not mode.as_json:
                 out.print(f"{job_id}: deleted")
-    if as_json:
-        print_json([{"id": job_id, "deleted": True} for job_id in job_ids])
+    print_as_json([{"id": job_id, "deleted": True} for job_id in job_ids])
 
 
 @jobs_app.command("logs")
@@ -269,13 +251,13 @@ def jobs_logs(
 
     with connect(server) as client:
         job_id = find_job(client, job).id
-        if tail is not None and not follow:
-            pieces = iter([client.log(job_id, tail=tail)])
-        else:
-            pieces = _read_log(client, job_id, follow)
+        pieces = _follow_log(client, job_id) if follow else iter([client.log(job_id, tail=tail)])
         written = 0
         for piece in _make_json_lines(pieces) if as_json else pieces:
-            _write(piece)
+            # Bytes, because the libraries of a run choose the encoding of its log.
+            sys.stdout.flush()
+            sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
             written += len(piece)
         if not written:
             notes.print(
@@ -292,7 +274,6 @@ def jobs_events(
         str | None, typer.Option(help="Print only events of these types, separated by commas.")
     ] = None,
     server: Server = None,
-    as_json: AsJson = False,
 ) -> None:
     """Print the events of a job, oldest first."""
     from services.terminal.client import connect, dump, find_job
@@ -301,23 +282,12 @@ def jobs_events(
     with connect(server) as client:
         found = client.past_events(find_job(client, job), types=wanted)
         events = [dump(event) for event in found]
-    if as_json:
-        print_json(events)
+    if print_as_json(events):
         return
     rows = [
         [format_time(event["ts"]), event["type"], format_value(event["data"])] for event in events
     ]
     print_table(["TIME", "TYPE", "DATA"], rows)
-
-
-def _list_jobs(client: Client, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    cursor = None
-    while True:
-        page = client.request("GET", "/jobs", query={**query, "cursor": cursor})
-        yield from page["data"]
-        cursor = page["next_cursor"]
-        if cursor is None:
-            return
 
 
 def _place_paths(
@@ -331,13 +301,13 @@ def _place_paths(
     from kd.preflight.named_paths import list_relative_paths, make_paths_absolute
     from services.process.file_view import identify_file_view
 
-    here = make_settings().root
-    known = list_relative_paths(original, here) if original is not None else []
-    relative = [each for each in list_relative_paths(config, here) if each not in known]
+    root = make_settings().root
+    known = list_relative_paths(original, root) if original is not None else []
+    relative = [each for each in list_relative_paths(config, root) if each not in known]
     if not relative:
         return config.model_dump(mode="json")
     if client.version().file_view == identify_file_view():
-        return make_paths_absolute(config, here)
+        return make_paths_absolute(config, root)
     notes.print(
         f"The service does not see the files of this machine: {relative[0].name} and other relative"
         " paths of the job start in the folder of the service (KD_ROOT).",
@@ -359,26 +329,20 @@ def _print_reason(job: dict[str, Any]) -> None:
         err.print(f"warning: {job['reason']}", markup=False)
 
 
-def _act(action: str, name: str, server: str | None, as_json: bool) -> None:
+def _act(action: str, name: str, server: str | None) -> None:
     from services.terminal.client import connect, find_job
 
     with connect(server) as client:
         record = client.request("POST", f"/jobs/{find_job(client, name).id}/{action}")
-    waiting = (
-        " (it stops as soon as its state is saved)"
-        if record["status"] in ("cancelling", "pausing")
-        else ""
-    )
-    print_json(record) if as_json else out.print(f"{record['id']}: {record['status']}{waiting}")
+    stops = record["status"] in ("cancelling", "pausing")
+    waiting = " (it stops as soon as its state is saved)" if stops else ""
+    print_result(record, f"{record['id']}: {record['status']}{waiting}")
 
 
-def _read_log(client: Client, job_id: str, follow: bool) -> Iterator[bytes]:
-    """Yield the log; with ``follow`` also what is added to it until the job has ended."""
+def _follow_log(client: Client, job_id: str) -> Iterator[bytes]:
+    """Yield the log, and what is added to it until the job has ended."""
     from services.terminal.client import FOLLOW_PATIENCE
 
-    if not follow:
-        yield client.log(job_id)
-        return
     client = client.with_patience(FOLLOW_PATIENCE)
     place = 0
     ended = False
@@ -406,14 +370,7 @@ def _make_json_line(line: bytes) -> bytes:
     return json.dumps({"line": text}, ensure_ascii=False).encode() + b"\n"
 
 
-def _write(text: bytes) -> None:
-    """Write bytes unchanged, because the libraries of a run choose the encoding of its log."""
-    sys.stdout.flush()
-    sys.stdout.buffer.write(text)
-    sys.stdout.buffer.flush()
-
-
-def _follow(client: Client, job_id: str, as_json: bool, explained: bool = False) -> None:
+def _follow(client: Client, job_id: str, explained: bool = False) -> None:
     from services.terminal.client import FOLLOW_PATIENCE, dump
     from services.terminal.display import Display
 
@@ -429,13 +386,11 @@ def _follow(client: Client, job_id: str, as_json: bool, explained: bool = False)
         )
         raise
     job = dump(client.job(job_id))
-    if as_json:
-        print_json(job)
-    elif job["error"]:
-        error = job["error"]
-        print_error(error["detail"], error["remedy"], error.get("help", ""))
-    for name, path in {} if as_json else job["artifacts"].items():
-        out.print(f"{name}: {path}", soft_wrap=True)
+    if not print_as_json(job):
+        if error := job["error"]:
+            print_error(error["detail"], error["remedy"], error.get("help", ""))
+        for name, path in job["artifacts"].items():
+            out.print(f"{name}: {path}", soft_wrap=True)
     raise typer.Exit(EXIT_OF_STATUS[job["status"]])
 
 
@@ -465,8 +420,3 @@ def _format_cost(cost: dict[str, Any] | None) -> str:
         return ""
     amount = f"{cost['amount']:.4g}"
     return amount if cost["estimated"] is None else f"{amount} of {cost['estimated']:.4g}"
-
-
-def _format_percent(job: dict[str, Any]) -> str:
-    fraction = job["progress"]["fraction"]
-    return "" if fraction is None else f"{fraction:.0%}"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.terminal.console import (
-    AsJson,
     audit_command,
     err,
     format_time,
@@ -19,7 +18,8 @@ from services.terminal.console import (
     make_settings,
     notes,
     out,
-    print_json,
+    print_as_json,
+    print_result,
     print_table,
 )
 
@@ -60,7 +60,6 @@ def keys_new(
         ),
     ] = None,
     file: File = None,
-    as_json: AsJson = False,
 ) -> None:
     """Create a key and print it once; only its digest is kept.
 
@@ -68,17 +67,12 @@ def keys_new(
     """
     from services.store.key_file import create_key, parse_lifetime
 
-    text, key = create_key(
-        _find_key_file(file),
-        name,
-        [scope.strip() for scope in scopes.split(",")],
-        None if expires is None else parse_lifetime(expires),
-        team,
-    )
+    wanted = [scope.strip() for scope in scopes.split(",")]
+    lifetime = None if expires is None else parse_lifetime(expires)
+    text, key = create_key(_find_key_file(file), name, wanted, lifetime, team)
     scope = ", ".join(key.scopes)
     audit_command(make_settings(), "key.create", key.id, name=name, scopes=scope, team=key.team)
-    if as_json:
-        print_json({"key": text, **_describe_key(key)})
+    if print_as_json({"key": text, **_describe_key(key)}):
         return
     out.print(text, soft_wrap=True)
     notes.print(
@@ -88,25 +82,18 @@ def keys_new(
 
 
 @keys_app.command("ls")
-def keys_ls(file: File = None, as_json: AsJson = False) -> None:
+def keys_ls(file: File = None) -> None:
     """List the keys that are not revoked, with the time when they expire."""
     from services.store.key_file import read_keys
 
     keys = read_keys(_find_key_file(file))
-    if as_json:
-        print_json([_describe_key(key) for key in keys])
+    if print_as_json([_describe_key(key) for key in keys]):
         return
-    rows = [
-        [
-            key.id,
-            key.name,
-            key.team or key.name,
-            ", ".join(key.scopes),
-            format_time(key.created_at),
-            f"{_format_end(key)}{' (expired)' if key.expired else ''}",
-        ]
-        for key in keys
-    ]
+    rows = []
+    for key in keys:
+        end = f"{_format_end(key)}{' (expired)' if key.expired else ''}"
+        owner = [key.id, key.name, key.team or key.name, ", ".join(key.scopes)]
+        rows.append([*owner, format_time(key.created_at), end])
     print_table(["ID", "NAME", "TEAM", "SCOPES", "CREATED", "EXPIRES"], rows)
     for key in keys:
         if key.expires_soon:
@@ -124,7 +111,6 @@ def keys_revoke(
         typer.Argument(metavar="NAME|ID", help="Id of a key, or a name: all keys of that name."),
     ],
     file: File = None,
-    as_json: AsJson = False,
 ) -> None:
     """Revoke a key, or every key of a name, at once; its jobs and caches stay."""
     from services.store.key_file import revoke_keys
@@ -132,10 +118,7 @@ def keys_revoke(
     revoked = [_describe_key(key) for key in revoke_keys(_find_key_file(file), name_or_id)]
     for key in revoked:
         audit_command(make_settings(), "key.revoke", str(key["id"]), name=key["name"])
-    if as_json:
-        print_json(revoked)
-    else:
-        out.print("\n".join(f"revoked {key['id']} of {key['name']}" for key in revoked))
+    print_result(revoked, "\n".join(f"revoked {key['id']} of {key['name']}" for key in revoked))
 
 
 @keys_app.command("quota")
@@ -153,7 +136,6 @@ def keys_quota(
         ),
     ] = None,
     file: File = None,
-    as_json: AsJson = False,
 ) -> None:
     """Set the quotas of one team; a quota that you leave out is reset to the settings."""
     from services.store.callers import Quota
@@ -163,18 +145,13 @@ def keys_quota(
     set_quota(_find_key_file(file), team, quota)
     facts = {"device_seconds": quota.device_seconds, "bytes": quota.bytes}
     audit_command(make_settings(), "key.quota", team, **facts)
-    if as_json:
-        print_json({"team": team, **facts})
-        return
-    shown = [
-        f"{format_value(value, unit)} {what}"
-        for value, unit, what in (
-            (quota.device_seconds, "seconds", "of device time a day"),
-            (quota.bytes, "bytes", "on the disk"),
-        )
-        if value is not None
-    ]
-    out.print(f"{team}: {', '.join(shown) or 'as the settings say'}")
+    shown = []
+    if quota.device_seconds is not None:
+        shown.append(f"{format_value(quota.device_seconds, 'seconds')} of device time a day")
+    if quota.bytes is not None:
+        shown.append(f"{format_value(quota.bytes, 'bytes')} on the disk")
+    text = f"{team}: {', '.join(shown) or 'as the settings say'}"
+    print_result({"team": team, **facts}, text)
 
 
 def _parse_size(text: str) -> int:

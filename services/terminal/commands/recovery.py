@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.terminal.commands.upkeep import STORE_TIMEOUT, find_embedded_url
-from services.terminal.console import (
-    AsJson,
-    Home,
-    audit_command,
-    make_settings,
-    out,
-    print_json,
-)
+from services.terminal.console import Home, audit_command, make_settings, mode, out, print_as_json
 
 if TYPE_CHECKING:
     from services.settings import Settings
@@ -40,7 +33,6 @@ def adopt(
         str, typer.Option(help="Name of the key to which the jobs will belong.")
     ] = "local",
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Restore the records of jobs from their run folders, after the job store has lost them.
 
@@ -48,10 +40,17 @@ def adopt(
     that failed, and `kd jobs retry` continues it. The events and metrics of the lost record are not
     restored.
     """
-    from services.store.run_folder import read_run
+    from services.store.run_folder import RunFolderError, read_run
 
     settings = make_settings(home=home)
-    runs = [read_run(_require_own_folder(settings, folder)) for folder in folders]
+    home_runs = settings.runs.resolve()
+    for folder in folders:
+        if folder.resolve().parent != home_runs or not folder.is_dir():
+            raise RunFolderError(
+                f"{folder} is not a folder below {home_runs}.",
+                "Name the folder of a job there, or another data folder with --home.",
+            )
+    runs = [read_run(folder.resolve()) for folder in folders]
     found = []
     with connect_store(settings) as store:
         for run in runs:
@@ -61,12 +60,11 @@ def adopt(
             status = "failed" if run.error else "succeeded"
             # What became of a run that has a record is told by the record, not by its folder.
             found.append({"id": run.id, "adopted": adopted, "status": status if adopted else None})
-            if not as_json:
+            if not mode.as_json:
                 out.print(f"{run.id}: {status if adopted else 'has a record already'}")
                 if adopted and run.error:
                     out.print(run.error["remedy"], markup=False)
-    if as_json:
-        print_json(found)
+    print_as_json(found)
 
 
 @contextmanager
@@ -88,17 +86,3 @@ def connect_store(settings: Settings) -> Iterator[JobStore]:
         except RedisError as error:
             raise StoreUnavailable(f"The job store {describe_failure(error)}.", remedy) from None
         yield JobStore(client, settings.max_attempts)
-
-
-def _require_own_folder(settings: Settings, folder: Path) -> Path:
-    """The folder's real path. Raises ``RunFolderError`` if it is not a run of this data folder."""
-    from services.store.run_folder import RunFolderError
-
-    found = folder.resolve()
-    runs = (settings.home / "runs").resolve()
-    if found.parent != runs or not found.is_dir():
-        raise RunFolderError(
-            f"{folder} is not a folder below {runs}.",
-            "Name the folder of a job there, or another data folder with --home.",
-        )
-    return found

@@ -13,14 +13,14 @@ import typer
 from services.terminal.commands.recovery import connect_store
 from services.terminal.commands.upkeep import Yes, parse_age
 from services.terminal.console import (
-    AsJson,
     Home,
     audit_command,
     err,
     format_value,
     make_settings,
+    mode,
     out,
-    print_json,
+    print_as_json,
     print_table,
 )
 
@@ -55,7 +55,6 @@ Place = Annotated[
 Force = Annotated[
     bool,
     typer.Option(
-        "--force/--no-force",
         help="Also remove what an unfinished job or the card of a kept student names, but never "
         "what a process captures, reads or writes now.",
     ),
@@ -82,7 +81,6 @@ def gc(
     force: Force = False,
     yes: Yes = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Remove what the retention rules name, and what crashes left behind.
 
@@ -110,23 +108,21 @@ def gc(
         found = find_items(look(settings, store, limits, force))
         free = [item for item in found if item.kept_by is None]
         kept = [item for item in found if item.kept_by is not None]
-        if not as_json:
+        if not mode.as_json:
             _print_items(free, kept, local)
-        if free and not (yes or as_json):
+        if free and not (yes or mode.as_json):
             typer.confirm("Remove them?", abort=True, err=True)
         gone: list[Item] = free
         needed: list[Item] = []
-        if free and (yes or not as_json):
+        if free and (yes or not mode.as_json):
             # Looked at again: a job may have begun, or a student been saved, meanwhile.
             scene = look(settings, store, limits, force)
             shown = {item.key for item in free}
             still = [item for item in find_items(scene) if item.key in shown]
             gone, needed = remove_items(still, scene, partial(audit_command, settings))
-    if as_json:
-        parts = {"items": gone, "kept": kept + needed}
-        listed = {name: [item.to_json() for item in part] for name, part in parts.items()}
-        print_json({"removed": yes, **listed, "local_runs": local})
-    elif free:
+    parts = {"items": gone, "kept": kept + needed}
+    listed = {name: [item.to_json() for item in part] for name, part in parts.items()}
+    if not print_as_json({"removed": yes, **listed, "local_runs": local}) and free:
         _print_kept(needed)
         out.print(f"{len(gone)} of {len(free)} removed, {sum(item.bytes for item in gone)} bytes")
 

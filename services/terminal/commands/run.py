@@ -2,48 +2,67 @@
 
 from __future__ import annotations
 
-import os
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from rich.console import Console
+import typer
 
-from cache.disk import require_locks
-from kd.config.job import JobConfig
-from kd.errors import Interrupted
-from kd.face.running import alone_in, lossy, stop_on_signals
-from kd.preflight.problems import Folders, Machine, require_no_problems
-from kd.progress import Event, Monitor
-from services.settings import Settings
-from services.terminal.display import Display
+from services.terminal.console import (
+    Home,
+    JobFile,
+    Overrides,
+    load_job_file,
+    make_settings,
+    out,
+    print_as_json,
+    print_page,
+)
+
+app = typer.Typer()
 
 
-def run_here(
-    config: JobConfig, settings: Settings, run_dir: Path, console: Console
-) -> dict[str, Any]:
-    """Run every stage and return the pipeline's report.
+@app.command()
+def run(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the run. Default: runs/NAME in KD_HOME.")
+    ] = None,
+    home: Home = None,
+) -> None:
+    """Run a job in this process, without a server or a job store.
 
-    The first Ctrl-C, SIGTERM or SIGHUP saves the state and stops; the second stops without saving.
+    Ctrl-C saves the state and stops, and so do SIGTERM and the end of the terminal; the same
+    command continues from there.
     """
+    from cache.disk import require_locks
+    from kd.preflight.problems import Folders, Machine, require_no_problems
+    from kd.python.running import alone_in
+    from services.terminal.in_process import (
+        enter_root,
+        interrupt_on_signals,
+        stopping_on_signals,
+        tell,
+    )
+
+    interrupt_on_signals()
+    settings = make_settings(home=home)
+    config = load_job_file(job_file, overrides)
+    run_dir = (run_dir or settings.run_dir(config.name)).resolve()
     require_no_problems(config, Folders(settings.root, settings.home, opened=True), Machine())
-    os.chdir(settings.root)  # a job's relative paths start there
-    os.environ.update(settings.environment())
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars would overwrite ours
+    enter_root(settings)
     for folder in settings.places.values():
         require_locks(folder)
-    tell = partial(console.print, markup=False, soft_wrap=True)
-    with alone_in(run_dir, tell, "--run-dir"), stop_on_signals(tell) as stop:
+    with alone_in(run_dir, tell, "--run-dir"), stopping_on_signals() as monitor:
         # Imported only now: it loads torch, which reads the environment that is set above.
         from kd.pipeline import run_stages
 
-        with Display(console) as display:
-
-            def show(event: Event) -> None:
-                display.show(event.type, event.data)
-
-            try:
-                return run_stages(config, settings.home, run_dir, Monitor(lossy(show), stop.is_set))
-            except Interrupted as error:
-                console.print(str(error))
-                raise KeyboardInterrupt from None
+        report = run_stages(config, settings.home, run_dir, monitor)
+    if print_as_json(report):
+        return
+    artifacts = report.get("artifacts", {})
+    for name, path in artifacts.items():
+        out.print(f"{name}: {path}", soft_wrap=True)
+    page = Path(artifacts.get("report.md", ""))
+    if page.is_file():
+        print_page(page.read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,8 @@ from services.store.embedded import StoreUnavailable, find_bind_error, find_free
 from services.store.formats import require_known_records
 from services.worker.stage_process import build_module_command, build_package_environment
 
+#: The time that the API may take to start.
+START_SECONDS = 60.0
 #: The time between two checks whether a process has ended.
 RESTART_CHECK_SECONDS = 0.5
 #: A process that lived longer counts as healthy, and its pauses begin anew.
@@ -65,7 +67,7 @@ class ServiceProcess:
     started: float = 0.0
     #: Where in the log the output of the last start begins.
     log_from: int = 0
-    failures: int = field(default=0)
+    failures: int = 0
 
     def start(self) -> None:
         """Start the process; its output is appended to the log."""
@@ -111,7 +113,11 @@ def running(settings: Settings, workers: int, say: Say) -> Iterator[Settings]:
     Raises ``UnsafeBind`` or ``KeysError`` before anything is started.
     """
     require_safe_bind(settings)
-    settings = _choose_port(settings)
+    if settings.port:
+        _require_port(settings.port, settings.host)
+    port = settings.port or find_free_port()
+    address = make_address(settings.host, port)
+    settings = settings.model_copy(update={"port": port, "server": address})
     if missing := find_missing_packages(WORKER):
         say(f"No worker runs here: {_describe_missing(missing)} {INSTALL_WORKER}")
         workers = 0
@@ -148,13 +154,6 @@ def _describe_missing(names: list[str]) -> str:
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not installed."
 
 
-def _choose_port(settings: Settings) -> Settings:
-    if settings.port:
-        _require_port(settings.port, settings.host)
-    port = settings.port or find_free_port()
-    return settings.model_copy(update={"port": port, "server": make_address(settings.host, port)})
-
-
 def _require_port(port: int, host: str) -> None:
     error = find_bind_error(port, host)
     if error is None:
@@ -184,21 +183,17 @@ def _require_store(url: str) -> None:
 
 
 def _list_processes(settings: Settings, workers: int) -> list[ServiceProcess]:
-    logs = settings.home / "logs"
+    modules = {"api": "services.api"}
+    modules |= {f"worker-{number}": "services.worker" for number in range(1, workers + 1)}
     environment = settings.environment()
-    api = ServiceProcess("api", "services.api", environment, logs / "api.log")
-    names = [f"worker-{number}" for number in range(1, workers + 1)]
     return [
-        api,
-        *(
-            ServiceProcess(name, "services.worker", environment, logs / f"{name}.log")
-            for name in names
-        ),
+        ServiceProcess(name, module, environment, settings.home / "logs" / f"{name}.log")
+        for name, module in modules.items()
     ]
 
 
-def _await_api(settings: Settings, api: ServiceProcess, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+def _await_api(settings: Settings, api: ServiceProcess) -> None:
+    deadline = time.monotonic() + START_SECONDS
     answer = ""
     while time.monotonic() < deadline:
         if api.process is None or api.process.poll() is not None:

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Home,
     audit_command,
     format_value,
     make_settings,
+    mode,
     out,
-    print_json,
+    print_as_json,
     print_table,
 )
 from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
-    from cache.checking.listing import CacheSummary
     from cache.inspection import CacheStats, Comparison, Histogram
     from services.settings import Settings
 
@@ -48,7 +47,7 @@ app = typer.Typer()
 
 
 @app.command("diff")
-def cache_diff(a: CacheName, b: CacheName, home: Home = None, as_json: AsJson = False) -> None:
+def cache_diff(a: CacheName, b: CacheName, home: Home = None) -> None:
     """Show how two caches differ; the exit code is 1 if they do, 0 if not."""
     from cache.inspection import compare_caches
     from cache.operations import find_cache_or_path
@@ -57,12 +56,13 @@ def cache_diff(a: CacheName, b: CacheName, home: Home = None, as_json: AsJson = 
     root = make_settings(home=home).caches
     left, right = (open_cache(find_cache_or_path(root, name)) for name in (a, b))
     found = compare_caches(left, right)
-    print_json(found.to_json()) if as_json else _print_comparison(found)
+    if not print_as_json(found.to_json()):
+        _print_comparison(found)
     raise typer.Exit(0 if found.equal else FAILED)
 
 
 @app.command("stats")
-def cache_stats(name: CacheName, home: Home = None, as_json: AsJson = False) -> None:
+def cache_stats(name: CacheName, home: Home = None) -> None:
     """Show statistics of a cache's records.
 
     They are the entropy, the kept mass, the entries, the bytes and the teacher's perplexity.
@@ -73,13 +73,12 @@ def cache_stats(name: CacheName, home: Home = None, as_json: AsJson = False) -> 
 
     folder = find_cache_or_path(make_settings(home=home).caches, name)
     found = compute_cache_stats(open_cache(folder, memory_bytes=0))
-    print_json(found.to_json()) if as_json else _print_stats(found)
+    if not print_as_json(found.to_json()):
+        _print_stats(found)
 
 
 @app.command("rm")
-def cache_rm(
-    names: Fingerprints, yes: Yes = False, home: Home = None, as_json: AsJson = False
-) -> None:
+def cache_rm(names: Fingerprints, yes: Yes = False, home: Home = None) -> None:
     """Remove caches that nothing captures or reads, and that no unfinished job uses."""
     from cache.checking.listing import summarise_cache
     from cache.operations import find_cache, remove_cache
@@ -89,37 +88,25 @@ def cache_rm(
     for folder in folders:
         _require_unused(settings, folder.name)
     summaries = [summarise_cache(folder) for folder in folders]
-    if not as_json:
-        _print_summaries(summaries)
+    if not mode.as_json:
+        rows = [
+            [each.fingerprint, *map(format_value, (each.complete, each.teacher, each.bytes))]
+            for each in summaries
+        ]
+        print_table(["FINGERPRINT", "COMPLETE", "TEACHER", "BYTES"], rows)
     if not yes:
         typer.confirm("Remove it?" if len(folders) == 1 else "Remove them?", abort=True, err=True)
     for folder in folders:
         # A job may have begun while the command asked.
         remove_cache(folder, partial(_require_unused, settings, folder.name))
         audit_command(settings, "cache.delete", folder.name)
-        if not as_json:
+        if not mode.as_json:
             out.print(f"{folder.name}: removed")
-    if as_json:
-        print_json(
-            [
-                {"fingerprint": each.fingerprint, "bytes": each.bytes, "removed": True}
-                for each in summaries
-            ]
-        )
-
-
-def _print_summaries(summaries: list[CacheSummary]) -> None:
-    print_table(
-        ["FINGERPRINT", "COMPLETE", "TEACHER", "BYTES"],
+    print_as_json(
         [
-            [
-                summary.fingerprint,
-                format_value(summary.complete),
-                format_value(summary.teacher),
-                format_value(summary.bytes),
-            ]
-            for summary in summaries
-        ],
+            {"fingerprint": each.fingerprint, "bytes": each.bytes, "removed": True}
+            for each in summaries
+        ]
     )
 
 
@@ -165,16 +152,16 @@ def find_embedded_url(folder: Path) -> str | None:
 
 def _print_comparison(found: Comparison) -> None:
     if found.fields:
-        print_table(["FIELD", "A", "B"], [[_short(cell) for cell in row] for row in found.fields])
-    records = found.records
-    if records is not None:
+        cells = [map(format_value, row) for row in found.fields]
+        rows = [[text if len(text) <= 64 else f"{text[:61]}..." for text in row] for row in cells]
+        print_table(["FIELD", "A", "B"], rows)
+    if (records := found.records) is not None:
         out.print(f"{records.equal_shards} of {records.shards} shards are equal byte for byte")
-    if records is not None and records.same is not None:
-        out.print(
-            f"{records.same:.2%} of {records.positions} records in the other shards are the same"
-        )
-    if records is not None and records.gold_difference is not None:
-        out.print(f"log-probabilities of the text differ by {records.gold_difference:.4g} nats")
+        if records.same is not None:
+            count = records.positions
+            out.print(f"{records.same:.2%} of {count} records in the other shards are the same")
+        if records.gold_difference is not None:
+            out.print(f"log-probabilities of the text differ by {records.gold_difference:.4g} nats")
     if found.equal:
         out.print("no difference")
 
@@ -190,23 +177,18 @@ def _print_stats(found: CacheStats) -> None:
         if gold.perplexity is not None:
             known = Perplexity(gold.perplexity, gold.positions, gold.interval)
             facts[f"teacher's perplexity, {split}"] = str(known)
-    if found.entries is not None:
-        entries = found.entries
+    if (entries := found.entries) is not None:
         facts["entries"] = (
             f"mean {entries.mean:.4g}, p50 {entries.p50}, p99 {entries.p99}, max {entries.max}"
         )
-    print_table(
-        ["", ""],
-        [[name, format_value(value)] for name, value in facts.items() if value is not None],
-    )
+    rows = [[name, format_value(value)] for name, value in facts.items() if value is not None]
+    print_table(["", ""], rows)
     _print_histogram("ENTROPY, NATS", found.entropy)
     _print_histogram("KEPT MASS", found.kept_mass)
     total = sum(found.bytes.values())
     out.print()
-    print_table(
-        ["ARRAY", "BYTES", ""],
-        [[name, str(size), f"{size / total:.1%}"] for name, size in found.bytes.items()],
-    )
+    rows = [[name, str(size), f"{size / total:.1%}"] for name, size in found.bytes.items()]
+    print_table(["ARRAY", "BYTES", ""], rows)
 
 
 def _print_histogram(title: str, histogram: Histogram) -> None:
@@ -216,8 +198,7 @@ def _print_histogram(title: str, histogram: Histogram) -> None:
     filled = [number for number, count in enumerate(histogram.counts) if count]
     rows = []
     for number in range(filled[0], filled[-1] + 1):
-        low = histogram.edges[number]
-        high = histogram.edges[number + 1]
+        low, high = histogram.edges[number : number + 2]
         count = histogram.counts[number]
         bar = "#" * round(BAR_WIDTH * count / max(histogram.counts))
         rows.append([f"{low:g} to {high:g}", f"{count / total:.1%}", bar])
@@ -225,17 +206,11 @@ def _print_histogram(title: str, histogram: Histogram) -> None:
     print_table([title, "SHARE", f"mean {format_value(histogram.mean)}"], rows)
 
 
-def _short(value: Any) -> str:
-    text = format_value(value)
-    return text if len(text) <= 64 else f"{text[:61]}..."
-
-
 def parse_age(text: str, option: str = "--older-than") -> float:
     """Return the seconds of an age such as 90m, 12h, 7d or 2w, which ``option`` has."""
     found = re.fullmatch(r"(\d+)([smhdw])", text)
     seconds = int(found[1]) * SECONDS_OF_UNIT[found[2]] if found else math.inf
     if seconds > LONGEST_AGE_SECONDS:
-        raise typer.BadParameter(
-            f"{text!r} is not an age: write 90m, 12h, 7d or 2w", param_hint=option
-        )
+        detail = f"{text!r} is not an age: write 90m, 12h, 7d or 2w"
+        raise typer.BadParameter(detail, param_hint=option)
     return seconds

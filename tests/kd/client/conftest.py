@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.support.harness import Parts
-from kd.client.sync import Client
+from kd.client.client import Client
 from tests.support.services.api import serving
 
 Connect = Callable[..., Client]

@@ -14,7 +14,7 @@ import yaml
 
 from bench.support.caches import make_cache
 from bench.support.harness import Parts, make_config
-from kd.client import sync
+from kd.client import client as client_module
 from kd.client.errors import Refused, TimedOut, Unreachable
 from kd.config.jobfile import parse_config
 from services.store.jobs.leases import Claim
@@ -76,7 +76,7 @@ def test_jobs_are_listed_over_all_pages(
     api: Parts, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api.jobs.redis.flushall()
-    monkeypatch.setattr(sync, "PAGE_JOBS", 2)
+    monkeypatch.setattr(client_module, "PAGE_JOBS", 2)
     made = [api.jobs.create(make_config("quick", labels={"n": str(n % 2)})).id for n in range(5)]
     client = connect(api.settings.server)
     assert [job.id for job in client.jobs()] == made[::-1]
@@ -266,7 +266,7 @@ def test_an_empty_file_arrives(api: Parts, tmp_path: Path, connect: Connect) -> 
 
 def test_the_client_loads_neither_torch_nor_the_service() -> None:
     program = (
-        "import kd.client.sync, sys; "
+        "import kd.client.client, sys; "
         "print([each for each in ('torch', 'services', 'fastapi', 'redis', 'zarr')"
         " if each in sys.modules])"
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.support.harness import Parts
+from kd.client.client import Client
 from kd.client.errors import Refused
-from kd.client.sync import Client
 from tests.support.services.api import valid
 from tests.support.wire.cutting_proxy import cutting
 

@@ -51,7 +51,9 @@ def service(parts: Parts) -> Service:
 
 def page(service: Service) -> dict[str, Metric]:
     """Return the metrics of a page by their name in METRICS."""
-    families = text_string_to_metric_families(render_metrics(service).decode())
+    families = text_string_to_metric_families(
+        render_metrics(service.settings, service.store, service.request_metrics).decode()
+    )
     return {
         family.name + ("_total" if family.type == "counter" else ""): family for family in families
     }
@@ -208,7 +210,7 @@ def test_no_label_holds_an_id(service: Service, parts: Parts) -> None:
     parts.jobs.show_worker(
         WorkerState(id="host:123", host="host", pid=123, job=job_id, beat_at=datetime.now(UTC)), 30
     )
-    text = render_metrics(service).decode()
+    text = render_metrics(service.settings, service.store, service.request_metrics).decode()
     assert 'host="host"' in text
     assert job_id not in text
     assert "host:123" not in text

@@ -35,8 +35,8 @@ from services.store.key_file import (
     read_keys,
     revoke_keys,
 )
+from services.terminal.cli import app
 from services.terminal.client import make_client
-from services.terminal.commands import keys as commands
 from tests.support.services.door import bearer, make_door, problem, serving
 
 
@@ -476,7 +476,7 @@ def test_any_other_address_needs_keys(host: str, file: Path) -> None:
 
 
 def run(*arguments: str, file: Path, refused: bool = False) -> tuple[int, str, str]:
-    result = CliRunner().invoke(commands.app, ["keys", *arguments, "--file", str(file)])
+    result = CliRunner().invoke(app, ["keys", *arguments, "--file", str(file)])
     # The command line itself turns an error of this kind into a message and exit code 1.
     if refused and isinstance(result.exception, KeysError):
         return 1, result.stdout, str(result.exception)
@@ -523,7 +523,7 @@ def test_the_list_shows_the_end_of_each_key_and_warns_of_it(file: Path) -> None:
 
 def test_a_key_is_printed_alone_and_once(file: Path) -> None:
     """The command in a process: stdout contains only the key, so that a script can keep it."""
-    program = "from services.terminal.commands.keys import app; app()"
+    program = "from services.terminal.cli import app; app()"
     command = [sys.executable, "-c", program, "keys"]
     made = subprocess.run(
         [*command, "new", "alice", "--file", file], cwd=ROOT, capture_output=True, text=True
@@ -540,5 +540,5 @@ def test_a_key_is_printed_alone_and_once(file: Path) -> None:
 
 def test_without_a_file_the_commands_say_which_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KD_API_KEYS_FILE", raising=False)
-    result = CliRunner().invoke(commands.app, ["keys", "ls"])
+    result = CliRunner().invoke(app, ["keys", "ls"])
     assert result.exit_code == 2 and "KD_API_KEYS_FILE" in result.output

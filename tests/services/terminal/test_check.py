@@ -16,7 +16,7 @@ from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
 from kd.progress import Monitor
 from kd.stages.capture import run_precompute
-from services.terminal.commands.check import app
+from services.terminal.cli import app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +47,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check(job: dict[str, Any], home: Path, *arguments: str) -> Any:
     file = home.parent / "job.yaml"
     file.write_text(yaml.safe_dump(job), encoding="utf-8")
-    return CliRunner().invoke(app, [str(file), "--home", str(home), *arguments])
+    return CliRunner().invoke(app, ["check", str(file), "--home", str(home), *arguments])
 
 
 def test_a_sound_job_passes_and_leaves_nothing(job: dict[str, Any], home: Path) -> None:

@@ -31,8 +31,8 @@ from bench.support.paths import AUSTEN, ROOT
 from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.disk import locked
 from kd.client.errors import Refused, Unreachable
-from kd.face.version import read_version
 from kd.files import write_json
+from kd.python.version import read_version
 from services.settings import Settings
 from services.store.connection import connect_redis
 from services.terminal.client import FOLLOW_PATIENCE, make_client

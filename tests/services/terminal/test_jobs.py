@@ -18,8 +18,8 @@ import pytest
 from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
 from bench.support.waiting import wait_until
+from kd.client.client import Client
 from kd.client.errors import Refused, Unreachable
-from kd.client.sync import Client
 from kd.client.wire.service import WorkerState
 from services.store.callers import Caller
 from services.terminal.client import find_job, locate_page

@@ -14,7 +14,7 @@ import yaml
 from bench.support.harness import Parts, make_body
 from bench.support.paths import AUSTEN
 from bench.support.waiting import wait_until
-from kd.client.sync import Client
+from kd.client.client import Client
 from kd.config.jobfile import load_config
 from services.process import file_view
 from services.terminal.commands import jobs

@@ -65,9 +65,10 @@ def main() -> None:
     if part == "api":
         run_api_with_planner()
     elif part == PLANNER:
-        from services.api import plan_child
+        from services.api.line_process import answer_orders
+        from services.api.plan_child import start
 
-        plan_child.main()
+        answer_orders(start)
     elif part == "worker":
         from services.settings import Settings
         from services.worker.__main__ import run_worker

@@ -18,7 +18,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from bench.support.paths import ROOT
-from kd.face.version import read_version
+from kd.python.version import read_version
 from services.api.app import create_app
 from services.settings import Settings
 from tests.support.images import SERVICES
@@ -68,7 +68,7 @@ def test_no_identity_contains_the_version() -> None:
         for path in (ROOT / room).rglob("*.py")
         if re.search(r"read_version|importlib.metadata|metadata\.version", path.read_text("utf-8"))
     }
-    assert users == {"kd/face/version.py"}
+    assert users == {"kd/python/version.py"}
 
 
 def git(folder: Path, *words: str) -> None:
@@ -138,7 +138,7 @@ def test_a_release_holds_packages_bill_and_sums_that_are_right(
     assert (component["name"], component["version"]) == ("potstill", version)
     with zipfile.ZipFile(folder / "dist" / f"potstill-{version}-py3-none-any.whl") as wheel:
         wheel.extractall(tmp_path / "installed")
-    says = "from kd.face.version import read_version; print(read_version())"
+    says = "from kd.python.version import read_version; print(read_version())"
     installed = subprocess.run(
         [sys.executable, "-P", "-c", says],
         env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")},

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Home,
     JobFile,
     Overrides,
     format_value,
     load_job_file,
     make_settings,
-    notes,
     out,
+    print_as_json,
     print_error,
     print_facts,
-    print_json,
     print_table,
 )
 from services.terminal.exit_codes import FAILED
@@ -34,8 +31,7 @@ if TYPE_CHECKING:
 Fast = Annotated[
     bool,
     typer.Option(
-        "--fast/--no-fast",
-        help="Estimate by table and arithmetic: load no model, and read a sample of the text.",
+        help="Estimate by table and arithmetic: load no model, and read a sample of the text."
     ),
 ]
 Kind = Annotated[
@@ -66,7 +62,6 @@ def estimate(
     kind: Kind = None,
     price: Price = None,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Estimate a job's capture and training: tokens, bytes, memory, hours and cost.
 
@@ -88,13 +83,12 @@ def estimate(
     else:
         capture, training, devices = _estimate_by_trial(config, settings, rates, price)
     found = {} if capture is None else capture.to_json()
-    if as_json:
-        more = {"training": training, "devices": devices}
-        print_json({**found, **{name: value for name, value in more.items() if value}})
-    else:
+    more = {"training": training, "devices": devices}
+    if not print_as_json({**found, **{name: value for name, value in more.items() if value}}):
         # The hours are left out, because the seconds are printed in readable units.
         print_facts({name: value for name, value in found.items() if name != "hours"})
-        _print_training(training)
+        if training is not None:
+            _print_training(training)
         for device in devices:
             _print_device(device)
     fits = capture is None or capture.fits
@@ -116,48 +110,45 @@ def _find_kind(name: str | None, price: float | None, fast: bool) -> DeviceRates
             "--device and --price need a rehearsal of the job, which --fast leaves out: give one "
             "or the other."
         )
-    if name is not None and name not in DEVICE_KINDS:
-        raise typer.BadParameter(
-            f"--device is {name!r}, but only these kinds are known: {', '.join(DEVICE_KINDS)}."
-        )
-    return None if name is None else DEVICE_KINDS[name]
+    if name is None:
+        return None
+    if name not in DEVICE_KINDS:
+        known = ", ".join(DEVICE_KINDS)
+        raise typer.BadParameter(f"--device is {name!r}, but only these kinds are known: {known}.")
+    return DEVICE_KINDS[name]
 
 
 def _print_device(device: dict[str, Any]) -> None:
     """Print the phases of a job on a device."""
     size = format_value(device["device_bytes"], "bytes")
-    how = "scaled from the rehearsal here, by its maker's figures" if device["scaled"] else (
-        "as it was rehearsed"
-    )  # fmt: skip
+    scaled = "scaled from the rehearsal here, by its maker's figures"
+    how = scaled if device["scaled"] else "as it was rehearsed"
     out.print(f"\nOn {device['device']} with {size} ({how}):", markup=False, soft_wrap=True)
-    print_table(
-        ["", "memory", "fits", "time", "cost"],
+    rows = [
         [
-            [
-                phase["phase"],
-                format_value(phase["memory_bytes"], "bytes"),
-                format_value(phase["fits"]),
-                format_value(phase["seconds"], "seconds"),
-                "-" if phase["cost"] is None else f"{phase['cost']:.4g}",
-            ]
-            for phase in device["phases"]
-        ],
+            phase["phase"],
+            format_value(phase["memory_bytes"], "bytes"),
+            format_value(phase["fits"]),
+            format_value(phase["seconds"], "seconds"),
+            "-" if phase["cost"] is None else f"{phase['cost']:.4g}",
+        ]
+        for phase in device["phases"]
+    ]
+    print_table(["", "memory", "fits", "time", "cost"], rows)
+
+
+def _print_training(training: dict[str, Any]) -> None:
+    """Print the facts of the training; one that is not known is left out."""
+    print_facts(
+        {
+            "training_steps": training["steps"],
+            "training_tokens": training["tokens"],
+            "student_parameters": training["parameters"],
+            "training_time_seconds": training.get("seconds"),
+            "time_of_a_step_seconds": training.get("step_seconds"),
+            "training_memory_bytes": training["memory_bytes"],
+        }
     )
-
-
-def _print_training(training: dict[str, Any] | None) -> None:
-    """Print the facts of the training."""
-    if training is None:
-        return
-    facts = {
-        "training_steps": training["steps"],
-        "training_tokens": training["tokens"],
-        "student_parameters": training["parameters"],
-        "training_time_seconds": training.get("seconds"),
-        "time_of_a_step_seconds": training.get("step_seconds"),
-        "training_memory_bytes": training["memory_bytes"],
-    }
-    print_facts({name: value for name, value in facts.items() if value is not None})
 
 
 def _estimate_by_table(
@@ -172,12 +163,9 @@ def _estimate_by_table(
     if config.train is None:
         return capture, None
     plan = plan_job(config, settings, [])
-    return capture, {
-        "steps": plan.steps,
-        "tokens": plan.tokens,
-        "parameters": plan.memory.student_parameters,
-        "memory_bytes": plan.memory.student_bytes,
-    }
+    memory = plan.memory
+    sizes = {"parameters": memory.student_parameters, "memory_bytes": memory.student_bytes}
+    return capture, {"steps": plan.steps, "tokens": plan.tokens, **sizes}
 
 
 def _estimate_by_trial(
@@ -186,15 +174,10 @@ def _estimate_by_trial(
     """Estimate the capture by running the teacher, and the training by a few steps."""
     from kd.forecast.rehearsal import estimate_job
     from kd.models.loading import hide_progress_bars
-    from kd.progress import Event, Monitor
-
-    def show(event: Event) -> None:
-        if event.data.get("phase"):
-            notes.print(event.data["phase"])
+    from services.terminal.in_process import enter_root, make_phase_monitor
 
     hide_progress_bars()
-    os.chdir(settings.root)  # a job's relative paths start there
-    os.environ.update(settings.environment())
-    found = estimate_job(config, settings.home, Monitor(show), kind, price)
+    enter_root(settings)
+    found = estimate_job(config, settings.home, make_phase_monitor(), kind, price)
     training = None if found.training is None else asdict(found.training)
     return found.capture, training, list(map(asdict, found.devices))

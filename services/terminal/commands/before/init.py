@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from services.terminal.console import AsJson, notes, out, print_json, write_new_file
+from services.terminal.console import notes, print_result, write_new_file
 
 #: What a template needs, as it is asked for on a terminal.
 QUESTIONS = {
@@ -35,7 +35,6 @@ def init(
     ] = None,
     train: Annotated[str | None, typer.Option(help="Files, folder or glob to train on.")] = None,
     validation: Annotated[str | None, typer.Option(help="Held-out files.")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write a job file from a template; on a terminal, ask for what you do not give."""
     from kd.config.templates.filling import fill_template, list_templates
@@ -47,7 +46,7 @@ def init(
             param_hint="--template",
         )
     write_new_file(file, fill_template(template, file.stem, {**given, **_ask(given)}))
-    print_json({"file": str(file)}) if as_json else out.print(f"wrote {file}", soft_wrap=True)
+    print_result({"file": str(file)}, f"wrote {file}")
     notes.print(
         f"next: kd validate {file}; kd estimate {file}; kd run {file}", soft_wrap=True, markup=False
     )
@@ -58,19 +57,18 @@ def _ask(given: Mapping[str, str | None]) -> dict[str, str]:
     from kd.config.templates.filling import OPTIONAL
 
     missing = [name for name, value in given.items() if value is None]
-    if not sys.stdin.isatty():
-        needed = [f"--{name}" for name in missing if name not in OPTIONAL]
-        if needed:
-            raise typer.BadParameter(
-                f"Missing {', '.join(needed)}: without a terminal nothing can be asked."
+    if sys.stdin.isatty():
+        return {
+            name: typer.prompt(
+                QUESTIONS[name],
+                default="" if name in OPTIONAL else None,
+                show_default=False,
+                err=True,
             )
-        return {}
-    return {
-        name: typer.prompt(
-            QUESTIONS[name],
-            default="" if name in OPTIONAL else None,
-            show_default=False,
-            err=True,
+            for name in missing
+        }
+    if needed := [f"--{name}" for name in missing if name not in OPTIONAL]:
+        raise typer.BadParameter(
+            f"Missing {', '.join(needed)}: without a terminal nothing can be asked."
         )
-        for name in missing
-    }
+    return {}

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Home,
     JobFile,
     Overrides,
@@ -16,8 +15,8 @@ from services.terminal.console import (
     load_job_file,
     make_settings,
     out,
+    print_as_json,
     print_facts,
-    print_json,
     print_table,
 )
 from services.terminal.exit_codes import FAILED
@@ -46,6 +45,12 @@ Tokens = Annotated[
     ),
 ]
 
+#: What the table shows of a strategy's settings.
+SETTINGS = (
+    "strategy", "ranks", "batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
+    "precision",
+)  # fmt: skip
+
 app = typer.Typer()
 
 
@@ -57,7 +62,6 @@ def plan(
     price: Price = None,
     tokens: Tokens = None,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """List the strategies by which N devices can train a job, the best first.
 
@@ -83,9 +87,7 @@ def plan(
     os.chdir(settings.root)  # a job's relative paths start there
     count = None if tokens is None else round(tokens)
     found = plan_job(config, settings.root, settings.home, group, count, price).to_json()
-    if as_json:
-        print_json(found)
-    else:
+    if not print_as_json(found):
         _print_plan(found)
     raise typer.Exit(0 if found["strategies"] else FAILED)
 
@@ -116,9 +118,22 @@ def _print_plan(found: dict[str, Any]) -> None:
         parts = {f"{name}_bytes": size for name, size in each["memory"].items() if size}
         _say(f"{each['strategy']}, {each['ranks']}: {format_value(parts)}")
     if not found["strategies"]:
-        _print_shortfall(found)
-    if found["capture"] is not None:
-        _print_capture(found["capture"])
+        usable = found["usable_bytes"]
+        missing = found["least"]["memory_bytes"] - usable
+        _say(
+            f"Nothing fits. This needs least: {format_value(missing, 'bytes')} more of each device "
+            f"than the {format_value(usable, 'bytes')} that a plan may use. Any of these needs "
+            "less:"
+        )
+        for remedy in found["remedies"]:
+            _say(f"- {remedy}")
+    if (capture := found["capture"]) is not None:
+        cost = "" if capture["cost"] is None else f", cost {_format_cost(capture['cost'])}"
+        _say(
+            f"\nA capture of these tokens: {format_value(capture['seconds'], 'seconds')} on all "
+            f"devices{cost}. The teacher's weights take "
+            f"{format_value(capture['weight_bytes'], 'bytes')} in bfloat16."
+        )
 
 
 def _say(line: str) -> None:
@@ -126,38 +141,14 @@ def _say(line: str) -> None:
 
 
 def _format_strategy(each: dict[str, Any]) -> list[str]:
-    settings = (
-        "strategy", "ranks", "batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
-        "precision",
-    )  # fmt: skip
     return [
-        *(str(each[name]) for name in settings),
+        *(str(each[name]) for name in SETTINGS),
         format_value(each["memory_bytes"], "bytes"),
         format_value(each["step_seconds"], "seconds"),
         f"{each['waiting_seconds'] / each['step_seconds']:.0%}",
         format_value(each["seconds"], "seconds"),
         _format_cost(each["cost"]),
     ]
-
-
-def _print_shortfall(found: dict[str, Any]) -> None:
-    usable = found["usable_bytes"]
-    missing = found["least"]["memory_bytes"] - usable
-    _say(
-        f"Nothing fits. This needs least: {format_value(missing, 'bytes')} more of each device "
-        f"than the {format_value(usable, 'bytes')} that a plan may use. Any of these needs less:"
-    )
-    for remedy in found["remedies"]:
-        _say(f"- {remedy}")
-
-
-def _print_capture(capture: dict[str, Any]) -> None:
-    cost = "" if capture["cost"] is None else f", cost {_format_cost(capture['cost'])}"
-    _say(
-        f"\nA capture of these tokens: {format_value(capture['seconds'], 'seconds')} on all devices"
-        f"{cost}. The teacher's weights take {format_value(capture['weight_bytes'], 'bytes')} in "
-        "bfloat16."
-    )
 
 
 def _format_cost(cost: float | None) -> str:

@@ -9,15 +9,14 @@ from typing import Annotated
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Home,
     JobFile,
     Overrides,
     load_job_file,
     make_settings,
     out,
+    print_as_json,
     print_facts,
-    print_json,
     print_table,
 )
 
@@ -28,11 +27,7 @@ app = typer.Typer()
 
 @app.command()
 def lr(
-    job_file: JobFile,
-    overrides: Overrides = None,
-    plot: Plot = None,
-    home: Home = None,
-    as_json: AsJson = False,
+    job_file: JobFile, overrides: Overrides = None, plot: Plot = None, home: Home = None
 ) -> None:
     """Show the learning rate over a job's whole run, as a table and a plot.
 
@@ -48,8 +43,7 @@ def lr(
     found = plan_rates(config, settings.root, settings.home)
     if picture is not None:
         found.draw(picture)
-    if as_json:
-        print_json(found.to_json())
+    if print_as_json(found.to_json()):
         return
     print_facts(
         {
@@ -60,12 +54,10 @@ def lr(
         }
     )
     out.print("")
-    print_table(
-        ["step", "learning rate", "of the peak"],
-        [
-            [f"{row['step']:,}", f"{row['rate']:.4g}", f"{row['share']:.1%}"]
-            for row in found.list_rows()
-        ],
-    )
+    rows = [
+        [f"{row['step']:,}", f"{row['rate']:.4g}", f"{row['share']:.1%}"]
+        for row in found.list_rows()
+    ]
+    print_table(["step", "learning rate", "of the peak"], rows)
     if picture is not None:
         out.print(f"\nplot: {picture}", markup=False, soft_wrap=True)

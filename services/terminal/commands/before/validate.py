@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Home,
     JobFile,
     Overrides,
@@ -18,8 +17,8 @@ from services.terminal.console import (
     load_job_file,
     make_settings,
     out,
+    print_as_json,
     print_error,
-    print_json,
 )
 from services.terminal.exit_codes import INVALID
 
@@ -34,9 +33,7 @@ app = typer.Typer()
 
 
 @app.command()
-def validate(
-    job_file: JobFile, overrides: Overrides = None, home: Home = None, as_json: AsJson = False
-) -> None:
+def validate(job_file: JobFile, overrides: Overrides = None, home: Home = None) -> None:
     """Show the problems of a job that can be found without loading a model.
 
     A warning says what this machine lacks: a package, a GPU, a webhook's permission. The worker
@@ -55,33 +52,35 @@ def validate(
     try:
         config = load_job_file(job_file, overrides)
         warnings = _find_warnings(config, settings)
-        show = rows.append if as_json else _show_row
-        folders = Folders(settings.root, settings.home, opened=True, note=notices.append, show=show)
+        folders = Folders(
+            settings.root, settings.home, opened=True, note=notices.append, show=rows.append
+        )
         problems = find_problems(config, folders)
         if not problems and config.data.packing == "auto":
             packing = _settle_packing(config, settings.root, notices)
     except ConfigError as error:
         problems = error.problems
-    if as_json:
-        found: dict[str, Sequence[Problem | Notice | LearnedRow]] = {
-            "problems": problems,
-            "warnings": warnings,
-            "notices": notices,
-            "learned": rows,
-        }
-        shown = {name: [each.to_json() for each in found[name]] for name in found}
-        print_json({"valid": not problems, "packing": packing} | shown)
-    elif not problems:
-        out.print(f"{job_file} is a valid job: {config.kind} {config.name}")
+    found: dict[str, Sequence[Problem | Notice | LearnedRow]] = {
+        "problems": problems,
+        "warnings": warnings,
+        "notices": notices,
+        "learned": rows,
+    }
+    shown = {name: [each.to_json() for each in found[name]] for name in found}
+    if not print_as_json({"valid": not problems, "packing": packing} | shown):
+        if not problems:
+            out.print(f"{job_file} is a valid job: {config.kind} {config.name}")
         if packing is not None:
             means = "documents share rows" if packing else "each document has rows of its own"
             out.print(f"data.packing auto is {str(packing).lower()}: {means}")
-    for problem in () if as_json else problems:
-        print_error(str(problem), "")
-    for warning in () if as_json else warnings:
-        err.print(f"warning: {warning}", markup=False)
-    for notice in () if as_json else notices:
-        err.print(f"notice: {notice}", markup=False)
+        for row in rows:
+            _show_row(row)
+        for problem in problems:
+            print_error(str(problem), "")
+        for warning in warnings:
+            err.print(f"warning: {warning}", markup=False)
+        for notice in notices:
+            err.print(f"notice: {notice}", markup=False)
     raise typer.Exit(INVALID if problems else 0)
 
 
@@ -145,8 +144,8 @@ def _find_missing_resources(config: JobConfig, settings: Settings) -> list[Probl
 
     cpus = count_cpus(settings.devices)
     found = WorkerDevice(() if cpus else tuple(find_gpus()), cpus=max(cpus, 1))
-    here = Device(count=found.count, memory_bytes=found.memory_bytes)
-    if here.covers(needs.gpus, needs.memory):
+    device = Device(count=found.count, memory_bytes=found.memory_bytes)
+    if device.covers(needs.gpus, needs.memory):
         return []
     return [
         Problem(

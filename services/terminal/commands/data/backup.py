@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Home,
     audit_command,
     make_settings,
+    mode,
     notes,
     out,
-    print_json,
+    print_as_json,
+    print_result,
 )
 
 app = typer.Typer()
@@ -33,7 +34,6 @@ def backup(
         ),
     ] = 5.0,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write every job, cache and run into a new folder; the service may keep running."""
     from services.store.backup import Lacking, make_backup, open_store
@@ -50,13 +50,10 @@ def backup(
         )
     for line in lacking.describe():
         notes.print(line, markup=False)
-    if as_json:
-        print_json({**made.to_json(), "files": len(made.files), "lacking": asdict(lacking)})
-    else:
-        out.print(
-            f"{folder}: {made.keys} keys of the job store, {len(made.files)} files,"
-            f" {made.bytes} bytes"
-        )
+    print_result(
+        {**made.to_json(), "files": len(made.files), "lacking": asdict(lacking)},
+        f"{folder}: {made.keys} keys of the job store, {len(made.files)} files, {made.bytes} bytes",
+    )
 
 
 @app.command()
@@ -64,19 +61,13 @@ def restore(
     folder: Annotated[Path, typer.Argument(help="Folder that `kd backup` wrote.")],
     force: Annotated[
         bool,
-        typer.Option(
-            "--force/--no-force",
-            help="Replace the jobs, caches, runs, files, models and data that exist now.",
-        ),
+        typer.Option(help="Replace the jobs, caches, runs, files, models and data that exist now."),
     ] = False,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check/--no-check", help="Only check the backup against its digests; restore nothing."
-        ),
+        typer.Option(help="Only check the backup against its digests; restore nothing."),
     ] = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Check every byte of a backup of `kd backup`, and restore it.
 
@@ -92,13 +83,12 @@ def restore(
         "restored": not check,
         "lacking": asdict(lacking),
     }
-    if not as_json:
+    if not mode.as_json:
         out.print(f"{folder}: {len(found.files)} files are unchanged since {found.created_at}")
     for line in lacking.describe():
         notes.print(line, markup=False)
     if check:
-        if as_json:
-            print_json(facts)
+        print_as_json(facts)
         return
     settings = make_settings(home=home)
     if found.home != str(settings.home):
@@ -109,10 +99,8 @@ def restore(
     with open_store(settings) as client:
         released = restore_backup(folder.resolve(), found, settings, client, force)
     audit_command(settings, "backup.restore", str(folder.resolve()))
-    if as_json:
-        print_json({**facts, "released": released})
-        return
-    out.print(
+    print_result(
+        {**facts, "released": released},
         f"restored; of the running jobs, {len(released)} now wait for a worker, or are paused or"
-        " cancelled if that was asked"
+        " cancelled if that was asked",
     )

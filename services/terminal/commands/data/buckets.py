@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from services.terminal.console import AsJson, out, print_json, print_table
+from services.terminal.console import out, print_as_json, print_table
 from services.terminal.exit_codes import FAILED
 
 app = typer.Typer()
@@ -15,13 +15,7 @@ app.add_typer(store_app, name="store")
 
 
 @store_app.command("check")
-def store_check(
-    url: Annotated[
-        str,
-        typer.Argument(help="Bucket: s3://bucket/prefix."),
-    ],
-    as_json: AsJson = False,
-) -> None:
+def store_check(url: Annotated[str, typer.Argument(help="Bucket: s3://bucket/prefix.")]) -> None:
     """Check whether a bucket can hold caches: each property that they need, and its rate.
 
     Small objects are written and deleted. Credentials, region and endpoint come from the usual
@@ -39,12 +33,11 @@ def store_check(
     found = list(probe(bucket))
     put, got = measure_rate(bucket)
     fit = all(each.holds for each in found)
-    if as_json:
-        rows = [each._asdict() for each in found]
-        print_json({"fit": fit, "properties": rows, "put_bytes": put, "get_bytes": got})
-    else:
-        rows_shown = [[each.name, "yes" if each.holds else "NO", each.seen] for each in found]
-        print_table(["PROPERTY", "HOLDS", "SEEN"], rows_shown)
+    properties = [each._asdict() for each in found]
+    rates = {"put_bytes": put, "get_bytes": got}
+    if not print_as_json({"fit": fit, "properties": properties, **rates}):
+        rows = [[each.name, "yes" if each.holds else "NO", each.seen] for each in found]
+        print_table(["PROPERTY", "HOLDS", "SEEN"], rows)
         out.print(f"one connection puts {put / 1e6:.3g} MB/s and gets {got / 1e6:.3g} MB/s")
         out.print("It can hold caches." if fit else "It cannot hold caches.")
     raise typer.Exit(0 if fit else FAILED)

@@ -12,13 +12,13 @@ import typer
 
 from services.terminal.commands.upkeep import STORE_TIMEOUT, find_embedded_url
 from services.terminal.console import (
-    AsJson,
     Home,
     audit_command,
+    format_value,
     make_settings,
     out,
+    print_as_json,
     print_error,
-    print_json,
     print_table,
 )
 from services.terminal.exit_codes import FAILED
@@ -39,7 +39,6 @@ def upgrade(
         bool, typer.Option("--yes/--no-yes", "-y", help="Rewrite what has an old format.")
     ] = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """List the formats of all data, and rewrite data in formats that this version cannot read.
 
@@ -57,15 +56,12 @@ def upgrade(
         left = examine(data) if done else found
     if done:
         audit_command(settings, "data.upgrade", str(settings.home), rewritten=len(done))
-    if as_json:
-        print_json(
-            {
-                "store": data.client is not None,
-                "found": [asdict(each) for each in left],
-                "rewritten": [asdict(each) for each in done],
-            }
-        )
-    else:
+    facts = {
+        "store": data.client is not None,
+        "found": [asdict(each) for each in left],
+        "rewritten": [asdict(each) for each in done],
+    }
+    if not print_as_json(facts):
         _print(left, done, data)
     raise typer.Exit(0 if all(each.state == "read" for each in left) else FAILED)
 
@@ -82,26 +78,25 @@ def _opening(settings: Settings) -> Iterator[Data]:
     from services.store.connection import connect_redis
     from services.store.formats import Data
 
-    if settings.redis_url is None:
-        if find_embedded_url(settings.home / "redis") is None:
-            yield Data(settings, None)
-            return
+    if settings.redis_url is not None:
+        with connect_redis(settings.redis_url, STORE_TIMEOUT) as client:
+            try:
+                client.ping()
+            except RedisError:
+                yield Data(settings, None)
+                return
+            yield Data(settings, client)
+    elif find_embedded_url(settings.home / "redis") is None:
+        yield Data(settings, None)
+    else:
         with open_store(settings) as client:
             yield Data(settings, client)
-        return
-    with connect_redis(settings.redis_url, STORE_TIMEOUT) as client:
-        try:
-            client.ping()
-        except RedisError:
-            yield Data(settings, None)
-            return
-        yield Data(settings, client)
 
 
 def _print(left: list[FoundFormat], done: list[FoundFormat], data: Data) -> None:
     counts = Counter((each.format, each.number, each.state) for each in left)
     rows = [
-        [name, "" if number is None else str(number), str(count), STATES[state]]
+        [name, format_value(number), str(count), STATES[state]]
         for (name, number, state), count in counts.items()
     ]
     if rows:
@@ -115,7 +110,7 @@ def _print(left: list[FoundFormat], done: list[FoundFormat], data: Data) -> None
             out.print(f"to rewrite: {each.place}", markup=False, soft_wrap=True)
     for each in done:
         out.print(f"rewritten: {each.place}", markup=False, soft_wrap=True)
-    if not done and not any(each.state == "rewrite" for each in left):
-        out.print("nothing to rewrite")
-    elif not done:
-        out.print("`kd upgrade --yes` rewrites it; make a backup first.", markup=False)
+    if not done:
+        found = any(each.state == "rewrite" for each in left)
+        advice = "`kd upgrade --yes` rewrites it; make a backup first."
+        out.print(advice if found else "nothing to rewrite", markup=False)

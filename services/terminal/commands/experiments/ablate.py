@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from services.terminal.console import (
-    AsJson,
     Home,
     JobFile,
     Overrides,
-    err,
     format_value,
     load_job_file,
     make_settings,
-    notes,
     out,
+    print_as_json,
     print_error,
-    print_json,
     print_table,
 )
 from services.terminal.exit_codes import FAILED
-
-if TYPE_CHECKING:
-    from kd.experiments.plan import AblationPlan
 
 AxisTexts = Annotated[
     list[str],
@@ -46,10 +38,6 @@ Steps = Annotated[
         help="Steps of a run, each as large as a step of the job. Default: the job's, at most 200.",
     ),
 ]
-Grid = Annotated[
-    bool,
-    typer.Option("--grid/--no-grid", help="Run every combination of the axes."),
-]
 Folder = Annotated[
     Path | None,
     typer.Option("--out", help="Folder of the ablation. Default: ablations/NAME in KD_HOME."),
@@ -64,30 +52,26 @@ def ablate(
     axis: AxisTexts,
     overrides: Overrides = None,
     steps: Steps = None,
-    grid: Grid = False,
+    grid: Annotated[bool, typer.Option(help="Run every combination of the axes.")] = False,
     folder: Folder = None,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Train short runs of a job that differ in one setting, and show them on one page.
 
     All runs have the same seed, tokens and data order, and share the caches that they need. After a
     stop, the same command continues, and does not train finished runs again.
     """
+    from services.terminal.in_process import enter_root, stopping_on_signals, tell
+
     settings = make_settings(home=home)
     config = load_job_file(job_file, overrides)
     folder = (folder or settings.home / "ablations" / config.name).resolve()
-    os.chdir(settings.root)  # a job's relative paths start there
-    os.environ.update(settings.environment())
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    from kd.errors import Interrupted
+    enter_root(settings)
     from kd.experiments.axes import cross_axes, make_short_job, parse_axis
     from kd.experiments.plan import make_plan_of_axes
-    from kd.face.running import alone_in, lossy, stop_on_signals
     from kd.models.precision import pick_device
     from kd.preflight.problems import Folders, Machine, find_problems, require_no_problems
-    from kd.progress import Event, Monitor
-    from services.terminal.display import Display
+    from kd.python.running import alone_in
 
     folders = Folders(settings.root, settings.home)
     machine = Machine(device=pick_device())
@@ -96,40 +80,17 @@ def ablate(
     axes = [parse_axis(text, base) for text in axis]
     axes = [cross_axes(axes)] if grid else axes
     plan = make_plan_of_axes(base, axes, lambda job: find_problems(job, folders, machine))
-    _announce(plan, folder)
-    tell = partial(notes.print, markup=False, soft_wrap=True)
-    with (
-        alone_in(folder, tell, "--folder"),
-        Display(notes) as display,
-        stop_on_signals(tell) as stop,
-    ):
+    tell(f"{len(plan.jobs)} runs of {base.require_train().max_steps} steps in {folder}")
+    for name, row in plan.list_refused():
+        print_error(f"{name} {row.label} is refused: {row.refusal}", "")
+    with alone_in(folder, tell, "--folder"), stopping_on_signals() as monitor:
         from kd.experiments.ablation import ablate as run_ablation
 
-        def show(event: Event) -> None:
-            display.show(event.type, event.data)
-
-        try:
-            report = run_ablation(plan, settings.home, folder, Monitor(lossy(show), stop.is_set))
-        except Interrupted as error:
-            err.print(str(error))
-            raise KeyboardInterrupt from None
-    if as_json:
-        print_json(report)
-    else:
+        report = run_ablation(plan, settings.home, folder, monitor)
+    if not print_as_json(report):
         _print(report, folder)
     if any(run["state"] != "finished" for run in report["runs"].values()):
         raise typer.Exit(FAILED)
-
-
-def _announce(plan: AblationPlan, folder: Path) -> None:
-    """Say what will run and what is refused, before anything runs."""
-    notes.print(
-        f"{len(plan.jobs)} runs of {plan.base.require_train().max_steps} steps in {folder}",
-        markup=False,
-        soft_wrap=True,
-    )
-    for name, row in plan.list_refused():
-        print_error(f"{name} {row.label} is refused: {row.refusal}", "")
 
 
 def _print(report: dict[str, Any], folder: Path) -> None:

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from services.terminal.console import (
-    AsJson,
-    Home,
-    err,
-    make_settings,
-    notes,
-    out,
-    print_json,
-    print_table,
-)
-
-if TYPE_CHECKING:
-    from services.settings import Settings
+from services.terminal.console import Home, make_settings, out, print_as_json, print_table
 
 RunName = Annotated[
     str,
@@ -30,7 +16,6 @@ RunName = Annotated[
     ),
 ]
 Points = Annotated[int, typer.Option(min=3, max=201, help="Points along each side of the plane.")]
-LinePoints = Annotated[int, typer.Option(min=5, max=1001, help="Points on the line.")]
 Radius = Annotated[
     float,
     typer.Option(min=0.001, max=100, help="Half the width of the plane, in norms of the weights."),
@@ -51,83 +36,46 @@ app = typer.Typer()
 def landscape(
     run: RunName,
     points: Points = 15,
-    line_points: LinePoints = 31,
+    line_points: Annotated[int, typer.Option(min=5, max=1001, help="Points on the line.")] = 31,
     radius: Radius = 1.0,
     sequences: Sequences = 16,
     seed: Seed = 0,
     folder: Folder = None,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Plot the loss around a finished student, and on the line from its first to its last weights.
 
     Writes landscape.json and one page with the plots.
     """
-    settings = make_settings(home=home)
-    folder = None if folder is None else folder.resolve()
-    run_dir = _find_run(run, settings)
-    from kd.errors import Interrupted
-    from kd.experiments.landscape import LandscapeOptions, survey
-    from kd.face.running import lossy, stop_on_signals
-    from kd.progress import Event, Monitor
-    from services.terminal.display import Display
-
-    options = LandscapeOptions(points, line_points, radius, sequences, seed)
-    folder = folder or run_dir / "landscape"
-    tell = partial(err.print, markup=False, soft_wrap=True)
-    with Display(notes) as display, stop_on_signals(tell) as stop:
-
-        def show(event: Event) -> None:
-            display.show(event.type, event.data)
-
-        try:
-            found = survey(
-                run_dir, settings.home, folder, options, Monitor(lossy(show), stop.is_set)
-            )
-        except Interrupted as error:
-            err.print(str(error))
-            raise KeyboardInterrupt from None
-    if as_json:
-        print_json(found)
-        return
-    print_table(
-        ["", "loss of the student", "mean rise half way out", "barrier from start to end"],
-        [
-            [name.replace("_", "-"), *(_format(value) for value in values)]
-            for name, *values in (
-                (
-                    name,
-                    loss,
-                    found["plane"]["rise"][name],
-                    found["line"]["barrier"][name],
-                )
-                for name, loss in found["plane"]["centre"].items()
-            )
-        ],
-    )
-    out.print(f"\npage: {folder / 'index.html'}", markup=False, soft_wrap=True)
-
-
-def _find_run(name: str, settings: Settings) -> Path:
-    """Return the folder of the run called ``name``; the work is then done in the job's root."""
-    name = str(Path(name).resolve()) if Path(name).exists() else name
-    os.chdir(settings.root)  # a job's relative paths start there
-    # The libraries read these variables when they are imported, which happens below.
-    os.environ.update(settings.environment())
-    os.environ.setdefault("TQDM_DISABLE", "1")
     from kd.errors import ModelError
     from kd.files import find_run
+    from services.terminal.in_process import enter_root, stopping_on_signals
 
-    if Path(name).is_dir():
-        return Path(name)
-    found = find_run(name, settings.home / "runs")
-    if found is None:
+    settings = make_settings(home=home)
+    run = str(Path(run).resolve()) if Path(run).exists() else run
+    folder = None if folder is None else folder.resolve()
+    enter_root(settings)
+    run_dir = Path(run) if Path(run).is_dir() else find_run(run, settings.runs)
+    if run_dir is None:
         raise ModelError(
-            f"there is no run {name!r} under {settings.home / 'runs'}.",
+            f"there is no run {run!r} under {settings.runs}.",
             "Name a finished run, its folder, or `last`.",
         )
-    return found
+    folder = folder or run_dir / "landscape"
+    from kd.experiments.landscape import LandscapeOptions, survey
 
-
-def _format(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    options = LandscapeOptions(points, line_points, radius, sequences, seed)
+    with stopping_on_signals() as monitor:
+        found = survey(run_dir, settings.home, folder, options, monitor)
+    if print_as_json(found):
+        return
+    parts = (found["plane"]["centre"], found["plane"]["rise"], found["line"]["barrier"])
+    rows = []
+    for name in found["plane"]["centre"]:
+        values = [part[name] for part in parts]
+        figures = ["" if value is None else f"{value:.4f}" for value in values]
+        rows.append([name.replace("_", "-"), *figures])
+    print_table(
+        ["", "loss of the student", "mean rise half way out", "barrier from start to end"], rows
+    )
+    out.print(f"\npage: {folder / 'index.html'}", markup=False, soft_wrap=True)

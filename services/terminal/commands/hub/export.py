@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from services.terminal.commands.exchange import showing_events
-from services.terminal.commands.hub.exchange import Source, find_source
-from services.terminal.console import AsJson, Home, make_settings, print_facts, print_json
+from services.terminal.commands.hub.transfer import Source, find_source
+from services.terminal.console import Home, make_settings, print_summary
 
 app = typer.Typer()
 
@@ -38,7 +37,7 @@ def export(
     converter: Annotated[
         str | None,
         typer.Option(
-            help="llama.cpp's folder, or its convert_hf_to_gguf.py. Default: the one on PATH.",
+            help="llama.cpp's folder, or its convert_hf_to_gguf.py. Default: the one on PATH."
         ),
     ] = None,
     outtype: Annotated[
@@ -49,7 +48,6 @@ def export(
         ),
     ] = "auto",
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write a finished student in another format."""
     if to not in FORMS:
@@ -60,6 +58,7 @@ def export(
         )
     from kd.exchange.students import StudentExport
     from kd.models.loading import hide_progress_bars
+    from services.terminal.in_process import showing_events
 
     hide_progress_bars()
     folder = find_source(student, make_settings(home=home))
@@ -67,4 +66,4 @@ def export(
     target = (out or folder.with_name(name)).absolute()
     with showing_events() as monitor:
         summary = StudentExport(folder, to, target, converter, outtype).run(monitor)  # type: ignore[arg-type]
-    print_json(summary) if as_json else print_facts(summary)
+    print_summary(summary)

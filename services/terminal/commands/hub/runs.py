@@ -8,13 +8,13 @@ import typer
 
 from services.terminal.commands.upkeep import Yes
 from services.terminal.console import (
-    AsJson,
     Home,
     audit_command,
     format_value,
     make_settings,
     out,
-    print_json,
+    print_as_json,
+    print_result,
     print_table,
 )
 
@@ -29,19 +29,17 @@ COLUMNS = {
 
 
 @runs_app.command("ls")
-def runs_ls(home: Home = None, as_json: AsJson = False) -> None:
+def runs_ls(home: Home = None) -> None:
     """List all runs, the newest first: those of `kd run`, of Python and of the service.
 
     Compare bits per byte only between runs with the same held-out text.
     """
-    from kd.face.runs import list_runs
+    from kd.python.runs import list_runs
 
     found = [run.to_json() for run in list_runs(make_settings(home=home).home)]
-    if as_json:
-        print_json(found)
-        return
-    rows = [[format_value(run[name], name) for name in COLUMNS] for run in found]
-    print_table(list(COLUMNS.values()), rows)
+    if not print_as_json(found):
+        rows = [[format_value(run[name], name) for name in COLUMNS] for run in found]
+        print_table(list(COLUMNS.values()), rows)
 
 
 @runs_app.command("rm")
@@ -52,15 +50,14 @@ def runs_rm(
     ],
     yes: Yes = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Remove the folders of runs, with their students and checkpoints.
 
     The run of a job of the service goes with its record: use `kd jobs rm ID --artifacts`.
     """
     from kd.errors import ModelError
-    from kd.face.runs import remove_run, summarise_run
     from kd.files import find_run
+    from kd.python.runs import remove_run, summarise_run
     from services.store.run_folder import JOB_ID
 
     settings = make_settings(home=home)
@@ -83,4 +80,4 @@ def runs_rm(
         remove_run(folder)
         audit_command(settings, "run.remove", folder.name, bytes=size)
     gone = [{"name": folder.name, "bytes": size} for folder, size in sizes.items()]
-    print_json(gone) if as_json else out.print(f"{len(gone)} removed, {sum(sizes.values())} bytes")
+    print_result(gone, f"{len(gone)} removed, {sum(sizes.values())} bytes")

@@ -16,7 +16,7 @@ from bench.support.caches import make_cache, make_identity
 from bench.support.harness import Parts, make_config
 from bench.support.waiting import wait_until
 from kd.client.wire.service import WorkerState
-from kd.face.version import read_version
+from kd.python.version import read_version
 from services.store.callers import Caller
 from services.store.key_file import create_key, read_keys
 from services.store.key_use import KeyUse

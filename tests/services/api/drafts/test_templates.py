@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.support.harness import Parts
-from kd.client.sync import Client
+from kd.client.client import Client
 from kd.config.jobfile import parse_config, parse_yaml
 from kd.config.templates.filling import fill_template, list_templates
 from kd.errors import ConfigError

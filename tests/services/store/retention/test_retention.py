@@ -25,8 +25,8 @@ from cache.reading.usage import held, hold_for, locate_use, read_last_use
 from cache.store import open_cache
 from cache.writing.writer import open_writer
 from kd.config.data import DataConfig
-from kd.face.inputs import describe_text
 from kd.files import LOCK, write_json
+from kd.python.inputs import describe_text
 from kd.text.corpus import Corpus, open_corpus
 from kd.text.stored.shard_files import list_stores, locate_lock
 from services.loops.teams import TeamRules

@@ -9,7 +9,7 @@ import pytest
 
 from bench.support.harness import Parts
 from kd.config.jobfile import parse_config
-from kd.face.version import read_version
+from kd.python.version import read_version
 from services.store.jobs.leases import ANY_CAPACITY
 from services.store.ranges import RangeTable
 from services.worker.devices import WorkerDevice

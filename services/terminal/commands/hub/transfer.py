@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.terminal.console import (
-    AsJson,
-    Home,
-    audit_command,
-    make_settings,
-    notes,
-    print_facts,
-    print_json,
-)
+from services.terminal.console import Home, audit_command, make_settings, notes, print_summary
 
 if TYPE_CHECKING:
     from services.settings import Settings
@@ -48,17 +40,12 @@ def push(
     private: Annotated[
         bool | None,
         typer.Option(
-            "--private/--no-private",
             help="A new repository is private, unless you give --no-private. --private also "
             "refuses a repository that is public.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run/--no-dry-run", help="Only list the files; nothing is sent."),
-    ] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only list the files; nothing is sent.")] = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Push a student or a cache to the Hugging Face hub, with its card.
 
@@ -71,14 +58,14 @@ def push(
 
     settings = make_settings(home=home)
     folder = find_source(source, settings)
-    here = Path(repository) if repository.startswith(("/", "./", "../")) else None
-    if dry_run or here is not None:
-        _print(push_to_folder(folder, None if dry_run else here), as_json)
+    target = Path(repository) if repository.startswith(("/", "./", "../")) else None
+    if dry_run or target is not None:
+        print_summary(push_to_folder(folder, None if dry_run else target))
         return
     summary = push_folder(folder, repository, revision, private, _get_teller())
     action = "cache.push" if summary["type"] == "dataset" else "student.push"
     audit_command(settings, action, folder.name, to=summary["url"])
-    _print(summary, as_json)
+    print_summary(summary)
 
 
 @app.command()
@@ -102,7 +89,6 @@ def pull(
         ),
     ] = None,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Pull a student or a cache from the Hugging Face hub, and compare every byte.
 
@@ -116,7 +102,7 @@ def pull(
     settings = make_settings(home=home)
     tell = _get_teller()
     summary = pull_repository(repository, type, revision, out, settings.caches, tell)  # type: ignore[arg-type]
-    _print(summary, as_json)
+    print_summary(summary)
 
 
 def find_source(name: str, settings: Settings) -> Path:
@@ -132,13 +118,12 @@ def find_source(name: str, settings: Settings) -> Path:
 
     path = Path(name)
     found = path if path.is_dir() else find_run(name, settings.runs)
-    if found is not None and (found / "student").is_dir():
-        return (found / "student").absolute()
-    if found is not None and (found != path or (found / MARK).exists()):
-        raise ModelError(
-            f"the run {found} has no student.", "Name a run whose training has finished."
-        )
     if found is not None:
+        if (found / "student").is_dir():
+            return (found / "student").absolute()
+        if found != path or (found / MARK).exists():
+            remedy = "Name a run whose training has finished."
+            raise ModelError(f"the run {found} has no student.", remedy)
         return found.absolute()
     try:
         return find_cache(settings.caches, name).absolute()
@@ -156,7 +141,3 @@ def _get_teller() -> Callable[[str], None]:
     if notes.quiet:
         hide_bars()
     return notes.print
-
-
-def _print(summary: dict[str, Any], as_json: bool) -> None:
-    print_json(summary) if as_json else print_facts(summary)

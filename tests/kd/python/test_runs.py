@@ -11,8 +11,8 @@ import pytest
 import kd
 from cache.disk import locked
 from kd.errors import ModelError
-from kd.face.runs import find_makers, remove_run
 from kd.files import LOCK, write_json
+from kd.python.runs import find_makers, remove_run
 from tests.support.commands import kd as kd_command
 
 REPORT = {
@@ -64,7 +64,7 @@ def test_a_run_that_is_removed_while_it_is_read_is_not_listed(
             remove_run(folder)
         return 0
 
-    monkeypatch.setattr("kd.face.runs.sum_file_sizes", remove)
+    monkeypatch.setattr("kd.python.runs.sum_file_sizes", remove)
     assert [run.name for run in kd.list_runs(tmp_path)] == ["b"]
 
 

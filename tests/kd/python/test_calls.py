@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 import kd
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
-from kd.face.running import RunOptions, run_here, stop_on_signals
 from kd.pipeline import run_stages
 from kd.progress import Monitor
+from kd.python.running import run_in_process, stop_on_signals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -191,9 +191,9 @@ def test_progress_and_warnings_are_shown_or_not(
         monitor.emit("progress", done=2, total=2, unit="steps")
         return "done"
 
-    assert run_here(run, RunOptions(tmp_path, tmp_path, progress=False)) == ("done", ("Look out.",))
+    assert run_in_process(run, tmp_path, progress=False) == ("done", ("Look out.",))
     assert capsys.readouterr() == ("", "")
-    assert run_here(run, RunOptions(tmp_path, tmp_path)) == ("done", ("Look out.",))
+    assert run_in_process(run, tmp_path) == ("done", ("Look out.",))
     # The output of a test is no terminal: no bar is drawn there, and lines tell how far the run is.
     lines = ["train: training", "step 1: held-out perplexity 20.5", "warning: Look out."]
     assert capsys.readouterr() == ("", "\n".join([*lines, "train: 2 of 2 steps", ""]))
@@ -211,7 +211,7 @@ def test_a_notebook_has_a_bar_for_each_stage(
         monitor.emit("metrics", step=1, loss=1.5, train_perplexity=4.5)
         monitor.emit("progress", done=1, total=2, unit="steps")
 
-    run_here(run, RunOptions(tmp_path, tmp_path))
+    run_in_process(run, tmp_path)
     shown = capsys.readouterr().err
     assert "precompute: capturing: 100%" in shown and "3/3" in shown
     assert "train: training:  50%" in shown and "loss=1.5, train ppl=4.5" in shown
@@ -229,7 +229,7 @@ def test_an_interrupt_saves_and_stops(tmp_path: Path, number: signal.Signals) ->
     before = signal.signal(number, own)
     try:
         with pytest.raises(KeyboardInterrupt, match="Stopped on request after the step"):
-            run_here(run, RunOptions(tmp_path, tmp_path, progress=False))
+            run_in_process(run, tmp_path, progress=False)
         assert signal.getsignal(number) is own
     finally:
         signal.signal(number, before)

@@ -130,7 +130,7 @@ class StudentResult(_Shown):
 
     def plot(self) -> Figure:
         """Draw the losses by step, and the held-out perplexity with the teacher's as a line."""
-        from kd.face.plots import plot_training
+        from kd.python.plots import plot_training
 
         return plot_training(self.metrics, self.teacher_perplexity)
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 from kd.client.answers import Model, make_refused, parse_answer
 from kd.client.downloading import download
 from kd.client.errors import TimedOut
-from kd.client.following import follow_events, is_wanted, list_events
+from kd.client.following import follow_events, list_events
 from kd.client.requests import (
     JobLike,
     JobRef,
@@ -116,8 +116,7 @@ class Client:
         for a day, the same ``idempotency_key`` and job return the same job. The default is a new
         key for each call.
         """
-        body = encode_json(describe_job(job))
-        return self._create_job("/jobs", idempotency_key, body)
+        return self._create_job("/jobs", idempotency_key, encode_json(describe_job(job)))
 
     def validate(self, job: JobLike) -> JobPlan:
         """Return what a job would do and need; none is created."""
@@ -173,7 +172,7 @@ class Client:
             request = Request("GET", path, {"wait": hold}, None, headers, hold + 15.0)
             patient = replace(self._retrier, patience=min(self._retrier.patience, left))
             answer = patient.call(request, NOT_MODIFIED)
-            if answer.status != NOT_MODIFIED:
+            if answer.status_code != NOT_MODIFIED:
                 seen = parse_answer(Job, answer)
                 if seen.ended:
                     return seen
@@ -193,15 +192,15 @@ class Client:
         Each event comes once and in order, also if the connection is cut or the server restarts.
         ``types`` are the types that are wanted, such as ``status`` and ``metrics``.
         """
-        return follow_events(self._retrier, job, after, _freeze(types))
+        return follow_events(self._retrier, job, after, None if types is None else {*types})
 
     def past_events(
         self, job: JobRef, *, after: str | None = None, types: Iterable[str] | None = None
     ) -> Iterator[JobEvent]:
         """Iterate over the events that a job has so far."""
-        wanted = _freeze(types)
+        wanted = None if types is None else {*types}
         for event in list_events(self._retrier, job, after or "0"):
-            if is_wanted(event, wanted):
+            if wanted is None or event.type in wanted:
                 yield event
 
     def cancel(self, job: JobRef) -> Job:
@@ -236,7 +235,7 @@ class Client:
         headers = {"Range": f"bytes={start}-"} if tail is None else {}
         request = Request("GET", locate_job(job, "/logs"), {"tail": tail}, None, headers)
         answer = self._retrier.call(request, RANGE_NOT_SATISFIABLE)
-        return answer.content if answer.ok else b""
+        return answer.content if answer.is_success else b""
 
     def checkpoints(self, job: JobRef) -> list[Checkpoint]:
         """Return the checkpoints of a job, oldest first."""
@@ -364,7 +363,7 @@ class Client:
         request = Request("POST", locate_job(job, f"/{action}"))
         after_loss = CONFLICT if action == "retry" else None
         answer = self._retrier.call(request, after_loss=after_loss)
-        if answer.ok:
+        if answer.is_success:
             return parse_answer(Job, answer)
         found = self.job(job)
         if found.ended:
@@ -377,7 +376,3 @@ class Client:
         If it is gone after the answer to an earlier attempt was lost, that attempt has deleted it.
         """
         self._retrier.call(Request("DELETE", path, query or {}), after_loss=NOT_FOUND)
-
-
-def _freeze(types: Iterable[str] | None) -> frozenset[str] | None:
-    return None if types is None else frozenset(types)

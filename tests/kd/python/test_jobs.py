@@ -9,8 +9,8 @@ import pytest
 
 from kd.config.jobfile import load_config, parse_config
 from kd.errors import ConfigError
-from kd.face.inputs import DEFAULT_HOME, find_home
-from kd.face.jobs import load_job, make_job
+from kd.python.inputs import DEFAULT_HOME, find_home
+from kd.python.jobs import load_job, make_job
 from services.settings import Settings
 from tests.support.kd.jobs import JOB
 

@@ -15,17 +15,6 @@ from kd.progress import Event
 LINE_SECONDS = 30.0
 
 
-def _load_tqdm() -> Any:
-    """Return the bar for a terminal or a notebook: a widget, or text where ipywidgets is missing.
-
-    Loaded here before transformers loads it, because it warns once of the missing ipywidgets.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from tqdm.auto import tqdm
-    return tqdm
-
-
 class ProgressBars:
     """Shows one bar for each stage of a run, and its warnings; ``shown`` False keeps it silent.
 
@@ -37,9 +26,14 @@ class ProgressBars:
         self._stage = ""
         self._bar: Any = None
         self._notes: dict[str, str] = {}
-        self._tqdm = _load_tqdm()
         self._told_at = 0.0
         self.warnings: list[str] = []
+        # A widget in a notebook, or text where ipywidgets is missing. Loaded before transformers
+        # loads it, because it warns once of the missing ipywidgets.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from tqdm.auto import tqdm
+        self._tqdm: Any = tqdm
 
     def __enter__(self) -> ProgressBars:
         return self
@@ -69,28 +63,24 @@ class ProgressBars:
         if stage != self._stage or self._bar is None:
             self._close()
             self._stage = stage
-            self._bar = self._make_bar(stage)
-        phase = data.get("phase")
-        self._bar.set_description_str(f"{stage}: {phase}" if phase else stage)
-        self._tell_without_bar(f"{stage}: {phase}" if phase else stage)
-
-    def _make_bar(self, title: str) -> Any:
-        # None: no bar where the output is no terminal. That of a notebook says that it is none.
-        disable = False if "ipykernel" in sys.modules else None
-        return self._tqdm(desc=title, unit=" steps", disable=disable, dynamic_ncols=True)
+            # None: no bar where the output is no terminal. That of a notebook says that it is none.
+            disable = False if "ipykernel" in sys.modules else None
+            self._bar = self._tqdm(desc=stage, unit=" steps", disable=disable, dynamic_ncols=True)
+        title = f"{stage}: {data['phase']}" if data.get("phase") else stage
+        self._bar.set_description_str(title)
+        self._tell_without_bar(title)
 
     def _show_progress(self, data: dict[str, Any]) -> None:
         if self._bar is None:
             return
-        self._bar.total = data.get("total")
-        self._bar.unit = f" {data.get('unit') or 'steps'}"
-        # ``update`` keeps to the least time between two drawings; a smaller number is a new count.
-        step = int(data.get("done") or 0) - self._bar.n
-        if step < 0:
-            self._bar.reset(total=data.get("total"))
-            step = int(data.get("done") or 0)
-        self._bar.update(step)
         done, total = data.get("done"), data.get("total")
+        self._bar.total = total
+        self._bar.unit = f" {data.get('unit') or 'steps'}"
+        # A smaller number is a new count.
+        if int(done or 0) < self._bar.n:
+            self._bar.reset(total=total)
+        # ``update`` keeps to the least time between two drawings.
+        self._bar.update(int(done or 0) - self._bar.n)
         if done == total or time.monotonic() - self._told_at > LINE_SECONDS:
             self._tell_without_bar(f"{self._stage}: {done} of {total}{self._bar.unit}")
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cache.shards.names import FINGERPRINT
+from kd.buckets.inputs import begin_downloads
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
-from kd.face.inputs import ModelSaver, describe_data, describe_text, find_home
-from kd.face.jobs import Named, make_job
-from kd.face.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
-from kd.face.running import RunOptions, run_here, run_stages_here
 from kd.files import find_caches
+from kd.python.inputs import ModelSaver, describe_data, describe_text, find_home
+from kd.python.jobs import Named, make_job
+from kd.python.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
+from kd.python.running import run_in_process
 
 if TYPE_CHECKING:
     from kd.progress import Monitor
@@ -53,16 +54,13 @@ def distill(
     """
     place = find_home(home)
     models = ModelSaver(place, tokenizer)
-    job = make_job(
-        {
-            "kind": "distill",
-            "teacher": models.describe(teacher, "teacher"),
-            "student": models.describe(student, "student"),
-            "data": describe_data(data, validation, place),
-        },
-        settings,
-    )
-    result = run_job(job, out=out, home=place, progress=progress)
+    job = {
+        "kind": "distill",
+        "teacher": models.describe(teacher, "teacher"),
+        "student": models.describe(student, "student"),
+        "data": describe_data(data, validation, place),
+    }
+    result = run_job(make_job(job, settings), out=out, home=place, progress=progress)
     assert isinstance(result, DistillationResult), "a job of kind distill has both stages"
     return result
 
@@ -84,16 +82,12 @@ def build_cache(
     captured once; it is reused afterwards.
     """
     place = find_home(home)
-    models = ModelSaver(place, tokenizer)
-    job = make_job(
-        {
-            "kind": "precompute",
-            "teacher": models.describe(teacher, "teacher"),
-            "data": describe_data(data, validation, place),
-        },
-        settings,
-    )
-    result = run_job(job, out=out, home=place, progress=progress)
+    job = {
+        "kind": "precompute",
+        "teacher": ModelSaver(place, tokenizer).describe(teacher, "teacher"),
+        "data": describe_data(data, validation, place),
+    }
+    result = run_job(make_job(job, settings), out=out, home=place, progress=progress)
     assert isinstance(result, CacheResult), "a job of kind precompute makes a cache"
     return result
 
@@ -184,7 +178,7 @@ def _examine(
         target = ExaminedModel.find(name, home)
         return target.model, examine(config, target, home, folder, monitor)
 
-    (model, report), warnings = run_here(run, RunOptions(home, folder, progress))
+    (model, report), warnings = run_in_process(run, folder, progress)
     measured = report["evaluation"]["models"]
     student = measured["student"]
     return EvaluationResult(
@@ -211,35 +205,28 @@ def run_job(
     line runs them.
     """
     if job.own_kind.stages[-1].makes in ("students", "verdict"):
+        detail = f"kind {job.kind} has no result in Python yet."
         remedy = "Use `kd run`, or a job of kind distill, precompute or train."
-        raise ConfigError(
-            [Problem("/kind", f"kind {job.kind} has no result in Python yet.", remedy)]
-        )
+        raise ConfigError([Problem("/kind", detail, remedy)])
     base = find_home(home)
     run_dir = _find_folder(out, base / "runs" / job.name)
-    found, warnings = run_stages_here(job, RunOptions(base, run_dir, progress))
+
+    def run(monitor: Monitor) -> dict[str, Any]:
+        from kd.pipeline import run_stages
+        from kd.preflight.problems import Folders, Machine, require_no_problems
+
+        begin_downloads(base)
+        require_no_problems(job, Folders(Path(), base, opened=True), Machine())
+        return run_stages(job, base, run_dir, monitor)
+
+    found, warnings = run_in_process(run, run_dir, progress)
     parts: dict[str, Any] = {"job": job, "warnings": warnings}
     if "report" not in found:
         return _make_cache_result(found["cache"], base, **parts)
-    measures = _read_measures(found["report"])
-    if "cache" not in found:
-        return StudentResult(run=run_dir, report=found["report"], **measures, **parts)
-    cached = _make_cache_result(found["cache"], base, **parts)
-    return DistillationResult(
-        run=run_dir, report=found["report"], **measures, **parts, cached=cached
-    )
-
-
-def _make_cache_result(summary: Mapping[str, Any], home: Path, **parts: Any) -> CacheResult:
-    keys = ("fingerprint", "bytes_per_token", "entries_per_token", "tokens", "reused")
-    folder = find_caches(home, None) / summary["fingerprint"]
-    return CacheResult(
-        folder=folder, report=summary, **{key: summary[key] for key in keys}, **parts
-    )
-
-
-def _read_measures(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {
+    report = found["report"]
+    facts: dict[str, Any] = {
+        "run": run_dir,
+        "report": report,
         "perplexity": report.get("student_perplexity"),
         "perplexity_before": report.get("student_perplexity_before"),
         "teacher_perplexity": report.get("teacher_perplexity"),
@@ -247,6 +234,17 @@ def _read_measures(report: Mapping[str, Any]) -> dict[str, Any]:
         "kl": report.get("validation_kl"),
         "agreement": report.get("validation_agreement"),
     }
+    if "cache" not in found:
+        return StudentResult(**facts, **parts)
+    cached = _make_cache_result(found["cache"], base, **parts)
+    return DistillationResult(**facts, **parts, cached=cached)
+
+
+def _make_cache_result(summary: Mapping[str, Any], home: Path, **parts: Any) -> CacheResult:
+    keys = ("fingerprint", "bytes_per_token", "entries_per_token", "tokens", "reused")
+    parts |= {key: summary[key] for key in keys}
+    folder = find_caches(home, None) / summary["fingerprint"]
+    return CacheResult(folder=folder, report=summary, **parts)
 
 
 def _find_folder(out: Named | None, default: Path) -> Path:
@@ -261,12 +259,6 @@ def _find_cache(sealed: CacheResult | Named, home: Named | None) -> tuple[Path, 
     folder = Path(name).expanduser().resolve()
     if folder.parent.name == "caches" and FINGERPRINT.fullmatch(folder.name):
         return find_home(home if home is not None else folder.parent.parent), folder.name
-    raise ConfigError(
-        [
-            Problem(
-                "/cache/fingerprint",
-                f"{name!r} is neither a fingerprint nor the folder of a cache.",
-                "Give the result of kd.build_cache, or the 32 digits that `kd cache ls` shows.",
-            )
-        ]
-    )
+    detail = f"{name!r} is neither a fingerprint nor the folder of a cache."
+    remedy = "Give the result of kd.build_cache, or the 32 digits that `kd cache ls` shows."
+    raise ConfigError([Problem("/cache/fingerprint", detail, remedy)])

@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from kd.config.data import DataConfig
 from kd.errors import ConfigError
-from kd.face.inputs import ModelSaver, describe_data, describe_text
+from kd.python.inputs import ModelSaver, describe_data, describe_text
 from kd.text.sources import read_documents
 
 TEXTS = ["One text.", "Another text,\nof two lines."]

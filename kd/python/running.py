@@ -7,59 +7,33 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cache.disk import locked, require_locks, storage_errors
-from kd.buckets.inputs import begin_downloads
-from kd.config.job import JobConfig
 from kd.errors import Interrupted
-from kd.face.bars import ProgressBars, library_bars_hidden
 from kd.files import LOCK
 from kd.progress import Event, Monitor
+from kd.python.bars import ProgressBars, library_bars_hidden
 
 #: Packages of the extra ``worker`` without which no model runs.
 _OF_WORKER = {"accelerate", "datasets", "matplotlib", "peft", "pyarrow", "torch", "transformers"}
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """The data folder with the caches, the folder of the run, and whether it shows its progress."""
-
-    home: Path
-    run_dir: Path
-    progress: bool = True
-
-
-def run_stages_here(
-    config: JobConfig, options: RunOptions
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Run every stage of the job; return the pipeline's result and the run's warnings."""
-
-    def run(monitor: Monitor) -> dict[str, Any]:
-        from kd.pipeline import run_stages
-        from kd.preflight.problems import Folders, Machine, require_no_problems
-
-        begin_downloads(options.home)
-        require_no_problems(config, Folders(Path(), options.home, opened=True), Machine())
-        return run_stages(config, options.home, options.run_dir, monitor)
-
-    return run_here(run, options)
-
-
-def run_here(run: Callable[[Monitor], _T], options: RunOptions) -> tuple[_T, tuple[str, ...]]:
+def run_in_process(
+    run: Callable[[Monitor], _T], run_dir: Path, progress: bool = True
+) -> tuple[_T, tuple[str, ...]]:
     """Call ``run`` with a monitor that shows bars; return its result and the run's warnings.
 
     The first Ctrl-C, SIGTERM or SIGHUP lets the run save its state and then raises
     ``KeyboardInterrupt``; the same call continues from there. The second stops without saving.
     """
     with (
-        ProgressBars(options.progress) as bars,
+        ProgressBars(progress) as bars,
         _named_packages(),
-        alone_in(options.run_dir, bars.tell, "out=..."),
+        alone_in(run_dir, bars.tell, "out=..."),
         stop_on_signals(bars.tell) as stop,
         library_bars_hidden(),
     ):
@@ -79,9 +53,8 @@ def _named_packages() -> Iterator[None]:
         if error.name not in _OF_WORKER:
             raise
         remedy = "Install what a run needs: pip install 'potstill[worker]'."
-        raise ModuleNotFoundError(
-            f"{error.name} is not installed. {remedy}", name=error.name
-        ) from None
+        detail = f"{error.name} is not installed. {remedy}"
+        raise ModuleNotFoundError(detail, name=error.name) from None
 
 
 @contextmanager
@@ -95,10 +68,8 @@ def alone_in(run_dir: Path, tell: Callable[[str], None], option: str) -> Iterato
     def announce() -> None:
         if not told.is_set():
             told.set()
-            tell(
-                f"Another run uses {run_dir}; this one waits until it has ended. {option} names "
-                "another folder."
-            )
+            waits = "this one waits until it has ended"
+            tell(f"Another run uses {run_dir}; {waits}. {option} names another folder.")
 
     with storage_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -138,7 +109,7 @@ def stop_on_signals(tell: Callable[[str], None]) -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         seen.add(number)
         if number == signal.SIGHUP:
-            _leave(terminals)
+            _leave_closed(terminals)
         if not stop.is_set():
             stop.set()
             tell("saving; press Ctrl-C again to stop without saving")
@@ -154,10 +125,9 @@ def stop_on_signals(tell: Callable[[str], None]) -> Iterator[threading.Event]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _leave(terminals: list[int]) -> None:
+def _leave_closed(terminals: list[int]) -> None:
     """Let what is written to a terminal that has closed go nowhere: it would be an error."""
-    for number in terminals:
-        if not os.isatty(number):
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nowhere, number)
-            os.close(nowhere)
+    with Path(os.devnull).open("r+b") as nowhere:
+        for number in terminals:
+            if not os.isatty(number):
+                os.dup2(nowhere.fileno(), number)

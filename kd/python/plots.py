@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kd.evaluation.plots import draw_curves
+from kd.evaluation.plots import draw_curves, draw_perplexities
 
 
 class NotebookFigure(Figure):
@@ -27,17 +27,3 @@ def plot_training(lines: Sequence[Mapping[str, Any]], teacher_perplexity: float 
     draw_curves(losses, lines)
     draw_perplexities(perplexities, lines, teacher_perplexity)
     return figure
-
-
-def draw_perplexities(axes: Any, lines: Sequence[Mapping[str, Any]], teacher: float | None) -> None:
-    """Draw the perplexity on the held-out text by step, on a logarithmic scale."""
-    key = "validation_perplexity"
-    points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), "o-", label="student", markersize=3, linewidth=1)
-    if teacher is not None:
-        axes.axhline(teacher, color="grey", linestyle="--", linewidth=1, label="teacher")
-    axes.set(xlabel="step", ylabel="perplexity", title="Held-out perplexity", yscale="log")
-    axes.grid(alpha=0.3)
-    if points or teacher is not None:
-        axes.legend()

@@ -6,7 +6,7 @@ A run is a folder. Its report and its job say what it is. Imports no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -48,21 +48,19 @@ class RunSummary:
 
 def list_runs(home: str | os.PathLike[str] | None = None) -> list[RunSummary]:
     """List all runs below the data folder ``home``, the newest first."""
-    from kd.face.inputs import find_home
+    from kd.python.inputs import find_home
 
     return sort_runs(find_home(home) / "runs")
 
 
 def sort_runs(runs: Path, names: Container[str] | None = None) -> list[RunSummary]:
     """List the runs in ``runs``, or those of these names, the newest first."""
-    return sorted(_iterate_runs(runs, names), key=lambda run: run.began, reverse=True)
-
-
-def _iterate_runs(runs: Path, names: Container[str] | None) -> Iterator[RunSummary]:
+    found = []
     for folder in runs.glob("[!.]*"):
         if folder.is_dir() and (names is None or folder.name in names):
             with suppress(FileNotFoundError):  # it is removed meanwhile
-                yield summarise_run(folder)
+                found.append(summarise_run(folder))
+    return sorted(found, key=lambda run: run.began, reverse=True)
 
 
 def summarise_run(folder: Path) -> RunSummary:

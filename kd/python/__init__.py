@@ -5,8 +5,7 @@ inputs.py     models and text in memory -> files below the data folder, named by
 running.py    a job                     -> its stages, with bars, a lock and Ctrl-C
 bars.py       events of the run         -> progress bars
 results.py    files of the run          -> frozen records, for text, notebooks and plots
-runs.py       folders of runs         -> one list
+runs.py       folders of runs           -> one list
 calls.py      the public functions
 version.py    the version of Potstill
-reference.py  writes docs/python.md
 """

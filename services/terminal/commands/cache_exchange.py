@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from services.terminal.commands.caches import find_cache_folder
 from services.terminal.console import (
-    AsJson,
     Fingerprint,
     Home,
     audit_command,
     err,
     format_value,
     make_settings,
-    notes,
-    print_json,
+    mode,
+    print_as_json,
     print_table,
 )
-
-if TYPE_CHECKING:
-    from kd.progress import Monitor
 
 app = typer.Typer()
 
@@ -39,7 +33,6 @@ Paths = Annotated[
     list[Path],
     typer.Argument(help="Files, or folders with files; files named validation* are held out."),
 ]
-Tokenizer = Annotated[str, typer.Option(help="Folder of the tokenizer that made the records.")]
 Entries = Annotated[
     int | None,
     typer.Option("--k", min=1, help="Entries of each record. Default: all that it has."),
@@ -55,7 +48,6 @@ HeldOut = Annotated[
     float,
     typer.Option(min=0.0, max=0.5, help="Share of the sequences to hold out, taken from the end."),
 ]
-Teacher = Annotated[str, typer.Option(help="Name of the teacher, for display only.")]
 Tolerance = Annotated[
     float | None,
     typer.Option(
@@ -65,36 +57,30 @@ Tolerance = Annotated[
 ]
 Ahead = Annotated[
     bool,
-    typer.Option(
-        "--ahead/--no-ahead", help="axolotl: each list describes the token after its own position."
-    ),
+    typer.Option(help="axolotl: each list describes the token after its own position."),
 ]
 ExportFormat = Annotated[
     str, typer.Option("--format", help="Format to write: parquet or distillkit.")
 ]
 Lossy = Annotated[
     bool,
-    typer.Option(
-        "--lossy/--no-lossy", help="Leave out what the format cannot hold, such as a sampled tail."
-    ),
+    typer.Option(help="Leave out what the format cannot hold, such as a sampled tail."),
 ]
-Out = Annotated[Path, typer.Option(help="New folder for the dataset.")]
 
 
 @app.command("import")
 def cache_import(
     format: ImportFormat,
     paths: Paths,
-    tokenizer: Tokenizer,
+    tokenizer: Annotated[str, typer.Option(help="Folder of the tokenizer that made the records.")],
     k: Entries = None,
     sequence_length: Length = None,
     config: Config = None,
     validation_fraction: HeldOut = 0.0,
-    teacher_name: Teacher = "",
+    teacher_name: Annotated[str, typer.Option(help="Name of the teacher, for display only.")] = "",
     mass_tolerance: Tolerance = None,
     ahead: Ahead = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Make a cache with profile topk from another tool's teacher records.
 
@@ -102,6 +88,7 @@ def cache_import(
     """
     from kd.exchange.importing import ImportRequest, import_records
     from kd.models.loading import hide_progress_bars
+    from services.terminal.in_process import showing_events
 
     hide_progress_bars()
     request = ImportRequest(
@@ -118,23 +105,23 @@ def cache_import(
     )
     with showing_events() as monitor:
         summary = import_records(request, make_settings(home=home).caches, monitor)
-    _print(summary, as_json)
+    _print(summary)
 
 
 @app.command("export")
 def cache_export(
     fingerprint: Fingerprint,
     format: ExportFormat,
-    out: Out,
+    out: Annotated[Path, typer.Option(help="New folder for the dataset.")],
     k: Entries = None,
     lossy: Lossy = False,
     home: Home = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write a cache as a dataset of another tool, into a new folder."""
     from cache.reading.usage import hold_for
     from cache.store import open_cache
     from kd.exchange.exporting import export_records
+    from services.terminal.in_process import showing_events
 
     store = open_cache(find_cache_folder(fingerprint, home))
     hold_for(store, store.folder)
@@ -142,31 +129,11 @@ def cache_export(
         summary = export_records(store, format, out, k, monitor, lossy)
     settings = make_settings(home=home)
     audit_command(settings, "cache.export", store.folder.name, format=format, to=str(out))
-    if "warning" in summary and not as_json:
+    if "warning" in summary and not mode.as_json:
         err.print(Text.assemble(("warning: ", "bold yellow"), summary.pop("warning")))
-    _print(summary, as_json)
+    _print(summary)
 
 
-@contextmanager
-def showing_events() -> Iterator[Monitor]:
-    """Yield a monitor that shows its events on the terminal."""
-    from kd.progress import Event, Monitor
-    from services.terminal.display import Display
-
-    with Display(notes) as display:
-
-        def show(event: Event) -> None:
-            display.show(event.type, event.data)
-
-        yield Monitor(show)
-
-
-def _print(summary: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(summary)
-        return
-    texts = {
-        name: ", ".join(value) if isinstance(value, list) else format_value(value)
-        for name, value in summary.items()
-    }
-    print_table(["", ""], [[name, text] for name, text in texts.items()])
+def _print(summary: dict[str, Any]) -> None:
+    if not print_as_json(summary):
+        print_table(["", ""], [[name, format_value(value)] for name, value in summary.items()])

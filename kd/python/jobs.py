@@ -47,16 +47,13 @@ def make_job(
     job = apply_settings(data, settings)
     train = job.get("train")
     if "student" in job and (train is None or isinstance(train, Mapping)):
-        job["train"] = ensure_length(dict(train or {}))
+        job["train"] = dict(train or {})
+        if not {"max_steps", "epochs"} & job["train"].keys():
+            job["train"]["epochs"] = 1
     if "name" not in job:
         text = json.dumps(job, sort_keys=True, default=str)
         job["name"] = f"{prefix or job['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return parse_config(job)
-
-
-def ensure_length(train: dict[str, Any]) -> dict[str, Any]:
-    """Return the section ``train`` with one epoch, unless it says how long the training takes."""
-    return train if {"max_steps", "epochs"} & train.keys() else {**train, "epochs": 1}
 
 
 def apply_settings(data: Any, settings: Mapping[str, Any]) -> Any:
@@ -69,15 +66,8 @@ def apply_settings(data: Any, settings: Mapping[str, Any]) -> Any:
             merged = set_value(merged, str(name).split("."), make_plain(value))
         return make_plain(merged)
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):
-        raise ConfigError(
-            [
-                Problem(
-                    "",
-                    f"set must be a mapping of dotted names, but got {overrides!r}.",
-                    'Example: set={"train.max_steps": 10}',
-                )
-            ]
-        )
+        detail = f"set must be a mapping of dotted names, but got {overrides!r}."
+        raise ConfigError([Problem("", detail, 'Example: set={"train.max_steps": 10}')])
     return make_plain(apply_overrides(merged, overrides))
 
 

@@ -19,10 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cache.disk import TEMPORARY_PREFIX, make_folder, publish_folder, remove_path, storage_errors
+from cache.disk import (
+    TEMPORARY_PREFIX,
+    hash_file,
+    make_folder,
+    publish_folder,
+    remove_path,
+    storage_errors,
+)
 from kd.config.data import DatasetSpec
 from kd.errors import ConfigError, Problem
-from kd.face.bars import library_bars_hidden
+from kd.python.bars import library_bars_hidden
 from kd.text.rows import COLUMNS
 from kd.text.text_files import SUFFIXES, find_suffix
 
@@ -103,7 +110,11 @@ def keep_model(model: Any, tokenizer: Any, home: Path, role: str) -> Path:
             with library_bars_hidden():
                 save(model, temporary)
                 tokenizer.save_pretrained(temporary)
-            folder = models / _hash_folder(temporary)
+            digest = hashlib.sha256()
+            for path in sorted(each for each in temporary.rglob("*") if each.is_file()):
+                digest.update(str(path.relative_to(temporary)).encode())
+                digest.update(bytes.fromhex(hash_file(path)))
+            folder = models / digest.hexdigest()[:_DIGITS]
             if folder.is_dir():
                 os.utime(folder)  # the rules of retention count from the last call that saved it
             else:
@@ -111,15 +122,6 @@ def keep_model(model: Any, tokenizer: Any, home: Path, role: str) -> Path:
         finally:
             remove_path(temporary)
     return folder
-
-
-def _hash_folder(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
-        digest.update(str(path.relative_to(folder)).encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:_DIGITS]
 
 
 # ---------------------------------------------------------------------- text

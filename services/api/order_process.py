@@ -1,0 +1,67 @@
+"""A process of the API that answers orders, as the API sees it: its failures are problems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.api.answers.problems import ApiProblem
+from services.api.line_process import LineProcess, NoAnswer, Order
+from services.settings import Settings
+
+
+@dataclass(frozen=True)
+class ProcessTexts:
+    """What problems say of a process: the begin of their slug, its task, and sentences.
+
+    ``busy`` and ``limit`` may name ``{seconds}`` and ``{bytes}``; ``remedy`` belongs to a limit.
+    """
+
+    slug: str
+    task: str
+    busy: str
+    limit: str
+    remedy: str
+
+
+class OrderProcess(LineProcess):
+    """Asks a process in which ``services.api.line_process.answer_orders`` runs. Thread-safe."""
+
+    def __init__(self, module: str, settings: Settings, texts: ProcessTexts) -> None:
+        super().__init__(module, settings.environment(), settings.plan_seconds)
+        self._limits = {"seconds": settings.plan_seconds, "bytes": settings.plan_memory_bytes}
+        self._texts = texts
+
+    def fetch(self, order: Order, group: str = "") -> dict[str, Any]:
+        """Return the answer to ``order``; raise ``ApiProblem`` 503 if it takes too long or much."""
+        try:
+            answer: dict[str, Any] = self.ask(order, group)
+        except NoAnswer as error:
+            raise self._explain(error.reason) from None
+        if "limit" in answer:
+            raise self._explain("memory")
+        return answer
+
+    def _explain(self, reason: str) -> ApiProblem:
+        texts = self._texts
+        slug = f"{texts.slug}-limit"
+        if reason == "busy":
+            detail, remedy = texts.busy.format(**self._limits), "Try again."
+        elif reason == "limit":
+            detail, remedy = texts.limit.format(**self._limits), texts.remedy
+        elif reason == "memory":
+            detail = f"The process that {texts.task} needed more memory than it may have."
+            remedy = texts.remedy
+        else:
+            what = "ended by itself" if reason == "crash" else "did not start"
+            detail = f"The process that {texts.task} {what}."
+            remedy = "The server's log shows the reason."
+            slug = f"{texts.slug}-unavailable"
+        return ApiProblem(503, detail, remedy, slug, headers={"Retry-After": "10"})
+
+
+def make_failure_problem(status: int, failure: Mapping[str, str]) -> ApiProblem:
+    """Return the problem of an error that was raised in the process."""
+    slug = failure["type"].replace("_", "-")
+    return ApiProblem(status, failure["detail"], failure["remedy"], slug)
