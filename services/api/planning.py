@@ -5,28 +5,32 @@ Runs no model and imports no torch: what is not known without them stays null.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from cache.errors import CacheError, PotstillError
 from cache.store import read_manifest
 from kd.capture.estimate.job import (
-    Estimate,
-    estimate_vocabulary_size,
     list_measured_files,
     list_teacher_files,
+    make_estimate,
     measure_capture,
 )
-from kd.capture.estimate.storage import CacheSize
-from kd.capture.estimate.text import CaptureSize
+from kd.capture.estimate.text import TokenCounter
 from kd.client.wire.plans import JobEstimate, JobPlan, LearnedText, MemoryEstimate
 from kd.client.wire.service import WorkerState
 from kd.config.job import JobConfig
 from kd.config.kinds import SEARCH
 from kd.errors import ConfigError
 from kd.files import measure_free_bytes
-from kd.memory.model_memory import estimate_least_memory, estimate_model_memory
+from kd.memory.model_memory import (
+    count_student_bytes,
+    count_teacher_bytes,
+    estimate_least_memory,
+    list_student_shapes,
+)
 from kd.preflight.learned_rows import LearnedRow, find_row_problems
 from kd.progress import Notice
 from kd.text.rows import COLUMNS
@@ -48,13 +52,16 @@ def plan_job(
     kept = kept or KeptAnswers()
     capture = estimate_capture(config, settings, kept)
     steps = _count_steps(config, settings, capture)
+    tokens = None
+    if steps is not None and config.train is not None:
+        tokens = steps * config.train.sequences_per_step * config.data.sequence_length
     learned, notices = _show_rows(config, settings.root, kept)
     return JobPlan(
         stages=list(config.stages),
         config=config.model_dump(mode="json"),
         capture=capture,
         steps=steps,
-        tokens=_count_tokens(config, steps),
+        tokens=tokens,
         memory=_estimate_memory(config, settings.root, kept),
         free_bytes=measure_free_bytes(settings.home),
         warnings=[
@@ -96,76 +103,46 @@ def estimate_capture(
     """Estimate what the job captures; None without a capture, and where only a worker can."""
     if not config.captures:
         return None
+    sections = config.model_dump(mode="json", include={"data", "teacher", "cache"})
     try:
-        work, storage = _measure_capture(config, settings.root, kept)
+        work, storage = kept.recall(
+            ["capture", sections],
+            list_measured_files(config, settings.root),
+            lambda: measure_capture(config, settings.root),
+        )
     except PotstillError:  # a dataset of the hub, or text that only the worker can read
         return None
     caches = settings.locate_caches(config.cache.store)
-    estimate = Estimate.of(work, storage, config.cache.shard_sequences, caches)
-    return JobEstimate(**estimate.to_json())
-
-
-def _measure_capture(
-    config: JobConfig, root: Path, kept: KeptAnswers
-) -> tuple[CaptureSize, CacheSize]:
-    """Measure the text and the cache of a job that captures, or that reads such a cache."""
-    sections = config.model_dump(mode="json", include={"data", "teacher", "cache"})
-    return kept.recall(
-        ["capture", sections],
-        list_measured_files(config, root),
-        lambda: measure_capture(config.model_copy(update={"kind": "distill"}), root),
-    )
+    return make_estimate(work, storage, config.cache.shard_sequences, caches)
 
 
 def _count_steps(config: JobConfig, settings: Settings, capture: JobEstimate | None) -> int | None:
     if config.train is None:
         return None
-    sequences = (
-        capture.train_sequences
-        if capture is not None
-        else _count_sealed_sequences(config, settings)
-    )
+    sequences = None if capture is None else capture.train_sequences
+    if capture is None and config.cache.fingerprint is not None:
+        with suppress(CacheError):
+            manifest = read_manifest(settings.caches / config.cache.fingerprint)
+            sequences = manifest.identity.data.train_sequences
     return config.train.count_steps(sequences)
 
 
-def _count_sealed_sequences(config: JobConfig, settings: Settings) -> int | None:
-    if config.cache.fingerprint is None:
-        return None
-    try:
-        return read_manifest(
-            settings.caches / config.cache.fingerprint
-        ).identity.data.train_sequences
-    except CacheError:
-        return None
-
-
-def _count_tokens(config: JobConfig, steps: int | None) -> int | None:
-    if steps is None or config.train is None:
-        return None
-    return steps * config.train.sequences_per_step * config.data.sequence_length
-
-
-# ---------------------------------------------------------------------- memory
-
-
 def _estimate_memory(config: JobConfig, root: Path, kept: KeptAnswers) -> MemoryEstimate:
-    found = estimate_model_memory(config, root, _make_vocabulary_finder(config, root, kept))
-    return MemoryEstimate(**asdict(found))
-
-
-def _make_vocabulary_finder(config: JobConfig, root: Path, kept: KeptAnswers) -> Callable[[], int]:
-    """Make the function that returns the vocabulary of the job's teacher."""
     teacher = config.teacher_files
-
-    def find_vocabulary() -> int:
-        assert teacher is not None, "without a teacher the vocabulary of a student is not asked for"
-        return kept.recall(
+    is_new = config.student is not None and config.student.init is not None
+    vocabulary = 0
+    if is_new and teacher is not None:
+        vocabulary = kept.recall(
             ["vocabulary", asdict(teacher)],
             list_teacher_files(teacher, root),
-            lambda: estimate_vocabulary_size(teacher, root),
+            lambda: TokenCounter.find(teacher, root).size,
         )
-
-    return find_vocabulary
+    shapes = () if is_new and not vocabulary else list_student_shapes(config, root, vocabulary)
+    return MemoryEstimate(
+        teacher_bytes=count_teacher_bytes(config, root),
+        student_parameters=sum(each.size for each in shapes) or None,
+        student_bytes=count_student_bytes(config, shapes),
+    )
 
 
 # ---------------------------------------------------------------------- warnings

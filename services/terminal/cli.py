@@ -33,7 +33,7 @@ from services.terminal.commands import (
     recovery,
     retention,
 )
-from services.terminal.commands.before import estimate, init, plan, rates, validate
+from services.terminal.commands.before import forecast, init, validate
 from services.terminal.commands.data import backup, buckets, upgrade
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.commands.hub import exchange as hub_exchange
@@ -88,9 +88,7 @@ app = typer.Typer(
     help="Potstill: knowledge distillation as a service.",
 )
 app.add_typer(jobs.app)
-app.add_typer(estimate.app)
-app.add_typer(plan.app)
-app.add_typer(rates.app)
+app.add_typer(forecast.app)
 app.add_typer(validate.app)
 app.add_typer(init.app)
 app.add_typer(check.app)

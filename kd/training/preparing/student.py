@@ -11,8 +11,8 @@ from kd.config.job import JobConfig
 from kd.loss.chunk_size import suits_kernels
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import offload_activations
-from kd.memory.parallel import ParallelStrategy, RankMemory, Split, choose_strategy, estimate_rank
-from kd.memory.step_bytes import StepShape
+from kd.memory.parallel import ParallelStrategy, choose_strategy, estimate_rank
+from kd.memory.step_bytes import StepMemory, StepShape
 from kd.memory.step_memory import describe_step, measure_free_memory
 from kd.models.attention.causality import require_causal
 from kd.models.attention.interface import use_packed_attention, uses_packed_attention
@@ -28,7 +28,7 @@ from kd.training.preparing.requirements import require_stages
 from kd.training.preparing.setting import TrainingSetting
 
 
-def examine_student(setting: TrainingSetting) -> tuple[LMHead, RankMemory, ParallelStrategy]:
+def examine_student(setting: TrainingSetting) -> tuple[LMHead, StepMemory, ParallelStrategy]:
     """Check that the job can train its student, and choose the strategy.
 
     Rank 0 alone runs the student; the others do as it found. Returns the LM head, an estimate of
@@ -63,9 +63,9 @@ def examine_student(setting: TrainingSetting) -> tuple[LMHead, RankMemory, Paral
         sizes = (length, setting.vocabulary, setting.precision)
         step = describe_step(student, options, *sizes, kernels=kernels, device=setting.device)
         strategy = _choose_strategy(config, step, room, group)
-        found = asdict(estimate_rank(step, Split(strategy, group.size))), strategy
+        found = asdict(estimate_rank(step, strategy, group.size)), strategy
     fields, strategy = group.share(found)
-    memory = RankMemory(**fields)
+    memory = StepMemory(**fields)
     if warning := memory.warning(room):
         setting.monitor.emit("warning", message=warning)
     return lm_head, memory, strategy
