@@ -13,7 +13,8 @@ The jobs:
     lora      the same with rows of 2,048 tokens
 
 Each job is rehearsed in one process; capture and training then run in processes of their own, as in
-the service. The row ``plan`` is the training with the best settings of ``kd plan --devices cpu``.
+the service. The row ``plan`` is the training with the best settings of ``kd plan``, whose
+arithmetic gets the rates of this processor (``bench.gpu.device_rates``) in place of a GPU's.
 The memory is that above the imports: the peak that was told and the peak of the process, each less
 what the process took after its imports. The seconds are those of reading the text (capture) and of
 all steps (training).
@@ -33,14 +34,17 @@ from typing import Any
 
 import torch
 
+from bench.gpu.device_rates import measure_rates
 from bench.speed import read_cpu_name
 from bench.support.paths import ROOT
 from bench.support.timing import MIB, fresh_processes
+from kd.capture.estimate.text import TokenCounter
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
-from kd.forecast.device_names import DeviceGroup
 from kd.forecast.rehearsal import estimate_job
-from kd.forecast.strategies import plan_job
+from kd.forecast.strategies import DeviceGroup, plan_job
+from kd.loss.chunk_size import choose_cpu_chunk_positions
+from kd.memory.devices import CUDA_CONTEXT
 from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
 from kd.models.loading import hide_progress_bars
 from kd.pipeline import run_stage
@@ -114,14 +118,19 @@ def tell(config: dict[str, Any], home: str) -> dict[str, tuple[float, float]]:
 
 
 def tell_plan(config: dict[str, Any], home: str) -> tuple[tuple[float, float], dict[str, Any]]:
-    """Plan the job: bytes and seconds of the best settings, and the settings."""
+    """Plan the job for a GPU as fast as this processor: bytes, seconds and the best settings."""
     hide_progress_bars()
-    best = plan_job(parse_config(config), ROOT, Path(home), DeviceGroup.parse("cpu")).strategies[0]
+    teacher = parse_config(config).teacher_files
+    assert teacher is not None, "every job here captures a teacher"
+    chunk = choose_cpu_chunk_positions(TokenCounter.find(teacher, ROOT).size)
+    train = config["train"] | {"precision": "fp32", "logits_chunk": chunk}
+    job = parse_config(config | {"train": train})
+    best = plan_job(job, ROOT, Path(home), DeviceGroup(measure_rates(CPU), 1)).strategies[0]
     settings = {
         name: getattr(best, name)
         for name in ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
     }
-    return (best.memory_bytes, best.seconds), settings
+    return (best.memory_bytes - CUDA_CONTEXT, best.seconds), settings
 
 
 def measure(config: dict[str, Any], home: str, stage: str) -> tuple[float, float]:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu.device_rates import measure_rates
 from bench.gpu.stage_work import (
     REAL,
     SMALL,
@@ -43,7 +44,6 @@ from bench.gpu.stage_work import (
 from bench.speed import name_machine
 from kd.forecast.strategies import ASSUMED_UTILIZATION
 from kd.memory.devices import DEVICE_KINDS, DeviceRates, find_device_kind
-from kd.memory.rates import measure_rates
 from kd.models.loading import hide_progress_bars
 from kd.models.precision import find_hardware, pick_device
 

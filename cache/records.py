@@ -148,6 +148,11 @@ class Records:
     def __getitem__(self, name: str) -> NDArray[Any]:
         return self.columns[name]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns in memory."""
+        return sum(column.nbytes for column in self.columns.values())
+
     def length(self, axis: str) -> int:
         """Return the number of rows of ``axis``: "position", "head" or "tail"."""
         if axis == "position":

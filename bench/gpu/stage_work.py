@@ -193,7 +193,7 @@ def make_step_stage(sizes: Sizes, rows: str, row: int) -> Stage:
         step = partial(
             StepShape, student, options, sizes.document, sizes.vocabulary, chunk=1, kernels=True
         )
-        count = student.layer_count
+        count = student.layers
         recomputed = sum(compute_group_sizes(count, options.gradient_checkpointing)) / count
 
         def count_memory(rates: DeviceRates) -> int:

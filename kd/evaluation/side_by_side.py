@@ -24,10 +24,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kd.addresses import ModelSource
 from kd.evaluation.teacher_comparison import CHUNK_ELEMENTS, EvaluatedModel
 from kd.files import format_bytes
-from kd.memory.model_memory import compute_rounded_share
+from kd.memory.model_work import count_weight_bytes
 from kd.memory.step_memory import measure_free_memory, read_peak_memory, reset_peak_memory
 from kd.models.folder import ModelFolder, find_source
-from kd.models.loading import choose_teacher_dtype
+from kd.models.loading import choose_teacher_dtype, outline_teacher
 from kd.models.teacher_files import TeacherFiles
 from kd.text.batches import Batch, Source, make_batch
 from kd.training.samples import Prompt, continue_prompts
@@ -190,12 +190,10 @@ def _estimate_loaded_bytes(teacher: TeacherFiles, device: torch.device) -> int:
     section = teacher.section
     if section.gguf_file:
         return (count_disk_bytes(teacher.folder, section.gguf_file) or 0) * _GGUF_GROWTH
-    itemsize = choose_teacher_dtype(teacher, device).itemsize
-    plain = count_stored_parameters(teacher.folder) * itemsize
+    dtype = choose_teacher_dtype(teacher, device)
     if section.quantization is None:
-        return plain
-    share = compute_rounded_share(ModelFolder(teacher.folder), section.quantization, itemsize)
-    return round(plain * share)
+        return count_stored_parameters(teacher.folder) * dtype.itemsize
+    return count_weight_bytes(outline_teacher(teacher, dtype), dtype.itemsize, section.quantization)
 
 
 # ---------------------------------------------------------------------- both

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +13,11 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from kd.memory.devices import DeviceRates
+from kd.memory.devices import LAUNCH_SECONDS, DeviceRates
 
 #: Shares of the maker's rates that an operation is expected to reach.
 _PRODUCT_SHARE = 0.6
 _BANDWIDTH_SHARE = 0.8
-#: The least seconds of an operation in torch: the host launches them one by one.
-LAUNCH_SECONDS = 5e-6
 
 _ATEN = torch.ops.aten
 #: Attention on a CPU, which torch's own table of FLOP leaves out, and its inputs with a shape.
@@ -40,24 +38,6 @@ class Operation:
     bytes: int
     is_half: bool
 
-    def estimate_seconds(self, rates: DeviceRates, tf32: bool, width: float) -> float:
-        """The time on a device: of its products, of its bytes or of its launch, the longest.
-
-        ``width`` is the share of the bytes of a number that it has there; with less than 1 its
-        products are in half precision.
-        """
-        dtype = "bf16" if self.is_half or width < 1 else "fp32"
-        products = self.flops / (_PRODUCT_SHARE * rates.find_rate(dtype, tf32))
-        moved = width * self.bytes / (_BANDWIDTH_SHARE * rates.bandwidth)
-        return max(products, moved, LAUNCH_SECONDS)
-
-
-def sum_seconds(
-    operations: Iterable[Operation], rates: DeviceRates, tf32: bool = False, width: float = 1.0
-) -> float:
-    """The time of ``operations``, one after the other, on a device of these ``rates``."""
-    return sum(each.estimate_seconds(rates, tf32, width) for each in operations)
-
 
 @dataclass(eq=False)
 class OperationCounter(TorchDispatchMode):
@@ -70,6 +50,20 @@ class OperationCounter(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
+
+    def estimate_seconds(self, rates: DeviceRates, tf32: bool = False, width: float = 1.0) -> float:
+        """The time of the operations on a device of these ``rates``, one after the other.
+
+        Of its products, of its bytes and of its launch the longest counts. ``width`` is the share
+        of the bytes of a number that it has there; with less than 1 products are in half precision.
+        """
+        seconds = 0.0
+        for each in self.operations:
+            dtype = "bf16" if each.is_half or width < 1 else "fp32"
+            products = each.flops / (_PRODUCT_SHARE * rates.find_rate(dtype, tf32))
+            moved = width * each.bytes / (_BANDWIDTH_SHARE * rates.bandwidth)
+            seconds += max(products, moved, LAUNCH_SECONDS)
+        return seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 
 from cache.disk import make_folder, storage_errors
-from kd.capture.estimate.job import Estimate
+from kd.capture.estimate.text import CaptureSize
 from kd.capture.plan import settle_packing
 from kd.capture.teacher import return_freed_memory
+from kd.client.wire.plans import JobEstimate
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
-from kd.forecast.operations import OperationCounter, sum_seconds
-from kd.forecast.trial import Trial, open_trial
+from kd.forecast.operations import OperationCounter
+from kd.forecast.trial import Trial, run_trial
 from kd.memory.auto_batch import release_memory
 from kd.memory.devices import CUDA_CONTEXT, DeviceRates
 from kd.memory.host import choose_chunk_memory, read_memory_bytes
@@ -98,28 +99,13 @@ class JobForecast:
     A job without a capture or without a training has no such forecast.
     """
 
-    capture: Estimate | None
+    capture: JobEstimate | None
     training: TrainingForecast | None
     devices: tuple[DeviceForecast, ...]
 
 
-@dataclass(frozen=True)
-class _Need:
-    """The bytes and the seconds of a phase on a device."""
-
-    phase: str
-    memory: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Rehearsal:
-    """What phases need on the device at hand, and on a kind of GPU if one is named."""
-
-    here: tuple[_Need, ...]
-    there: tuple[_Need, ...] = ()
-    capture: Estimate | None = None
-    training: TrainingForecast | None = None
+#: The bytes and the seconds that a phase needs on a device, by the name of the phase.
+Needs = dict[str, tuple[int, float]]
 
 
 def estimate_job(
@@ -134,150 +120,127 @@ def estimate_job(
     ``price`` is that of an hour of the named kind, or of the device at hand. Leaves no files
     behind, and raises what the capture and the training would raise.
     """
-    found = _rehearse(settle_packing(config, monitor), home, monitor, kind)
+    config = settle_packing(config, monitor)
+    here: Needs = {}
+    there: Needs = {}
+    capture = training = None
+    with storage_errors(home):
+        make_folder(home)
+    with TemporaryDirectory(prefix=".estimate-", dir=home) as name:
+        folder = Path(name)
+        if config.captures:
+            # Torch loads some 40 MiB more where operations are noted.
+            counter = None if kind is None else OperationCounter()
+            trial = run_trial(config, home, folder, monitor, counter)
+            capture, text = trial.estimate, trial.text
+            here["capture"] = trial.memory_bytes, capture.seconds or 0.0
+            if kind is not None and counter is not None:
+                there |= _scale_capture(config, trial, kind, counter)
+            source: Source = trial.cache
+        else:
+            # Plain text is tokenized for the rehearsal alone.
+            place = home if config.needs_cache else folder
+            _, source = open_source(config, place, folder, monitor)
+            config = adopt_cache_layout(source, config)
+            some, _ = source.read(np.arange(min(source.train_count, _COUNTED_SEQUENCES)))
+            sequences = source.train_count + source.validation_count
+            positions = round(some.positions / max(len(some), 1) * sequences)
+            counts = (source.train_count, source.validation_count, config.data.sequence_length)
+            text = CaptureSize(*counts, positions, counted=True)
+        if config.train is not None:
+            monitor.emit("stage", stage="train", phase="taking a few steps")
+            training, needed = _rehearse_training(config, source, text, folder, kind)
+            here["training"] = training.memory_bytes, training.seconds
+            there |= needed
     device = pick_device()
     memory = read_memory_bytes()
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     own_price = price if kind is None else None
-    devices = [_describe(name_device(device), memory, False, found.here, own_price)]
+    devices = [_describe(name_device(device), memory, False, here, own_price)]
     if kind is not None:
-        devices.append(_describe(kind.name, kind.memory, True, found.there, price))
-    return JobForecast(found.capture, found.training, tuple(devices))
+        devices.append(_describe(kind.name, kind.memory, True, there, price))
+    return JobForecast(capture, training, tuple(devices))
 
 
 def _describe(
-    device: str, memory: int, scaled: bool, needs: tuple[_Need, ...], price: float | None
+    device: str, memory: int, scaled: bool, needs: Needs, price: float | None
 ) -> DeviceForecast:
     phases = (
         PhaseForecast(
-            phase=need.phase,
-            memory_bytes=need.memory,
-            fits=need.memory <= memory,
-            seconds=round(need.seconds, 3),
-            cost=None if price is None else round(need.seconds / 3600 * price, 4),
+            phase=phase,
+            memory_bytes=size,
+            fits=size <= memory,
+            seconds=round(seconds, 3),
+            cost=None if price is None else round(seconds / 3600 * price, 4),
         )
-        for need in needs
+        for phase, (size, seconds) in needs.items()
     )
     return DeviceForecast(device, memory, scaled, tuple(phases))
 
 
-def _rehearse(
-    config: JobConfig, home: Path, monitor: Monitor, kind: DeviceRates | None
-) -> _Rehearsal:
-    """Rehearse the phases of a job."""
-    if not config.captures:
-        return _rehearse_on_text(config, home, monitor, kind)
-    # Torch loads some 40 MiB more where operations are noted.
-    counter = None if kind is None else OperationCounter()
-    with open_trial(config, home, monitor, counter) as trial:
-        capture = _scale_capture(config, trial, kind, counter)
-        if config.train is None:
-            return capture
-        source = trial.cache
-        text = _Text.planned(trial.estimate)
-        training = _rehearse_training(config, source, text, trial.folder, monitor, kind)
-        here, there = capture.here + training.here, capture.there + training.there
-        return _Rehearsal(here, there, capture.capture, training.training)
-
-
-def _rehearse_on_text(
-    config: JobConfig, home: Path, monitor: Monitor, kind: DeviceRates | None
-) -> _Rehearsal:
-    """Rehearse a job that only trains, on a sealed cache or on plain text."""
-    with storage_errors(home):
-        make_folder(home)
-    with TemporaryDirectory(prefix=".estimate-", dir=home) as name:
-        # Plain text is tokenized for the rehearsal alone.
-        place = home if config.needs_cache else Path(name)
-        _, source = open_source(config, place, Path(name), monitor)
-        config = adopt_cache_layout(source, config)
-        text = _Text.of(source)
-        return _rehearse_training(config, source, text, Path(name), monitor, kind)
-
-
 def _scale_capture(
-    config: JobConfig, trial: Trial, kind: DeviceRates | None, counter: OperationCounter | None
-) -> _Rehearsal:
-    estimate = trial.estimate
-    here = (_Need("capture", trial.memory_bytes, estimate.seconds or 0.0),)
+    config: JobConfig, trial: Trial, kind: DeviceRates, counter: OperationCounter
+) -> Needs:
+    """What a capture needs on ``kind``; nothing is known if its teacher runs elsewhere."""
     teacher = config.captured_teacher
-    if kind is None or counter is None or teacher is None or not teacher.is_local:
-        return _Rehearsal(here, capture=estimate)
+    if teacher is None or not teacher.is_local:
+        return {}
     # A CPU reads in float32 what a GPU reads in the precision of the stored weights.
     folder = ModelFolder(resolve_source(teacher.files, whole=False))
     narrower = teacher.dtype == "auto" and folder.dtype in ("bfloat16", "float16")
     width = 0.5 if narrower and pick_device().type == "cpu" else 1.0
-    sequences = estimate.train_sequences + estimate.validation_sequences
-    times = sequences / trial.first_sequences
-    seconds = times * sum_seconds(counter.operations, kind, width=width)
+    times = trial.text.sequences / trial.first_sequences
+    seconds = times * counter.estimate_seconds(kind, width=width)
     memory = round(width * (trial.weight_bytes + counter.peak_bytes)) + CUDA_CONTEXT
-    return _Rehearsal(here, (_Need("capture", memory, seconds),), capture=estimate)
+    return {"capture": (memory, seconds)}
 
 
 # ---------------------------------------------------------------------- the training
 
 
-@dataclass(frozen=True)
-class _Text:
-    """The sequences of a job in both splits, and the targets of one."""
-
-    train: int
-    validation: int
-    targets: float
-
-    @classmethod
-    def planned(cls, capture: Estimate) -> _Text:
-        sequences = capture.train_sequences + capture.validation_sequences
-        targets = capture.positions / max(sequences, 1)
-        return cls(capture.train_sequences, capture.validation_sequences, targets)
-
-    @classmethod
-    def of(cls, source: Source) -> _Text:
-        some, _ = source.read(np.arange(min(source.train_count, _COUNTED_SEQUENCES)))
-        targets = some.positions / max(len(some), 1)
-        return cls(source.train_count, source.validation_count, targets)
-
-
 def _rehearse_training(
-    config: JobConfig,
-    source: Source,
-    text: _Text,
-    folder: Path,
-    monitor: Monitor,
-    kind: DeviceRates | None,
-) -> _Rehearsal:
-    """Take a few steps of the job's training on ``source``."""
-    monitor.emit("stage", stage="train", phase="taking a few steps")
+    config: JobConfig, source: Source, text: CaptureSize, folder: Path, kind: DeviceRates | None
+) -> tuple[TrainingForecast, Needs]:
+    """Take a few steps of the job's training on ``source``; what it needs on ``kind``, too."""
     release_memory()
     return_freed_memory()
     options = config.require_train()
-    steps = count_total_steps(options, text.train)
+    steps = count_total_steps(options, text.train_sequences)
     probe = _make_probe_job(config, steps)
     run, times = _take_steps(probe, source, folder / "here")
     memory = read_device_peak(run.device) + _count_unread(config, source, text)
     # Before the first step, after the last, and every eval_steps between.
-    evaluations = (2 + steps // options.eval_steps) * text.validation
-    passes = steps * options.sequences_per_step + _FORWARD_SHARE * evaluations
+    evaluations = (2 + steps // options.eval_steps) * text.validation_sequences
+    sequences = steps * options.sequences_per_step + _FORWARD_SHARE * evaluations
+    passes = sequences / options.batch_size
     micro_batch = min(times[1:] or times)
-    step_seconds = micro_batch * options.sequences_per_step / options.batch_size
-    seconds = passes / options.batch_size * micro_batch
     tokens = round(options.sequences_per_step * text.targets)
     training = TrainingForecast(
         steps=steps,
         tokens=steps * tokens,
         tokens_per_step=tokens,
         parameters=run.student.num_parameters(),
-        step_seconds=round(step_seconds, 4),
-        seconds=round(seconds, 1),
-        hours=round(seconds / 3600, 3),
+        step_seconds=round(micro_batch * options.sequences_per_step / options.batch_size, 4),
+        seconds=round(passes * micro_batch, 3),
+        hours=round(passes * micro_batch / 3600, 3),
         memory_bytes=memory,
     )
-    there: tuple[_Need, ...] = ()
-    if kind is not None:
-        needed, there_seconds = _count_step(probe, source, folder / "there", kind)
-        there = (_Need("training", needed, passes / options.batch_size * there_seconds),)
-    return _Rehearsal((_Need("training", memory, seconds),), there, training=training)
+    if kind is None:
+        return training, {}
+    # In the precision that the GPU would choose; float16 counts like bfloat16.
+    changes: dict[str, Any] = {"compile": "none"}
+    if options.precision in ("auto", "fp16"):
+        changes["precision"] = "bf16"
+    train = probe.require_train().model_copy(update=changes)
+    counter = OperationCounter()
+    changed = probe.model_copy(update={"train": train})
+    run, _ = _take_steps(changed, source, folder / "there", counter)
+    tensors = (*run.loss_module.parameters(), *run.loss_module.buffers())
+    held = sum(each.nbytes for each in tensors)
+    needed = held + counter.peak_bytes + CUDA_CONTEXT
+    seconds = passes * counter.estimate_seconds(kind, options.tf32)
+    return training, {"training": (needed, seconds)}
 
 
 def _take_steps(
@@ -311,27 +274,7 @@ def _take_steps(
     return run, np.diff(ends).tolist()
 
 
-def _count_step(
-    config: JobConfig, source: Source, folder: Path, kind: DeviceRates
-) -> tuple[int, float]:
-    """The bytes and the seconds of a micro-batch on ``kind``, by the operations of a step here.
-
-    It is taken in the precision that ``kind`` would choose, and float16 counts like bfloat16.
-    """
-    options = config.require_train()
-    changes: dict[str, Any] = {"compile": "none"}
-    if options.precision in ("auto", "fp16"):
-        changes["precision"] = "bf16"
-    changed = config.model_copy(update={"train": options.model_copy(update=changes)})
-    counter = OperationCounter()
-    run, _ = _take_steps(changed, source, folder, counter)
-    tensors = (*run.loss_module.parameters(), *run.loss_module.buffers())
-    held = sum(each.nbytes for each in tensors)
-    seconds = sum_seconds(counter.operations, kind, options.tf32)
-    return held + counter.peak_bytes + CUDA_CONTEXT, seconds
-
-
-def _count_unread(config: JobConfig, source: Source, text: _Text) -> int:
+def _count_unread(config: JobConfig, source: Source, text: CaptureSize) -> int:
     """Bytes of decoded records that the job's loader will keep, beyond those of the rehearsal.
 
     They lie on the host, and so count for a CPU only.
@@ -339,9 +282,9 @@ def _count_unread(config: JobConfig, source: Source, text: _Text) -> int:
     some, records = source.read(np.arange(min(source.train_count, _COUNTED_SEQUENCES)))
     if records is None or not some.positions or pick_device().type == "cuda":
         return 0
-    each = sum(column.nbytes for column in records.columns.values()) / len(some)
+    each = records.nbytes / len(some)
     most = choose_chunk_memory(config.require_train())
-    whole = min(each * (text.train + text.validation), most)
+    whole = min(each * text.sequences, most)
     return round(whole - min(each * source.train_count, most))
 
 

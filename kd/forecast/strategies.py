@@ -1,4 +1,4 @@
-"""Ways to train a job's student on some devices, the best first: ``kd plan``.
+"""Ways to train a job's student on some GPUs, the best first: ``kd plan``.
 
 Nothing runs, and no weight is read. The bytes of a rank are those of ``kd.memory.step_bytes`` and
 ``kd.memory.parallel``. The time of a step on N ranks is
@@ -15,8 +15,9 @@ of them and micro-batches of b on N ranks, each rank does S / (b N) forward pass
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +27,20 @@ from kd.capture.codec_identity import make_codec_identity
 from kd.config.job import JobConfig
 from kd.config.train import Checkpointing, TrainConfig
 from kd.errors import ConfigError, Problem
-from kd.forecast.device_names import DeviceGroup
-from kd.forecast.operations import LAUNCH_SECONDS
-from kd.forecast.text_size import find_text_size, require_steps, require_training
-from kd.loss.chunk_size import (
-    PLAIN_LOGIT_BYTES,
-    choose_cpu_chunk_positions,
-    choose_gpu_chunk_positions,
-    suits_kernels,
-)
+from kd.forecast.length import find_length
+from kd.loss.chunk_size import PLAIN_LOGIT_BYTES, choose_gpu_chunk_positions, suits_kernels
 from kd.memory.auto_batch import list_remedies
-from kd.memory.devices import CUDA_CONTEXT, DeviceRates
+from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, LAUNCH_SECONDS, DeviceRates
 from kd.memory.model_work import ModelWork, count_model_work, count_weight_bytes
 from kd.memory.parallel import (
     ParallelStrategy,
-    RankMemory,
-    Split,
     count_traffic,
     count_usable,
     count_waiting,
     estimate_rank,
     list_strategies,
 )
-from kd.memory.step_bytes import StepShape, StudentShape, compute_group_sizes
+from kd.memory.step_bytes import StepMemory, StepShape, compute_group_sizes
 from kd.memory.step_memory import describe_student
 from kd.models.layers import find_decoder_layers
 from kd.models.loading import outline_teacher, require_trainable_student
@@ -59,16 +51,36 @@ from kd.stages.source import load_student_tokenizer
 #: Share of a device's rate that a training is expected to reach. Dense transformers are trained at
 #: 0.3 to 0.5 of it (PaLM: 0.46, Chowdhery et al. 2022).
 ASSUMED_UTILIZATION = 0.4
-#: Operations that a micro-batch of a training launches for each layer, forward and backward, and
-#: beside its layers; and those of a capture beside the layers: counted in docs/benchmarks/gpu.md.
-_LAYER_LAUNCHES = 99
-_PASS_LAUNCHES = 260
-_CAPTURE_LAUNCHES = 129
+#: Operations that a training launches, counted in docs/benchmarks/gpu.md: in a micro-batch for each
+#: layer, forward and backward, and beside its layers, and in a step beside its micro-batches. Those
+#: of a capture are beside its layers.
+LAYER_LAUNCHES = 99
+PASS_LAUNCHES = 260
+STEP_LAUNCHES = 21
+CAPTURE_LAUNCHES = 129
 _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "sqrt", "full")
 #: Bytes of a number in each precision of train.precision.
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "bf16_pure": 2, "fp16": 2}
 #: Steps that differ by less are as fast: the simpler setting comes first.
 _EQUAL_TIMES = 1.02
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """``count`` GPUs of the kind ``rates``."""
+
+    rates: DeviceRates
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceGroup:
+        """Read a name such as 8xh100; ``ConfigError`` for an unknown kind or number."""
+        found = re.fullmatch(r"(?:([1-9]\d{0,4})x)?(\S+)", text.strip().lower())
+        if found is None or found[2] not in DEVICE_KINDS:
+            detail = f"{text!r} is no number and kind of devices, such as 8xh100."
+            remedy = f"The kinds are {', '.join(DEVICE_KINDS)}."
+            raise ConfigError([Problem("/devices", detail, remedy)])
+        return cls(DEVICE_KINDS[found[2]], int(found[1] or 1))
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,7 @@ class Strategy:
     gradient_accumulation_steps: int
     gradient_checkpointing: Checkpointing
     precision: str
-    memory: RankMemory
+    memory: StepMemory
     memory_bytes: int
     fits: bool
     step_seconds: float
@@ -113,7 +125,6 @@ class TrainingPlan:
     devices: str
     device_bytes: int
     usable_bytes: int
-    measured: bool
     sequences_per_step: int
     steps: int
     tokens: int
@@ -123,10 +134,6 @@ class TrainingPlan:
     least: Strategy
     remedies: tuple[str, ...]
     capture: CaptureTime | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        return asdict(self)
 
 
 def plan_job(
@@ -139,50 +146,39 @@ def plan_job(
 ) -> TrainingPlan:
     """Plan the training of ``config`` on ``devices``; ``price`` is that of an hour of one device.
 
-    ``tokens`` with a target replace those of the job. Raises ``ConfigError`` for a job that trains
-    nothing, or whose step cannot be split over the devices, and what building the student raises.
+    ``tokens`` with a target replace those of the job. Raises ``ConfigError`` as ``find_length``
+    does, and if the step cannot be split over the devices, and what building the student raises.
     """
-    require_training(config)
-    _require_even_split(config.require_train(), devices)
-    text = find_text_size(config, root, home)
-    per_step = config.require_train().sequences_per_step * text.targets
-    steps = require_steps(config, text) if tokens is None else math.ceil(tokens / per_step)
-    training = _Training.of(config, text.targets, steps)
-    found = [
-        training.count(devices, price, changed, strategy, ranks)
-        for changed, strategy, ranks in _list_settings(training.options, devices)
-    ]
+    steps, per_step = find_length(config, root, home, tokens)
+    options = config.require_train()
+    if options.sequences_per_step % devices.count:
+        detail = (
+            f"a step of {options.sequences_per_step} sequences cannot be split evenly over "
+            f"{devices.count} devices."
+        )
+        remedy = (
+            "Ask for a number of devices that divides the step, or raise train.batch_size or "
+            "train.gradient_accumulation_steps."
+        )
+        raise ConfigError([Problem("/devices", detail, remedy)])
+    training = _Training.of(config, devices.rates, steps, price)
+    found = [training.count(*setting) for setting in _list_settings(options, devices.count)]
     least = min(found, key=lambda each: each.memory_bytes)
     count = round(steps * per_step)
     return TrainingPlan(
-        devices=devices.describe(),
+        devices=f"{devices.count} x {devices.rates.name}",
         device_bytes=devices.rates.memory,
         usable_bytes=count_usable(devices.rates.memory),
-        measured=devices.measured,
-        sequences_per_step=training.options.sequences_per_step,
+        sequences_per_step=options.sequences_per_step,
         steps=steps,
         tokens=count,
-        parameters=training.student.numbers,
-        flops=count * training.work.count_training(training.length),
-        strategies=tuple(_pick_best(found, training.options)),
+        parameters=training.step.student.numbers,
+        flops=count * training.work.count_training(config.data.sequence_length),
+        strategies=tuple(_pick_best(found, options)),
         least=least,
-        remedies=() if least.fits else tuple(list_remedies(training.options)),
+        remedies=() if least.fits else tuple(list_remedies(options)),
         capture=_time_capture(config, devices, count, price),
     )
-
-
-def _require_even_split(options: TrainConfig, devices: DeviceGroup) -> None:
-    """Raise ``ConfigError`` for a step whose sequences the devices cannot share evenly."""
-    if options.sequences_per_step % devices.count:
-        raise ConfigError([
-            Problem(
-                "/devices",
-                f"a step of {options.sequences_per_step} sequences cannot be split evenly over "
-                f"{devices.count} devices.",
-                "Ask for a number of devices that divides the step, or raise train.batch_size or "
-                "train.gradient_accumulation_steps.",
-            )
-        ])  # fmt: skip
 
 
 def _time_capture(
@@ -195,51 +191,39 @@ def _time_capture(
     model = outline_teacher(TeacherFiles.resolve(teacher, whole=False), torch.bfloat16)
     vocabulary = model.get_output_embeddings().weight.shape[0]
     flops = tokens * count_model_work(model, vocabulary).count_forward(config.data.sequence_length)
-    rate = ASSUMED_UTILIZATION * devices.rates.find_rate("bf16", tf32=False)
+    rate = ASSUMED_UTILIZATION * devices.rates.half
     micro_batches = tokens / (teacher.batch_size * config.data.sequence_length)
-    launches = len(find_decoder_layers(model)) * _LAYER_LAUNCHES / 3 + _CAPTURE_LAUNCHES
-    least = micro_batches * launches * LAUNCH_SECONDS
-    seconds = max(flops / rate, least) / devices.count
+    launches = len(find_decoder_layers(model)) * LAYER_LAUNCHES / 3 + CAPTURE_LAUNCHES
+    seconds = max(flops / rate, micro_batches * launches * LAUNCH_SECONDS) / devices.count
     return CaptureTime(
         count_weight_bytes(model, torch.bfloat16.itemsize, teacher.quantization),
-        round(seconds, 1),
+        round(seconds, 3),
         _compute_cost(seconds, devices.count, price),
     )
 
 
-# ---------------------------------------------------------------------- settings
-
-
 def _list_settings(
-    options: TrainConfig, devices: DeviceGroup
+    options: TrainConfig, count: int
 ) -> Iterator[tuple[TrainConfig, ParallelStrategy, int]]:
     """The job with each micro-batch and checkpointing, on one device and on all.
 
-    Options are those of a rank.
+    Options are those of a rank. Micro-batches are the job's, its halves and its doubles.
     """
-    sequences = options.sequences_per_step
-    for ranks in dict.fromkeys((1, devices.count)):
+    batch, sequences = options.batch_size, options.sequences_per_step
+    sizes = [batch << n for n in range(sequences.bit_length())]
+    sizes += [batch >> n for n in range(1, batch.bit_length())]
+    for ranks in dict.fromkeys((1, count)):
         own = sequences // ranks
-        batches = [each for each in _list_micro_batches(options) if own % each == 0]
-        for batch in batches:
+        for size in (each for each in sizes if own % each == 0):
             for how in dict.fromkeys((options.gradient_checkpointing, *_CHECKPOINTING)):
-                changed = options.model_copy(
-                    update={
-                        "batch_size": batch,
-                        "gradient_accumulation_steps": own // batch,
-                        "gradient_checkpointing": how,
-                    }
-                )
+                update = {
+                    "batch_size": size,
+                    "gradient_accumulation_steps": own // size,
+                    "gradient_checkpointing": how,
+                }
+                changed = options.model_copy(update=update)
                 for strategy in list_strategies(changed, ranks):
                     yield changed, strategy, ranks
-
-
-def _list_micro_batches(options: TrainConfig) -> list[int]:
-    """The job's micro-batch, its halves, and its doubles."""
-    sequences = options.sequences_per_step
-    doubles = [options.batch_size << n for n in range(sequences.bit_length())]
-    halves = [options.batch_size >> n for n in range(1, options.batch_size.bit_length())]
-    return [each for each in (*doubles, *halves) if each <= sequences]
 
 
 def _pick_best(found: list[Strategy], options: TrainConfig) -> Iterator[Strategy]:
@@ -257,27 +241,20 @@ def _pick_best(found: list[Strategy], options: TrainConfig) -> Iterator[Strategy
             yield each
 
 
-# ---------------------------------------------------------------------- bytes and seconds
-
-
 @dataclass(frozen=True)
 class _Training:
-    """A training: its student, what a token costs in it, and its length in optimiser steps.
+    """A training on one kind of device: its ``step`` on one of them, and what a token costs."""
 
-    ``targets`` are the positions of a sequence that have one.
-    """
-
-    student: StudentShape
+    step: StepShape
     work: ModelWork
-    options: TrainConfig
-    vocabulary: int
-    length: int
-    targets: float
+    rates: DeviceRates
     steps: int
-    in_kernels: bool
+    price: float | None
 
     @classmethod
-    def of(cls, config: JobConfig, targets: float, steps: int) -> _Training:
+    def of(
+        cls, config: JobConfig, rates: DeviceRates, steps: int, price: float | None
+    ) -> _Training:
         """Build the student of a job without its weights."""
         assert config.student is not None, "a job that trains has a student"
         tokenizer = load_student_tokenizer(config)
@@ -286,37 +263,37 @@ class _Training:
         student = require_trainable_student(config.student, tokenizer, length, teacher)
         vocabulary = choose_student_vocabulary(tokenizer, config.student, teacher)
         codec = make_codec_identity(config.cache).record_codec(vocabulary)
-        return cls(
+        options = config.require_train()
+        if options.precision == "auto":
+            precision = "bf16" if rates.has_bfloat16 else "fp16"
+            options = options.model_copy(update={"precision": precision})
+        step = StepShape(
             student=describe_student(student),
-            work=count_model_work(student, vocabulary),
-            options=config.require_train(),
-            vocabulary=vocabulary,
+            options=options,
             length=length,
-            targets=targets,
-            steps=steps,
-            in_kernels=suits_kernels(codec if config.needs_cache else None, config.loss.divergence),
+            vocabulary=vocabulary,
+            item=_ITEM_BYTES[options.precision],
+            chunk=options.logits_chunk or 1,
+            kernels=suits_kernels(codec if config.needs_cache else None, config.loss.divergence),
         )
+        return cls(step, count_model_work(student, vocabulary), rates, steps, price)
 
-    def count(
-        self,
-        devices: DeviceGroup,
-        price: float | None,
-        options: TrainConfig,
-        strategy: ParallelStrategy,
-        ranks: int,
-    ) -> Strategy:
+    def count(self, options: TrainConfig, strategy: ParallelStrategy, ranks: int) -> Strategy:
         """Count one way to train; ``options`` are those of one of its ``ranks``."""
-        split = Split(strategy, ranks)
-        precision = self._choose_precision(devices)
-        options = options.model_copy(update={"precision": precision})
-        step = self._describe_step(options, split, devices)
-        memory = estimate_rank(step, split)
-        beside = CUDA_CONTEXT if devices.is_gpu else memory.offloaded
-        work = self._time_work(options, devices.rates)
+        precision = self.step.options.precision
+        step = replace(self.step, options=options.model_copy(update={"precision": precision}))
+        if options.logits_chunk is None:
+            # As many logits at once as what is free has room for.
+            held = estimate_rank(step, strategy, ranks).total + CUDA_CONTEXT
+            free = max(self.rates.memory - held, 0)
+            logit_bytes = step.item if step.kernels else PLAIN_LOGIT_BYTES
+            chunk = choose_gpu_chunk_positions(step.vocabulary, free, logit_bytes)
+            step = replace(step, chunk=chunk)
+        memory = estimate_rank(step, strategy, ranks)
+        work = self._time_work(step)
         micro_batches = options.gradient_accumulation_steps
-        waiting = count_waiting(
-            work, count_traffic(step, split), split, micro_batches, devices.rates
-        )
+        traffic = count_traffic(step, strategy, ranks)
+        waiting = count_waiting(work, traffic, strategy, ranks, micro_batches, self.rates)
         seconds = self.steps * (work + waiting)
         return Strategy(
             strategy=strategy,
@@ -327,53 +304,26 @@ class _Training:
             gradient_checkpointing=options.gradient_checkpointing,
             precision=precision,
             memory=memory,
-            memory_bytes=memory.total + beside,
-            fits=memory.total + beside <= count_usable(devices.rates.memory),
+            memory_bytes=memory.total + CUDA_CONTEXT,
+            fits=memory.total + CUDA_CONTEXT <= count_usable(self.rates.memory),
             step_seconds=round(work + waiting, 6),
             waiting_seconds=round(waiting, 6),
-            seconds=round(seconds, 1),
-            cost=_compute_cost(seconds, ranks, price),
+            seconds=round(seconds, 3),
+            cost=_compute_cost(seconds, ranks, self.price),
         )
 
-    def _choose_precision(self, devices: DeviceGroup) -> str:
-        """The job's precision, or what "auto" means on the devices."""
-        if self.options.precision != "auto":
-            return self.options.precision
-        if not devices.is_gpu:
-            return "fp32"
-        return "bf16" if devices.rates.has_bfloat16 else "fp16"
-
-    def _describe_step(self, options: TrainConfig, split: Split, devices: DeviceGroup) -> StepShape:
-        """Describe a step, with as many logits at once as what is free has room for."""
-        shape = StepShape(
-            student=self.student,
-            options=options,
-            length=self.length,
-            vocabulary=self.vocabulary,
-            item=_ITEM_BYTES[options.precision],
-            chunk=options.logits_chunk or 1,
-            kernels=devices.is_gpu and self.in_kernels,
-        )
-        if options.logits_chunk is not None:
-            return shape
-        if not devices.is_gpu:
-            return replace(shape, chunk=choose_cpu_chunk_positions(self.vocabulary))
-        free = max(devices.rates.memory - CUDA_CONTEXT - estimate_rank(shape, split).total, 0)
-        logit_bytes = shape.item if shape.kernels else PLAIN_LOGIT_BYTES
-        chunk = choose_gpu_chunk_positions(self.vocabulary, free, logit_bytes)
-        return replace(shape, chunk=chunk)
-
-    def _time_work(self, options: TrainConfig, rates: DeviceRates) -> float:
+    def _time_work(self, step: StepShape) -> float:
         """Seconds of the work of a rank in one step."""
-        count = self.student.layer_count
-        recomputed = sum(compute_group_sizes(count, options.gradient_checkpointing)) / count
-        tokens = options.batch_size * self.length
+        options = step.options
+        layers = step.student.layers
+        recomputed = sum(compute_group_sizes(layers, options.gradient_checkpointing)) / layers
         dtype = "fp32" if options.precision == "fp32" else "bf16"
-        rate = ASSUMED_UTILIZATION * rates.find_rate(dtype, options.tf32)
-        products = tokens * self.work.count_training(self.length, recomputed) / rate
-        launches = count * _LAYER_LAUNCHES * (1 + recomputed / 3) + _PASS_LAUNCHES
-        least = max(products, launches * LAUNCH_SECONDS)
-        return options.gradient_accumulation_steps * least
+        rate = ASSUMED_UTILIZATION * self.rates.find_rate(dtype, options.tf32)
+        tokens = options.batch_size * step.length
+        products = tokens * self.work.count_training(step.length, recomputed) / rate
+        launches = layers * LAYER_LAUNCHES * (1 + recomputed / 3) + PASS_LAUNCHES
+        passes = options.gradient_accumulation_steps * max(products, launches * LAUNCH_SECONDS)
+        return passes + STEP_LAUNCHES * LAUNCH_SECONDS
 
 
 def _compute_cost(seconds: float, devices: int, price: float | None) -> float | None:

@@ -107,8 +107,10 @@ def _count_rounded_bytes(rows: int, width: int, item_bytes: int, quantization: s
 def estimate_forward_bytes(model: PreTrainedModel, tokens: int, item_bytes: int) -> int:
     """Bytes of the tensors of one layer in a pass without gradients over ``tokens``."""
     config = model.config.get_text_config()
-    width = _HIDDEN_COPIES * config.hidden_size + _MLP_COPIES * _find_mlp_width(config)
-    return tokens * item_bytes * width
+    # The widest MLP; four times the width of the hidden states where none is named.
+    sizes = read_layer_sizes(config, "intermediate_size")
+    mlp: int = max(sizes, default=4 * config.hidden_size)
+    return tokens * item_bytes * (_HIDDEN_COPIES * config.hidden_size + _MLP_COPIES * mlp)
 
 
 def measure_attention_width(layer: nn.Module) -> int:
@@ -123,12 +125,6 @@ def measure_attention_width(layer: nn.Module) -> int:
                       for each in module.children())  # fmt: skip
             found += [width for width in widths if width][-1:]
     return max(found)
-
-
-def _find_mlp_width(config: PreTrainedConfig) -> int:
-    """The width of the widest MLP; four times that of the hidden states where none is named."""
-    width: int = config.hidden_size
-    return max(read_layer_sizes(config, "intermediate_size"), default=4 * width)
 
 
 def find_expert_share(config: PreTrainedConfig) -> float:

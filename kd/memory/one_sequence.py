@@ -43,58 +43,43 @@ class LeastCapture:
         hollow = outline_teacher(teacher, dtype)
         length = plan.data.sequence_length
         vocabulary = plan.identity.tokenizer.vocabulary_size
+        logits = vocabulary * min(max(LOGIT_ELEMENTS[device.type] // vocabulary, 1), length)
         weights = count_weight_bytes(hollow, dtype.itemsize, teacher.section.quantization)
         return cls(
             teacher.section.compute_device_share(weights, devices),
             estimate_forward_bytes(hollow, length, dtype.itemsize)
-            + _count_logit_bytes(device.type, length, vocabulary),
+            # A chunk of logits, and the passes of the sampler over it, in float32.
+            + 4 * (logits + _PASS_COPIES * min(PASS_ELEMENTS[device.type], logits)),
         )
 
     def find_problems(self, memory: int, length: int) -> list[Problem]:
         """Find that ``memory`` bytes are too few, and name what to lower."""
         if self.weights + self.sequence <= memory:
             return []
+        less = "set teacher.dtype to bfloat16, or teacher.quantization to int8"
+        more = "a device with more memory (resources.memory)"
         need = f"{format_bytes(self.weights)} of weights"
         there = f"the device has {format_bytes(memory)}"
         if self.weights > memory:
-            return [
-                Problem(
-                    "/teacher/model",
-                    f"the teacher has {need}, but {there}.",
-                    "Set teacher.dtype to bfloat16, or teacher.quantization to int8; or take a "
-                    "smaller teacher, or a device with more memory (resources.memory).",
-                )
-            ]
-        return [
-            Problem(
-                "/data/sequence_length",
-                f"one sequence of {length} tokens needs {format_bytes(self.sequence)} beside "
-                f"{need}, but {there}.",
-                "Lower it, or set teacher.dtype to bfloat16 or teacher.quantization to int8; or "
-                "take a device with more memory (resources.memory).",
-            )
-        ]
-
-
-def _count_logit_bytes(device: str, tokens: int, vocabulary: int) -> int:
-    """Bytes of a chunk of a teacher's logits, and of the passes of the sampler over it."""
-    rows = min(max(LOGIT_ELEMENTS[device] // vocabulary, 1), tokens)
-    passes = _PASS_COPIES * min(PASS_ELEMENTS[device], rows * vocabulary)
-    return 4 * (rows * vocabulary + passes)
+            detail = f"the teacher has {need}, but {there}."
+            remedy = f"Take a smaller teacher, or {more}; or {less}."
+            return [Problem("/teacher/model", detail, remedy)]
+        detail = (
+            f"one sequence of {length} tokens needs {format_bytes(self.sequence)} beside {need}, "
+            f"but {there}."
+        )
+        remedy = f"Lower it, or take {more}; or {less}."
+        return [Problem("/data/sequence_length", detail, remedy)]
 
 
 def require_capture_memory(plan: CapturePlan, resources: Resources, device: torch.device) -> None:
     """Raise ``ConfigError`` where ``device`` has too little memory for even one sequence."""
     if not plan.teacher.section.is_local:
         return
-    memory = _read_device_memory(resources.memory, device)
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[1]
+    else:
+        memory = min(read_memory_bytes(), resources.memory or read_memory_bytes())
     least = LeastCapture.of(plan, device, resources.gpus or 1)
     if problems := least.find_problems(memory, plan.data.sequence_length):
         raise ConfigError(problems)
-
-
-def _read_device_memory(limit: int | None, device: torch.device) -> int:
-    """The bytes of a GPU; without one those of the host, or the job's own limit."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return min(read_memory_bytes(), limit or read_memory_bytes())

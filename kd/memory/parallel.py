@@ -20,13 +20,13 @@ formulas of the rings are those of Patarasuk and Yuan 2009, those of FSDP are of
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from kd.config.train import TrainConfig
-from kd.files import format_bytes
 from kd.memory.devices import DeviceRates
-from kd.memory.step_bytes import BlockShape, StepMemoryEstimate, StepShape, compute_group_sizes
+from kd.memory.step_bytes import StepMemory, StepShape, compute_group_sizes
+from kd.optim.state_size import count_trained_bytes
 from kd.parallel.limits import list_unsharded_fields
 
 ParallelStrategy = Literal["single", "ddp", "fsdp", "pipeline"]
@@ -38,23 +38,6 @@ _REDUCED_BYTES = 4
 _BACKWARD_SHARE = 2 / 3
 #: Share of the rate of a link that collectives are expected to reach: an assumption.
 LINK_SHARE = 0.8
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a step is split: a strategy, and the ranks that share it."""
-
-    strategy: ParallelStrategy = "single"
-    ranks: int = 1
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one rank does the whole step."""
-        return self.ranks == 1 or self.strategy == "single"
-
-
-# ---------------------------------------------------------------------- the choice
-
 #: Share of a device's memory that is left free, for holes and for what the estimate misses.
 HEADROOM = 0.1
 
@@ -76,7 +59,7 @@ def choose_strategy(step: StepShape, ranks: int, room: int | None) -> ParallelSt
     """
     found = list_strategies(step.options, ranks)
     for strategy in found:
-        if room is None or estimate_rank(step, Split(strategy, ranks)).total <= count_usable(room):
+        if room is None or estimate_rank(step, strategy, ranks).total <= count_usable(room):
             return strategy
     return found[-1]
 
@@ -89,59 +72,25 @@ def count_usable(size: int) -> int:
 # ---------------------------------------------------------------------- memory
 
 
-@dataclass(frozen=True)
-class RankMemory(StepMemoryEstimate):
-    """Bytes of a step at its peak, on the rank that needs most.
-
-    ``buffers`` are what FSDP gathers. ``offloaded`` lie in the host's memory
-    (``train.fsdp_offload``, ``train.activation_offload``), and are not counted in ``total``.
-    """
-
-    buffers: int = 0
-    offloaded: int = 0
-
-    @property
-    def total(self) -> int:
-        """All bytes on the device of the rank."""
-        return super().total + self.buffers
-
-    def warn_of_host(self, host: int, ranks: int) -> str | None:
-        """A warning if ``ranks`` like this one offload more than the ``host`` has; else None."""
-        if self.offloaded * ranks <= host:
-            return None
-        return (
-            f"{format_bytes(self.offloaded * ranks)} are kept in this host's memory, which has "
-            f"{format_bytes(host)}: it will run out. Set train.activation_offload and "
-            "train.fsdp_offload to false, or train.batch_size lower."
-        )
-
-    def offload(self) -> RankMemory:
-        """Move the rank's parts of weights, gradients and state to the host."""
-        parts = self.weights + self.gradients + self.optimizer
-        return replace(self, weights=0, gradients=0, optimizer=0, offloaded=parts)
-
-
-def estimate_rank(step: StepShape, split: Split) -> RankMemory:
-    """The bytes of ``step`` on the rank that needs most.
+def estimate_rank(step: StepShape, strategy: ParallelStrategy, ranks: int) -> StepMemory:
+    """The bytes of ``step`` on the rank that needs most, of those that share it by ``strategy``.
 
     The options of ``step`` are those of a rank: its batch_size is the micro-batch of one forward
     pass. The first of N stages of a pipeline has N micro-batches in flight, which keep in an N-th
     of the layers what one keeps in all.
     """
-    ranks = split.ranks
-    whole = RankMemory(**asdict(step.estimate()), offloaded=step.count_offloaded())
+    whole = step.estimate()
     # The gradients of DDP are views of its buckets (``kd.parallel.strategies.replicate``).
-    if split.is_whole or split.strategy == "ddp":
+    if ranks == 1 or strategy in ("single", "ddp"):
         return whole
-    parts = RankMemory(
-        weights=step.student.buffer_bytes
-        + math.ceil((whole.weights - step.student.buffer_bytes) / ranks),
+    buffers = step.student.buffer_bytes
+    parts = replace(
+        whole,
+        weights=buffers + math.ceil((whole.weights - buffers) / ranks),
         gradients=math.ceil(whole.gradients / ranks),
         optimizer=math.ceil(whole.optimizer / ranks),
-        activations=whole.activations,
-        head=whole.head,
     )
-    if split.strategy == "pipeline":
+    if strategy == "pipeline":
         return parts
     memory = replace(
         parts,
@@ -150,7 +99,10 @@ def estimate_rank(step: StepShape, split: Split) -> RankMemory:
         head=whole.head - step.count_head_cast(),
         buffers=count_gathered_bytes(step),
     )
-    return memory.offload() if step.options.fsdp_offload else memory
+    if not step.options.fsdp_offload:
+        return memory
+    on_host = parts.weights + parts.gradients + parts.optimizer
+    return replace(memory, weights=0, gradients=0, optimizer=0, offloaded=parts.offloaded + on_host)
 
 
 def count_gathered_bytes(step: StepShape) -> int:
@@ -160,42 +112,39 @@ def count_gathered_bytes(step: StepShape) -> int:
     has its gradient, and the copy of it in float32 that is reduced. Layers that are one checkpoint
     count as one.
     """
-    layers = dict.fromkeys(step.student.layers)
-    layer = max(layers, key=lambda each: each.numbers, default=BlockShape())
-    sizes = compute_group_sizes(step.student.layer_count, step.options.gradient_checkpointing)
-    together = max(sizes, default=1)
-    gradient = together * layer.trained_numbers * (step.item + _REDUCED_BYTES)
-    whole = step.student.outside.numbers + _WHOLE_LAYERS * together * layer.numbers
+    student = step.student
+    groups = compute_group_sizes(student.layers, step.options.gradient_checkpointing)
+    together = max(groups, default=1)
+    gradient = together * student.largest_trained * (step.item + _REDUCED_BYTES)
+    whole = student.numbers - student.in_layers + _WHOLE_LAYERS * together * student.largest
     return whole * step.item + gradient
 
 
-# ---------------------------------------------------------------------- bytes that are sent
-
-
-def count_traffic(step: StepShape, split: Split) -> float:
+def count_traffic(step: StepShape, strategy: ParallelStrategy, ranks: int) -> float:
     """The bytes that a rank sends in a step; ``step`` is as in ``estimate_rank``."""
-    if split.is_whole:
+    if ranks == 1 or strategy == "single":
         return 0.0
-    options = step.options
-    ring = (split.ranks - 1) / split.ranks
-    if split.strategy == "ddp":
-        gradients = step.student.sum_blocks(lambda each: each.count_gradient_bytes(options))
-        return 2 * ring * gradients
+    ring = (ranks - 1) / ranks
+    if strategy == "ddp":
+        return 2 * ring * count_trained_bytes(step.student.trained_numbers, step.options)
     weights = step.student.numbers * step.item
-    reduced = step.student.sum_blocks(lambda each: each.trained_numbers) * _REDUCED_BYTES
-    return options.gradient_accumulation_steps * ring * (2 * weights + reduced)
+    reduced = step.student.trained_numbers * _REDUCED_BYTES
+    return step.options.gradient_accumulation_steps * ring * (2 * weights + reduced)
 
 
 def count_waiting(
-    work: float, traffic: float, split: Split, micro_batches: int, rates: DeviceRates
+    work: float,
+    traffic: float,
+    strategy: ParallelStrategy,
+    ranks: int,
+    micro_batches: int,
+    rates: DeviceRates,
 ) -> float:
     """The seconds that a rank waits for links in a step of ``work`` seconds.
 
     DDP sends its ``traffic`` bytes during the backward pass of the last micro-batch, FSDP during
     all passes; only what takes longer is waited for.
     """
-    if split.is_whole:
-        return 0.0
-    seconds = traffic / (LINK_SHARE * rates.find_ring_rate(split.ranks))
-    hidden = work * (_BACKWARD_SHARE / micro_batches if split.strategy == "ddp" else 1.0)
+    seconds = traffic / (LINK_SHARE * rates.find_ring_rate(ranks))
+    hidden = work * (_BACKWARD_SHARE / micro_batches if strategy == "ddp" else 1.0)
     return max(seconds - hidden, 0.0)

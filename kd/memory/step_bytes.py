@@ -11,19 +11,12 @@ norms, rotations and activations a little more.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from kd.config.train import Checkpointing, TrainConfig
 from kd.files import format_bytes
-from kd.optim.state_size import (
-    AVERAGE_NUMBER_BYTES,
-    ParameterShape,
-    count_optimizer_bytes,
-    count_trained_bytes,
-)
+from kd.optim.state_size import ParameterShape, count_state_bytes, count_trained_bytes
 
 #: Bytes of a number in float32.
 FLOAT32 = 4
@@ -42,12 +35,13 @@ _OUTSIDE_COPIES = 2
 
 
 @dataclass(frozen=True)
-class StepMemoryEstimate:
-    """Bytes of a training step at its peak.
+class StepMemory:
+    """Bytes of a training step at its peak, on the rank that needs most.
 
     ``optimizer`` is its state and the moving average of the weights, ``activations`` all tensors
-    that autograd keeps for the backward pass, and ``head`` a chunk of logits and the gradient of
-    the LM head.
+    that autograd keeps for the backward pass, ``head`` a chunk of logits and the gradient of the LM
+    head, and ``buffers`` what FSDP gathers. ``offloaded`` lie in the host's memory
+    (``train.fsdp_offload``, ``train.activation_offload``), and are not counted in ``total``.
     """
 
     weights: int
@@ -55,11 +49,13 @@ class StepMemoryEstimate:
     optimizer: int
     activations: int
     head: int
+    buffers: int = 0
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
-        """All bytes of the step."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head
+        """All bytes on the device."""
+        return sum(asdict(self).values()) - self.offloaded
 
     def __str__(self) -> str:
         parts = ", ".join(
@@ -74,24 +70,43 @@ class StepMemoryEstimate:
         free = max(room - self.weights, 0)
         return f"{self} {format_bytes(free)} is free beside the weights: memory may run out."
 
-
-# ---------------------------------------------------------------------- the student
+    def warn_of_host(self, host: int, ranks: int) -> str | None:
+        """A warning if ``ranks`` like this one offload more than the ``host`` has; else None."""
+        if self.offloaded * ranks <= host:
+            return None
+        return (
+            f"{format_bytes(self.offloaded * ranks)} are kept in this host's memory, which has "
+            f"{format_bytes(host)}: it will run out. Set train.activation_offload and "
+            "train.fsdp_offload to false, or train.batch_size lower."
+        )
 
 
 @dataclass(frozen=True)
-class BlockShape:
-    """Parameters that belong together: those of a decoder layer, or those outside of all layers.
+class StudentShape:
+    """The parameters of a student, as far as the bytes of a step depend on them.
 
-    ``frozen`` counts numbers that are not trained, and ``frozen_bytes`` are their bytes. ``widths``
-    are the rows and columns of all matrices that a token meets.
+    ``layers`` is the number of its decoder layers, at least 1. ``trained`` are all trained
+    parameters, and ``frozen`` the count of all other numbers. ``in_layers`` are the numbers of all
+    layers, ``largest`` and ``largest_trained`` those of the largest one. ``widths`` are the rows
+    and columns of all matrices in the layers that a token meets. ``head`` are the numbers of the LM
+    head, which are counted in the others too, and ``head_bytes`` are the bytes of one of them where
+    it is frozen, else None. ``width`` is that of the hidden states.
     """
 
-    trained: tuple[ParameterShape, ...] = ()
+    layers: int
+    trained: tuple[ParameterShape, ...]
+    in_layers: int
+    largest: int
+    largest_trained: int
+    widths: float
+    head: int
+    width: int
+    head_bytes: int | None = None
     frozen: int = 0
     frozen_bytes: int = 0
-    widths: float = 0.0
+    buffer_bytes: int = 0
 
-    @property
+    @cached_property
     def trained_numbers(self) -> int:
         """The count of trained numbers."""
         return sum(each.size for each in self.trained)
@@ -100,78 +115,6 @@ class BlockShape:
     def numbers(self) -> int:
         """The count of all numbers."""
         return self.trained_numbers + self.frozen
-
-    def count_weight_bytes(self, options: TrainConfig) -> int:
-        """Bytes of the weights as ``options`` train them."""
-        return count_trained_bytes(self.trained_numbers, options) + self.frozen_bytes
-
-    def count_gradient_bytes(self, options: TrainConfig) -> int:
-        """Bytes of the gradients."""
-        return count_trained_bytes(self.trained_numbers, options)
-
-    def count_state_bytes(self, options: TrainConfig) -> int:
-        """Bytes of the optimiser's state, and of the moving average of the weights."""
-        averaged = self.trained_numbers if options.ema_decay is not None else 0
-        state = count_optimizer_bytes(options.optim, self.trained)
-        return AVERAGE_NUMBER_BYTES * averaged + state
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """The weight of the LM head: its rows and columns, and whether it is trained.
-
-    ``item`` are the bytes of a number of it, where it is frozen; ``tied`` says that it is the
-    embedding too.
-    """
-
-    rows: int
-    width: int
-    trained: bool
-    item: int = 4
-    tied: bool = False
-
-    @property
-    def numbers(self) -> int:
-        """The count of its numbers."""
-        return self.rows * self.width
-
-
-@dataclass(frozen=True)
-class StudentShape:
-    """The parameters of a student by layer, and ``width``, that of its hidden states.
-
-    A tied LM head is counted once, in ``outside``.
-    """
-
-    layers: tuple[BlockShape, ...]
-    outside: BlockShape
-    head: HeadShape
-    width: int
-    buffer_bytes: int = 0
-
-    @property
-    def blocks(self) -> tuple[BlockShape, ...]:
-        """All blocks: the layers, then what lies outside of them."""
-        return (*self.layers, self.outside)
-
-    @cached_property
-    def kinds(self) -> tuple[tuple[BlockShape, int], ...]:
-        """The different blocks and how often each occurs: most layers are alike."""
-        return tuple(Counter(self.blocks).items())
-
-    def sum_blocks(self, count: Callable[[BlockShape], int]) -> int:
-        """The sum of ``count`` over all blocks."""
-        return sum(count(block) * times for block, times in self.kinds)
-
-    @cached_property
-    def numbers(self) -> int:
-        """The count of its parameters."""
-        return self.sum_blocks(lambda each: each.numbers)
-
-    @property
-    def layer_count(self) -> int:
-        """The number of its decoder layers, at least 1."""
-        return max(len(self.layers), 1)
 
 
 def compute_group_sizes(count: int, how: Checkpointing) -> list[int]:
@@ -182,9 +125,6 @@ def compute_group_sizes(count: int, how: Checkpointing) -> list[int]:
         size = math.ceil(count / math.ceil(math.sqrt(count)))
         return [min(size, count - start) for start in range(0, count, size)]
     return [1] * (count if how == "full" else math.ceil(count / how))
-
-
-# ---------------------------------------------------------------------- the step
 
 
 @dataclass(frozen=True)
@@ -204,16 +144,17 @@ class StepShape:
     chunk: int
     kernels: bool = False
 
-    def estimate(self) -> StepMemoryEstimate:
+    def estimate(self) -> StepMemory:
         """The bytes of the step on one device."""
-        options = self.options
-        return StepMemoryEstimate(
-            weights=self.student.sum_blocks(lambda each: each.count_weight_bytes(options))
-            + self.student.buffer_bytes,
-            gradients=self.student.sum_blocks(lambda each: each.count_gradient_bytes(options)),
-            optimizer=self.student.sum_blocks(lambda each: each.count_state_bytes(options)),
+        student = self.student
+        trained = count_trained_bytes(student.trained_numbers, self.options)
+        return StepMemory(
+            weights=trained + student.frozen_bytes + student.buffer_bytes,
+            gradients=trained,
+            optimizer=count_state_bytes(self.options, student.trained),
             activations=self.estimate_activations(),
             head=self.estimate_head(),
+            offloaded=self.count_offloaded(),
         )
 
     def estimate_activations(self) -> int:
@@ -222,18 +163,20 @@ class StepShape:
         Of layers whose activations are offloaded two are on the device, one of which is on its way
         back, and the cast weights of all.
         """
-        count = self.student.layer_count
-        layer = self._count_kept() / count
-        groups = compute_group_sizes(count, self.options.gradient_checkpointing)
+        options = self.options
+        count = self.student.layers
+        layer = self._count_layer()
+        boundary = self._count_boundary()
+        groups = compute_group_sizes(count, options.gradient_checkpointing)
         recomputed = max(groups, default=0) * layer
         unchecked = count - sum(groups)
-        if self.options.activation_offload:
-            stored = max(recomputed + self.count_boundary(), layer * min(unchecked, 2))
+        if options.activation_offload:
+            stored = max(recomputed + boundary, layer * min(unchecked, 2))
         else:
-            stored = unchecked * layer + len(groups) * self.count_boundary() + recomputed
+            stored = unchecked * layer + len(groups) * boundary + recomputed
         # In the backward pass of a layer about half of its activations have a gradient at the same
         # time.
-        working = _OUTSIDE_COPIES * self.count_boundary() + layer / 2
+        working = _OUTSIDE_COPIES * boundary + layer / 2
         return round(working + stored + self.count_kept_casts())
 
     def count_offloaded(self) -> int:
@@ -244,19 +187,20 @@ class StepShape:
         """
         if not self.options.activation_offload:
             return 0
-        count = self.student.layer_count
+        count = self.student.layers
         groups = compute_group_sizes(count, self.options.gradient_checkpointing)
-        whole = (count - sum(groups)) / count * self._count_kept()
-        return round(whole + len(groups) * self.count_boundary())
+        return round(
+            (count - sum(groups)) * self._count_layer() + len(groups) * self._count_boundary()
+        )
 
-    def _count_kept(self) -> float:
-        """Bytes that autograd keeps in all layers, cast weights apart."""
+    def _count_layer(self) -> float:
+        """Bytes that autograd keeps in a layer, cast weights apart."""
         narrow = _KEPT_PURE if self.options.is_pure_bfloat16 else _KEPT_HALF
-        each = _KEPT_FLOAT32 if self.item == FLOAT32 else narrow
-        widths = sum(block.widths * times for block, times in self.student.kinds)
-        return each * self.options.batch_size * self.length * widths
+        kept = _KEPT_FLOAT32 if self.item == FLOAT32 else narrow
+        tokens = self.options.batch_size * self.length
+        return kept * tokens * self.student.widths / self.student.layers
 
-    def count_boundary(self) -> int:
+    def _count_boundary(self) -> int:
         """Bytes of the hidden states between two layers."""
         item = self.item if self.options.is_pure_bfloat16 else FLOAT32
         return item * self.options.batch_size * self.length * self.student.width
@@ -269,10 +213,10 @@ class StepShape:
         """
         if self.item >= count_trained_bytes(1, self.options):
             return 0.0
-        count = self.student.layer_count
+        count = self.student.layers
         groups = compute_group_sizes(count, self.options.gradient_checkpointing)
-        layers = count - sum(groups) + max(groups, default=0)
-        return self.item * sum(each.numbers for each in self.student.layers) / count * layers
+        whole = count - sum(groups) + max(groups, default=0)
+        return self.item * self.student.in_layers / count * whole
 
     def estimate_head(self) -> int:
         """Bytes of the LM head beside its weight, and of a chunk of logits.
@@ -280,20 +224,19 @@ class StepShape:
         They are the gradient of the weight before it is added to the others, the weight cast to
         the precision, the hidden states with their gradient, and the chunk.
         """
-        head = self.student.head
+        student = self.student
         positions = self.options.batch_size * self.length
-        cast = self.count_head_cast()
-        states = 2 * positions * head.width * self.item
+        states = 2 * positions * student.width * self.item
         # The gradient of the weight is a sum in float32, whatever the weight is in.
+        gradient = _SUM_BYTES * student.head if student.head_bytes is None else 0
         logit_bytes = self.item if self.kernels else _LOGIT_AND_GRADIENT
         chunk = min(self.chunk, positions) * self.vocabulary * logit_bytes
-        return _SUM_BYTES * head.numbers * head.trained + cast + states + chunk
+        return gradient + self.count_head_cast() + states + chunk
 
     def count_head_cast(self) -> int:
         """Bytes of the LM head's weight in the precision, where it is kept in a wider one."""
-        head = self.student.head
-        own = count_trained_bytes(1, self.options) if head.trained else head.item
-        return head.numbers * self.item if self.item < own else 0
+        own = self.student.head_bytes or count_trained_bytes(1, self.options)
+        return self.student.head * self.item if self.item < own else 0
 
 
 def resize_micro_batch(options: TrainConfig, batch_size: int) -> TrainConfig:

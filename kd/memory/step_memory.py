@@ -8,13 +8,10 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Mapping, Set
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
@@ -22,12 +19,12 @@ from kd.config.train import TrainConfig
 from kd.loss.chunk_size import PLAIN_LOGIT_BYTES, choose_chunk_positions
 from kd.memory.devices import CUDA_CONTEXT
 from kd.memory.model_work import find_expert_share
-from kd.memory.step_bytes import BlockShape, HeadShape, StepShape, StudentShape
+from kd.memory.step_bytes import StepShape, StudentShape
 from kd.models.adapters import find_expert_weights
 from kd.models.layers import find_decoder_layers
 from kd.models.precision import Precision
 from kd.optim.optimizers import list_trained_shapes
-from kd.optim.state_size import ParameterShape
+from kd.optim.state_size import count_state_bytes
 
 
 def describe_step(
@@ -60,69 +57,46 @@ def describe_step(
 
 def estimate_optimizer_bytes(student: PreTrainedModel, options: TrainConfig) -> int:
     """Bytes of the optimiser's state, and of the moving average of the weights."""
-    return describe_student(student).sum_blocks(lambda each: each.count_state_bytes(options))
+    return count_state_bytes(options, list_trained_shapes(student).values())
 
 
 def describe_student(student: PreTrainedModel) -> StudentShape:
-    """Describe the parameters of ``student`` by layer; its weights may have no memory."""
+    """Describe the parameters of ``student``; its weights may have no memory."""
     trained = list_trained_shapes(student)
+    frozen = [each for each in student.parameters() if each not in trained]
     config = student.config.get_text_config()
-    *layers, outside = _list_blocks(student)
     names = find_expert_weights(student)
     experts = {each for name, each in student.named_parameters() if name in names}
     share = find_expert_share(config)
-    return StudentShape(
-        layers=tuple(
-            replace(_describe_block(layer, trained), widths=_sum_widths(layer, experts, share))
-            for layer in layers
-        ),
-        outside=_describe_block(outside, trained),
-        head=_describe_head(student),
-        width=config.hidden_size,
-        buffer_bytes=sum(map(_count_bytes, student.buffers())),
-    )
-
-
-def _list_blocks(student: PreTrainedModel) -> list[list[Parameter]]:
-    """The parameters of each layer, then all others; one that layers share is in the first."""
-    left = dict.fromkeys(student.parameters())
-    blocks = []
+    # A parameter that layers share counts in the first.
+    layers: list[list[Parameter]] = []
+    left = set(student.parameters())
     for layer in find_decoder_layers(student):
-        blocks.append([each for each in layer.parameters() if each in left])
-        for parameter in blocks[-1]:
-            del left[parameter]
-    return [*blocks, list(left)]
-
-
-def _describe_block(
-    parameters: list[Parameter], trained: Mapping[Parameter, ParameterShape]
-) -> BlockShape:
-    frozen = [parameter for parameter in parameters if parameter not in trained]
-    return BlockShape(
-        trained=tuple(trained[parameter] for parameter in parameters if parameter in trained),
-        frozen=sum(parameter.numel() for parameter in frozen),
-        frozen_bytes=sum(map(_count_bytes, frozen)),
+        layers.append([each for each in layer.parameters() if each in left])
+        left.difference_update(layers[-1])
+    sizes = [sum(each.numel() for each in layer) for layer in layers]
+    largest = layers[sizes.index(max(sizes))] if layers else []
+    head = student.get_output_embeddings().weight
+    return StudentShape(
+        layers=max(len(layers), 1),
+        trained=tuple(trained.values()),
+        in_layers=sum(sizes),
+        largest=max(sizes, default=0),
+        largest_trained=sum(each.numel() for each in largest if each in trained),
+        # Of experts only the share that a token meets counts.
+        widths=sum(
+            (share if each in experts else 1.0) * math.prod(each.shape[:-2]) * sum(each.shape[-2:])
+            for layer in layers
+            for each in layer
+            if each.ndim >= 2
+        ),
+        head=head.numel(),
+        width=config.hidden_size,
+        head_bytes=None if head.requires_grad else head.element_size(),
+        frozen=sum(each.numel() for each in frozen),
+        frozen_bytes=sum(each.nbytes for each in frozen),
+        buffer_bytes=sum(each.nbytes for each in student.buffers()),
     )
-
-
-def _sum_widths(parameters: list[Parameter], experts: Set[Parameter], share: float) -> float:
-    """The rows and columns of matrices; of ``experts`` only the ``share`` that a token meets."""
-    return sum(
-        (share if each in experts else 1.0) * math.prod(each.shape[:-2]) * sum(each.shape[-2:])
-        for each in parameters
-        if each.ndim >= 2
-    )
-
-
-def _describe_head(student: PreTrainedModel) -> HeadShape:
-    weight = student.get_output_embeddings().weight
-    rows, width = weight.shape
-    tied = weight is student.get_input_embeddings().weight
-    return HeadShape(rows, width, weight.requires_grad, weight.element_size(), tied)
-
-
-def _count_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # ---------------------------------------------------------------------- measured

@@ -7,7 +7,7 @@ count with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kd.config.train import TrainConfig
@@ -66,6 +66,12 @@ def count_trained_bytes(numbers: int, options: TrainConfig) -> int:
 def count_optimizer_bytes(optim: str, parameters: Iterable[ParameterShape]) -> int:
     """Bytes of the state that ``optim`` keeps for ``parameters``, without its step counters."""
     return sum(_count_bytes(optim, each) for each in parameters)
+
+
+def count_state_bytes(options: TrainConfig, parameters: Collection[ParameterShape]) -> int:
+    """Bytes of the optimiser's state, and of the moving average of the weights."""
+    averaged = sum(each.size for each in parameters) if options.ema_decay is not None else 0
+    return AVERAGE_NUMBER_BYTES * averaged + count_optimizer_bytes(options.optim, parameters)
 
 
 def _count_bytes(optim: str, parameter: ParameterShape) -> int:

@@ -14,7 +14,7 @@ from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.checks import ChecksConfig
 from kd.config.train import TrainConfig
-from kd.memory.parallel import RankMemory
+from kd.memory.step_bytes import StepMemory
 from kd.models.layers import group_layers
 from kd.models.precision import ScalerWatch
 from kd.optim.adaptive_clipping import find_clipped
@@ -58,7 +58,7 @@ class Run:
     state: TrainState
     #: The identity of the job, which its checkpoints carry.
     identity: str
-    memory: RankMemory
+    memory: StepMemory
     #: None once its report is written, and where nothing is compiled.
     compilation: Compilation | None
     average: Averager | None

@@ -8,25 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from cache.errors import CacheError, PotstillError
 from cache.store import read_manifest
 from kd.capture.estimate.job import (
-    Estimate,
-    estimate_vocabulary_size,
     list_measured_files,
     list_teacher_files,
+    make_estimate,
     measure_capture,
 )
+from kd.capture.estimate.text import TokenCounter
 from kd.client.wire.plans import JobEstimate, JobPlan, LearnedText, MemoryEstimate
 from kd.client.wire.service import WorkerState
 from kd.config.job import JobConfig
 from kd.config.kinds import SEARCH
 from kd.errors import ConfigError
 from kd.files import measure_free_bytes
-from kd.memory.model_memory import estimate_least_memory, estimate_model_memory
+from kd.memory.model_memory import (
+    count_student_bytes,
+    count_teacher_bytes,
+    estimate_least_memory,
+    list_student_shapes,
+)
 from kd.preflight.learned_rows import LearnedRow, find_row_problems
 from kd.progress import Notice
 from kd.text.rows import COLUMNS
@@ -58,24 +62,13 @@ def plan_job(
         if steps is not None:
             tokens = steps * config.train.sequences_per_step * config.data.sequence_length
     learned, notices = _show_rows(config, settings.root, kept)
-    teacher = config.teacher_files
-
-    def find_vocabulary() -> int:
-        assert teacher is not None, "without a teacher the vocabulary of a student is not asked for"
-        return kept.recall(
-            ["vocabulary", asdict(teacher)],
-            list_teacher_files(teacher, settings.root),
-            lambda: estimate_vocabulary_size(teacher, settings.root),
-        )
-
-    memory = estimate_model_memory(config, settings.root, find_vocabulary)
     return JobPlan(
         stages=list(config.stages),
         config=config.model_dump(mode="json"),
         capture=capture,
         steps=steps,
         tokens=tokens,
-        memory=MemoryEstimate(**asdict(memory)),
+        memory=_estimate_memory(config, settings.root, kept),
         free_bytes=measure_free_bytes(settings.home),
         warnings=[
             *_find_warnings(config, capture, steps),
@@ -117,16 +110,34 @@ def estimate_capture(
     if not config.captures:
         return None
     sections = config.model_dump(mode="json", include={"data", "teacher", "cache"})
-    distilled = config.model_copy(update={"kind": "distill"})
     try:
-        files = list_measured_files(config, settings.root)
-        measure = partial(measure_capture, distilled, settings.root)
-        work, storage = kept.recall(["capture", sections], files, measure)
+        work, storage = kept.recall(
+            ["capture", sections],
+            list_measured_files(config, settings.root),
+            lambda: measure_capture(config, settings.root),
+        )
     except PotstillError:  # a dataset of the hub, or text that only the worker can read
         return None
     caches = settings.locate_caches(config.cache.store)
-    estimate = Estimate.of(work, storage, config.cache.shard_sequences, caches)
-    return JobEstimate(**estimate.to_json())
+    return make_estimate(work, storage, config.cache.shard_sequences, caches)
+
+
+def _estimate_memory(config: JobConfig, root: Path, kept: KeptAnswers) -> MemoryEstimate:
+    teacher = config.teacher_files
+    is_new = config.student is not None and config.student.init is not None
+    vocabulary = 0
+    if is_new and teacher is not None:
+        vocabulary = kept.recall(
+            ["vocabulary", asdict(teacher)],
+            list_teacher_files(teacher, root),
+            lambda: TokenCounter.find(teacher, root).size,
+        )
+    shapes = () if is_new and not vocabulary else list_student_shapes(config, root, vocabulary)
+    return MemoryEstimate(
+        teacher_bytes=count_teacher_bytes(config, root),
+        student_parameters=sum(each.size for each in shapes) or None,
+        student_bytes=count_student_bytes(config, shapes),
+    )
 
 
 # ---------------------------------------------------------------------- warnings

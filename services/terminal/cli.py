@@ -33,7 +33,7 @@ from services.terminal.commands import (
     retention,
     run,
 )
-from services.terminal.commands.before import estimate, init, plan, rates, validate
+from services.terminal.commands.before import forecast, init, validate
 from services.terminal.commands.data import backup, buckets, upgrade
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.commands.hub import export, report, runs, transfer
@@ -86,7 +86,7 @@ caches.cache_app.add_typer(cache_exchange.app)
 jobs.jobs_app.add_typer(recovery.app)
 jobs.jobs_app.add_typer(comparison.app)
 for module in (
-    *(run, jobs, estimate, plan, rates, validate, init, check, evaluate, ablate, landscape),
+    *(run, jobs, forecast, validate, init, check, evaluate, ablate, landscape),
     *(caches, transfer, export, report, runs),
     *(keys, accounts, backup, buckets, retention, upgrade),
 ):

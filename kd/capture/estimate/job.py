@@ -8,9 +8,7 @@ by trial   measures bytes and seconds of a few micro-batches (``kd.forecast.tria
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from cache.disk import sum_file_sizes
 from cache.remote.address import read_binding
@@ -23,6 +21,7 @@ from kd.capture.estimate.text import (
     estimate_capture_size,
     require_width,
 )
+from kd.client.wire.plans import JobEstimate
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.files import measure_free_bytes
@@ -35,88 +34,55 @@ MARGIN = 0.05
 RESERVE_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The size and duration of a capture.
+def make_estimate(
+    work: CaptureSize,
+    storage: CacheSize,
+    shard_sequences: int,
+    caches: Path,
+    pace: tuple[float, str] | None = None,
+) -> JobEstimate:
+    """Compute the estimate of a capture.
 
-    ``seconds``, ``hours`` and ``device`` are None if no teacher was run. ``bytes_per_token``
-    divides all bytes by the positions with a record. ``fits`` says whether the disk has enough free
-    space for the ``local_bytes``: the whole cache, or what the disk keeps of one in a bucket.
+    ``caches`` is the folder of the caches, or the mirror of their bucket. ``pace`` is the seconds
+    per sequence and the device they were measured on.
     """
-
-    method: str
-    tokens: int
-    tokens_counted: bool
-    train_sequences: int
-    validation_sequences: int
-    positions: int
-    shards: int
-    bytes_per_token: float
-    bytes: int
-    local_bytes: int
-    free_bytes: int
-    fits: bool
-    seconds: float | None = None
-    hours: float | None = None
-    device: str | None = None
-    held_out: str = ""
-    bucket: str = ""
-
-    @classmethod
-    def of(
-        cls,
-        work: CaptureSize,
-        storage: CacheSize,
-        shard_sequences: int,
-        caches: Path,
-        pace: tuple[float, str] | None = None,
-    ) -> Estimate:
-        """Compute the estimate.
-
-        ``caches`` is the folder of the caches, or the mirror of their bucket. ``pace`` is the
-        seconds per sequence and the device they were measured on.
-        """
-        shards = math.ceil(work.sequences / shard_sequences)
-        size = storage.sum_bytes(work.positions, shards)
-        bucket = read_binding(caches)
-        # A mirror that has reached its bound makes room for what comes.
-        room = size if bucket is None else bucket.mirror_bytes - sum_file_sizes(caches)
-        local = min(size, max(room, 0))
-        free = measure_free_bytes(caches)
-        seconds = None if pace is None else pace[0] * work.sequences
-        return cls(
-            method="table" if pace is None else "trial",
-            tokens=work.sequences * work.sequence_length,
-            tokens_counted=work.counted,
-            train_sequences=work.train_sequences,
-            validation_sequences=work.validation_sequences,
-            positions=work.positions,
-            shards=shards,
-            bytes_per_token=round(size / max(work.positions, 1), 2),
-            bytes=size,
-            local_bytes=local,
-            free_bytes=free,
-            fits=local * (1 + MARGIN) + RESERVE_BYTES <= free,
-            seconds=None if seconds is None else round(seconds, 1),
-            hours=None if seconds is None else round(seconds / 3600, 3),
-            device=None if pace is None else pace[1],
-            held_out=work.held_out,
-            bucket="" if bucket is None else f"what is free in {bucket.address} is not known",
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the estimate as JSON values."""
-        return asdict(self)
+    shards = math.ceil(work.sequences / shard_sequences)
+    size = storage.sum_bytes(work.positions, shards)
+    bucket = read_binding(caches)
+    # A mirror that has reached its bound makes room for what comes.
+    room = size if bucket is None else bucket.mirror_bytes - sum_file_sizes(caches)
+    local = min(size, max(room, 0))
+    free = measure_free_bytes(caches)
+    seconds = None if pace is None else pace[0] * work.sequences
+    return JobEstimate(
+        method="table" if pace is None else "trial",
+        tokens=work.sequences * work.sequence_length,
+        tokens_counted=work.counted,
+        train_sequences=work.train_sequences,
+        validation_sequences=work.validation_sequences,
+        positions=work.positions,
+        shards=shards,
+        bytes_per_token=round(size / max(work.positions, 1), 2),
+        bytes=size,
+        local_bytes=local,
+        free_bytes=free,
+        fits=local * (1 + MARGIN) + RESERVE_BYTES <= free,
+        seconds=None if seconds is None else round(seconds, 1),
+        hours=None if seconds is None else round(seconds / 3600, 3),
+        device=None if pace is None else pace[1],
+        held_out=work.held_out,
+        bucket="" if bucket is None else f"what is free in {bucket.address} is not known",
+    )
 
 
-def estimate_by_table(config: JobConfig, root: Path, caches: Path) -> Estimate:
+def estimate_by_table(config: JobConfig, root: Path, caches: Path) -> JobEstimate:
     """Estimate a job's capture without running its teacher; relative paths start at ``root``.
 
     The cache is to fit on the disk of ``caches``, as far as it lies there.
     Raises ``ConfigError`` where the job captures nothing, or where only a trial can find its size.
     """
     work, storage = measure_capture(config, root)
-    return Estimate.of(work, storage, config.cache.shard_sequences, caches)
+    return make_estimate(work, storage, config.cache.shard_sequences, caches)
 
 
 def measure_capture(config: JobConfig, root: Path) -> tuple[CaptureSize, CacheSize]:
@@ -155,21 +121,7 @@ def require_capture(config: JobConfig) -> ModelSource:
     """Return where the captured teacher comes from; ``ConfigError`` for a job without a capture."""
     source = config.teacher_files
     if not config.captures or source is None:
-        raise ConfigError(
-            [
-                Problem(
-                    "/kind",
-                    f"a job of kind {config.kind} captures nothing to estimate.",
-                    "Set it to distill or precompute, with a teacher.",
-                )
-            ]
-        )
+        detail = f"a job of kind {config.kind} captures nothing to estimate."
+        remedy = "Set it to distill or precompute, with a teacher."
+        raise ConfigError([Problem("/kind", detail, remedy)])
     return source
-
-
-def estimate_vocabulary_size(source: ModelSource, root: Path) -> int:
-    """Return the vocabulary size of the teacher's tokenizer.
-
-    Where the tokenizer is not on this machine, the size comes from config.json, or is a guess.
-    """
-    return TokenCounter.find(source, root).size

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -60,6 +59,11 @@ class CaptureSize:
         """The number of sequences in both splits."""
         return self.train_sequences + self.validation_sequences
 
+    @property
+    def targets(self) -> float:
+        """The mean positions of a sequence."""
+        return self.positions / max(self.sequences, 1)
+
 
 @dataclass(frozen=True)
 class TokenCounter:
@@ -84,15 +88,9 @@ class TokenCounter:
         try:
             inner = Tokenizer.from_file(str(folder.tokenizer_file))
         except Exception as error:  # the library has no class of its own for this
-            raise ConfigError(
-                [
-                    Problem(
-                        "/teacher/model",
-                        f"its tokenizer.json cannot be read: {error}.",
-                        "Save the model again.",
-                    )
-                ]
-            ) from None
+            detail = f"its tokenizer.json cannot be read: {error}."
+            problem = Problem("/teacher/model", detail, "Save the model again.")
+            raise ConfigError([problem]) from None
         return cls(max(inner.get_vocab(with_added_tokens=True).values()) + 1, inner)
 
     def count(self, text: str) -> int:
@@ -147,19 +145,15 @@ def estimate_capture_size(config: JobConfig, root: Path, tokenizer: TokenCounter
     sampler = _TextSampler(config, root, tokenizer)
     train = sampler.estimate("train")
     held_out = sampler.estimate("validation") if data.validation else train
-
-    def sequences(text: _TextSize) -> int:
-        return max(
-            math.ceil(text.tokens / data.sequence_length if data.packing else text.unpacked), 1
-        )
-
-    count = sequences(train)
-    held = sequences(held_out) if data.validation else count_held_out(count, data.held_out_fraction)
+    count, count_held = (
+        max(math.ceil(each.tokens / data.sequence_length if data.packing else each.unpacked), 1)
+        for each in (train, held_out)
+    )
+    held = count_held if data.validation else count_held_out(count, data.held_out_fraction)
     kept = min(count if data.validation else count - held, data.max_train_samples or count)
     kept_held = count_kept_held_out(held, kept, data)
     positions = (
-        _count_positions(train, count) * kept
-        + _count_positions(held_out, sequences(held_out)) * kept_held
+        _count_positions(train, count) * kept + _count_positions(held_out, count_held) * kept_held
     )
     return CaptureSize(
         kept,
@@ -195,9 +189,8 @@ class _TextSampler:
             name = name_source(source)
             if not isinstance(source, str) or is_saved_dataset(self.root / name):
                 detail = f"the size of dataset {name!r} is not known without reading it."
-                raise ConfigError(
-                    [Problem(f"/data/{field}/{number}", detail, "Estimate without --fast.")]
-                )
+                problem = Problem(f"/data/{field}/{number}", detail, "Estimate without --fast.")
+                raise ConfigError([problem])
         # A source that comes again is looked for once, and counted as often as it comes.
         found = {source: find_files(source, self.root, field) for source in dict.fromkeys(sources)}
         files = [file for source in sources for file in found[source].files]
@@ -207,24 +200,18 @@ class _TextSampler:
             )
         different = list(dict.fromkeys(files))
         chosen = different[:: max(len(different) // SAMPLE_FILES, 1)]
-        read = sum(
-            (self._require_readable(file, SAMPLE_BYTES // len(chosen)) for file in chosen),
-            _TextSize(),
-        )
+        read = _TextSize()
+        for file in chosen:
+            try:
+                read += self._measure_file(file, SAMPLE_BYTES // len(chosen))
+            except PotstillError:
+                raise
+            # json, gzip, pyarrow and rows of another kind raise classes with no common base.
+            except Exception as error:
+                kind = f"data.format {self.config.data.format}"
+                detail = f"{file} cannot be read as {kind}: {type(error).__name__}: {error}."
+                raise DataError(detail, "Correct it, or set data.format.") from error
         return read.scale(_sum_file_sizes(files) / max(_sum_file_sizes(chosen), 1))
-
-    def _require_readable(self, path: Path, limit: int) -> _TextSize:
-        try:
-            return self._measure_file(path, limit)
-        except PotstillError:
-            raise
-        # json, gzip, pyarrow and rows of another kind raise classes with no common base.
-        except Exception as error:
-            detail = (
-                f"{path} cannot be read as data.format {self.config.data.format}: "
-                f"{type(error).__name__}: {error}."
-            )
-            raise DataError(detail, "Correct it, or set data.format.") from error
 
     def _measure_file(self, path: Path, limit: int) -> _TextSize:
         kind = choose_format(path, self.config.data)
@@ -235,35 +222,27 @@ class _TextSampler:
         if kind == "text":
             tokens = self.tokenizer.count(data.decode("utf-8", "ignore")) / share
             return self._measure_documents(tokens, tokens, 1.0)
-        rows = sum(
-            (
-                self._measure_row(row, f"{path}: row {number}")
-                for number, row in enumerate(_parse_rows(data), 1)
-            ),
-            _TextSize(),
-        )
-        return rows.scale(1 / share)
+        read = _TextSize()
+        for number, row in enumerate(_parse_rows(data), 1):
+            read += self._measure_row(row, f"{path}: row {number}")
+        return read.scale(1 / share)
 
     def _measure_row(self, row: dict[str, Any], place: str) -> _TextSize:
         data = self.config.data
+        count = self.tokenizer.count
         content = read_cell(row, place, data) if data.format in COLUMNS else None
         if isinstance(content, Completion):
-            prompt, answer = map(self.tokenizer.count, (content.prompt, content.completion))
-            learned = answer + 1 if data.assistant_only_loss else prompt + answer + 1
-            return self._measure_documents(prompt + answer + 1, learned, 1.0)
-        if not isinstance(content, Chat):
-            tokens = self.tokenizer.count(str(row.get(data.text_column) or "")) + 1
-            return self._measure_documents(tokens, tokens, 1.0)
-        # A chat template adds about 4 tokens to each message.
-        counts = [
-            self.tokenizer.count(str(each.get("content") or "")) + 4 for each in content.messages
-        ]
-        learned = sum(
-            count
-            for number, count in enumerate(counts)
-            if content.is_learned(number) or not data.assistant_only_loss
-        )
-        return self._measure_documents(sum(counts), learned, 1.0)
+            parts = [(count(content.prompt), False), (count(content.completion) + 1, True)]
+        elif isinstance(content, Chat):
+            # A chat template adds about 4 tokens to each message.
+            parts = [
+                (count(str(each.get("content") or "")) + 4, content.is_learned(number))
+                for number, each in enumerate(content.messages)
+            ]
+        else:
+            parts = [(count(str(row.get(data.text_column) or "")) + 1, True)]
+        learned = sum(size for size, own in parts if own or not data.assistant_only_loss)
+        return self._measure_documents(sum(size for size, _ in parts), learned, 1.0)
 
     def _measure_documents(self, tokens: float, learned: float, count: float) -> _TextSize:
         return _TextSize(
@@ -278,16 +257,6 @@ def _sum_file_sizes(files: Iterable[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _pack_zstd(data: bytes) -> bytes:
-    import pyarrow
-
-    return bytes(pyarrow.compress(data, codec="zstd", asbytes=True))
-
-
-#: Compresses bytes as a file of the suffix has them.
-_PACK: dict[str, Callable[[bytes], bytes]] = {".gz": zlib.compress, ".zst": _pack_zstd}
-
-
 def _read_beginning(path: Path, limit: int) -> tuple[bytes, float]:
     """Return the first ``limit`` bytes, decompressed, and their share of the file."""
     with path.open("rb") as raw, unpack(path, raw) as file:
@@ -295,10 +264,14 @@ def _read_beginning(path: Path, limit: int) -> tuple[bytes, float]:
         whole = not file.read(1)
     if whole:
         return data, 1.0
-    # How many bytes of a packed file were read is not known: compress them again to find out.
     packing = find_packing(path)
-    read = len(_PACK[packing](data)) if packing else limit
-    return data, read / path.stat().st_size
+    if not packing:
+        return data, limit / path.stat().st_size
+    import pyarrow
+
+    # How many bytes of a packed file were read is not known: compress them again to find out.
+    packed = pyarrow.compress(data, codec={".gz": "gzip", ".zst": "zstd"}[packing])
+    return data, packed.size / path.stat().st_size
 
 
 def _parse_rows(data: bytes) -> Iterator[dict[str, Any]]:

@@ -14,8 +14,8 @@ from kd.loss.chunk_size import suits_kernels
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import offload_activations
 from kd.memory.host import read_memory_bytes
-from kd.memory.parallel import ParallelStrategy, RankMemory, Split, choose_strategy, estimate_rank
-from kd.memory.step_bytes import StepShape
+from kd.memory.parallel import ParallelStrategy, choose_strategy, estimate_rank
+from kd.memory.step_bytes import StepMemory, StepShape
 from kd.memory.step_memory import describe_step, measure_free_memory
 from kd.models.attention.causality import require_causal
 from kd.models.attention.interface import use_packed_attention, uses_packed_attention
@@ -33,7 +33,7 @@ from kd.training.preparing.setting import TrainingSetting
 
 def examine_student(
     setting: TrainingSetting, data: DataConfig, loss: LossConfig, options: TrainConfig
-) -> tuple[LMHead, RankMemory, ParallelStrategy]:
+) -> tuple[LMHead, StepMemory, ParallelStrategy]:
     """Check that the job can train its student, and choose the strategy.
 
     Rank 0 alone runs the student; the others do as it found. Returns the LM head, an estimate of
@@ -69,9 +69,9 @@ def examine_student(
         sizes = (length, setting.vocabulary, setting.precision)
         step = describe_step(student, options, *sizes, kernels=kernels, device=setting.device)
         strategy = _choose_strategy(loss, step, room, group)
-        found = asdict(estimate_rank(step, Split(strategy, group.size))), strategy
+        found = asdict(estimate_rank(step, strategy, group.size)), strategy
     fields, strategy = group.share(found)
-    memory = RankMemory(**fields)
+    memory = StepMemory(**fields)
     host = memory.warn_of_host(read_memory_bytes(), group.size)
     for warning in filter(None, (memory.warning(room), host)):
         setting.monitor.emit("warning", message=warning)

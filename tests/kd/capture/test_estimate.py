@@ -25,7 +25,7 @@ from cache.records import Sequences
 from cache.remote.address import bind_caches
 from cache.store import open_cache
 from kd.capture.estimate import storage, text
-from kd.capture.estimate.job import Estimate, estimate_by_table
+from kd.capture.estimate.job import estimate_by_table, make_estimate
 from kd.capture.estimate.storage import (
     CacheSize,
     estimate_bytes,
@@ -36,11 +36,12 @@ from kd.capture.estimate.text import CaptureSize
 from kd.capture.plan import plan_capture
 from kd.capture.recording import TeacherReading
 from kd.capture.teacher import Teacher
+from kd.client.wire.plans import JobEstimate
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
 from kd.errors import ConfigError, DataError
 from kd.forecast import trial
-from kd.forecast.trial import open_trial
+from kd.forecast.rehearsal import estimate_job
 from kd.progress import SILENT, Event, Monitor
 from kd.stages.capture import run_precompute
 
@@ -70,9 +71,10 @@ def job(
     )
 
 
-def estimate_by_trial(config: JobConfig, home: Path) -> Estimate:
-    with open_trial(config, home) as found:
-        return found.estimate
+def estimate_by_trial(config: JobConfig, home: Path) -> JobEstimate:
+    found = estimate_job(config, home).capture
+    assert found is not None
+    return found
 
 
 # ---------------------------------------------------------------------- by a trial
@@ -343,13 +345,13 @@ def set_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 def test_an_estimate_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = CaptureSize(100, 10, 64, 5000, counted=True)
     set_free_bytes(monkeypatch, 10**9)
-    found = Estimate.of(work, CacheSize(20.0, 1000.0, 300), 32, tmp_path, pace=(0.5, "cpu"))
+    found = make_estimate(work, CacheSize(20.0, 1000.0, 300), 32, tmp_path, pace=(0.5, "cpu"))
     assert (found.tokens, found.shards, found.bytes) == (7040, 4, 5000 * 20 + 4 * 1000 + 300)
     assert found.bytes_per_token == pytest.approx(found.bytes / 5000, abs=0.01)
     assert (found.seconds, found.fits) == (55.0, True)
     assert (found.local_bytes, found.bucket) == (found.bytes, "")
     set_free_bytes(monkeypatch, 10**5)
-    assert not Estimate.of(work, CacheSize(20.0, 1000.0), 32, tmp_path).fits
+    assert not make_estimate(work, CacheSize(20.0, 1000.0), 32, tmp_path).fits
 
 
 def test_of_a_cache_in_a_bucket_only_what_the_disk_keeps_must_fit(
@@ -358,18 +360,18 @@ def test_of_a_cache_in_a_bucket_only_what_the_disk_keeps_must_fit(
     work = CaptureSize(100, 10, 64, 1 << 30, counted=True)
     caches = bind_caches(tmp_path, "s3://bucket/prefix", 100 << 20)
     set_free_bytes(monkeypatch, 200 << 20)
-    found = Estimate.of(work, CacheSize(20.0, 1000.0), 32, caches)
+    found = make_estimate(work, CacheSize(20.0, 1000.0), 32, caches)
     assert found.bytes > 20 << 30 and found.fits
     assert found.bucket == "what is free in s3://bucket/prefix is not known"
     set_free_bytes(monkeypatch, 100 << 20)
-    assert not Estimate.of(work, CacheSize(20.0, 1000.0), 32, caches).fits
+    assert not make_estimate(work, CacheSize(20.0, 1000.0), 32, caches).fits
     # What the mirror keeps already leaves it before it has too much.
     shard = caches / ("0" * 32) / "shards" / "000000" / "tokens"
     shard.parent.mkdir(parents=True)
     shard.touch()
     os.truncate(shard, 90 << 20)
-    assert Estimate.of(work, CacheSize(20.0, 1000.0), 32, caches).fits
-    assert Estimate.of(work, CacheSize(0.001, 0.0), 32, caches).local_bytes < 2 << 20
+    assert make_estimate(work, CacheSize(20.0, 1000.0), 32, caches).fits
+    assert make_estimate(work, CacheSize(0.001, 0.0), 32, caches).local_bytes < 2 << 20
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.errors import Interrupted, ModelError, TokenizerMismatch
 from kd.forecast import trial
-from kd.forecast.trial import open_trial
+from kd.forecast.rehearsal import estimate_job
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_model
@@ -364,8 +364,9 @@ def test_a_trial_times_whole_rounds_of_answers(server, tiny_teacher, tmp_path, m
             },
             "cache": {"profile": "topk", "k": 5},
         }
-        with open_trial(parse_config(job), tmp_path) as found:
-            return found.estimate.seconds
+        found = estimate_job(parse_config(job), tmp_path).capture
+        assert found is not None and found.seconds is not None
+        return found.seconds
 
     monkeypatch.setattr(RemoteTeacher, "deliver", counted)
     assert seconds(concurrency=6) >= 0.4 and len(read) == 6

@@ -10,10 +10,9 @@ import pytest
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.evaluation.baseline import build_starting_student
-from kd.forecast.operations import LAUNCH_SECONDS
 from kd.forecast.rehearsal import estimate_job
 from kd.forecast.trial import SEQUENCES
-from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS
+from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, LAUNCH_SECONDS
 from kd.memory.step_memory import read_resident_memory
 from kd.progress import Monitor
 from kd.stages.source import load_student_tokenizer

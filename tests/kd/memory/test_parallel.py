@@ -14,23 +14,26 @@ from kd.memory.parallel import (
     HEADROOM,
     LINK_SHARE,
     ParallelStrategy,
-    Split,
     choose_strategy,
     count_traffic,
     count_waiting,
     estimate_rank,
 )
-from kd.memory.step_bytes import BlockShape, HeadShape, StepShape, StudentShape
+from kd.memory.step_bytes import StepShape, StudentShape
 from kd.optim.state_size import ParameterShape
 
 #: A layer of one matrix of 1,000 numbers, an embedding and an untied head of 200 each, a norm.
-LAYER = BlockShape(trained=(ParameterShape((10, 100), is_layer_matrix=True),), widths=110)
+LAYER = ParameterShape((10, 100), is_layer_matrix=True)
 EMBEDDING = ParameterShape((20, 10), is_layer_matrix=False)
 NORM = ParameterShape((10,), is_layer_matrix=False)
 STUDENT = StudentShape(
-    layers=(LAYER,) * 4,
-    outside=BlockShape(trained=(EMBEDDING, EMBEDDING, NORM)),
-    head=HeadShape(20, 10, trained=True),
+    layers=4,
+    trained=(LAYER,) * 4 + (EMBEDDING, EMBEDDING, NORM),
+    in_layers=4000,
+    largest=1000,
+    largest_trained=1000,
+    widths=440,
+    head=200,
     width=10,
     buffer_bytes=8,
 )
@@ -54,7 +57,7 @@ def make_step(student: StudentShape = STUDENT, item: int = 2, **changes: Any) ->
 
 def test_auto_is_the_first_strategy_that_fits() -> None:
     step = make_step()
-    ddp, fsdp = (estimate_rank(step, Split(name, 4)).total for name in ("ddp", "fsdp"))
+    ddp, fsdp = (estimate_rank(step, name, 4).total for name in ("ddp", "fsdp"))
     assert fsdp < ddp
     for room, expected in ((ddp, "ddp"), (ddp - 1, "fsdp"), (fsdp - 1, "fsdp")):
         assert choose_strategy(step, 4, math.ceil(room / (1 - HEADROOM))) == expected
@@ -69,21 +72,20 @@ def test_auto_is_the_first_strategy_that_fits() -> None:
 
 def test_one_rank_is_the_step_itself() -> None:
     step = make_step()
-    found = estimate_rank(step, Split("single", 1))
+    found = estimate_rank(step, "single", 1)
     assert (found.total, found.buffers) == (step.estimate().total, 0)
-    assert estimate_rank(step, Split("fsdp", 1)) == estimate_rank(step, Split("ddp", 1)) == found
+    assert estimate_rank(step, "fsdp", 1) == estimate_rank(step, "ddp", 1) == found
 
 
 def test_ddp_needs_on_each_device_as_much_as_one_device_alone() -> None:
     """Its buckets are the gradients themselves."""
-    single, ddp = (estimate_rank(make_step(), Split(each, 4)) for each in ("single", "ddp"))
+    single, ddp = (estimate_rank(make_step(), each, 4) for each in ("single", "ddp"))
     assert ddp == single
 
 
 def test_parts_that_lie_on_the_host_are_not_on_the_device() -> None:
-    split = Split("fsdp", 4)
-    there = estimate_rank(make_step(), split)
-    here = estimate_rank(make_step(fsdp_offload=True), split)
+    there = estimate_rank(make_step(), "fsdp", 4)
+    here = estimate_rank(make_step(fsdp_offload=True), "fsdp", 4)
     assert here.offloaded == there.weights + there.gradients + there.optimizer
     assert here.total == there.total - here.offloaded
     assert (here.weights, here.gradients, here.optimizer) == (0, 0, 0)
@@ -92,41 +94,44 @@ def test_parts_that_lie_on_the_host_are_not_on_the_device() -> None:
 
 def test_fsdp_divides_weights_gradients_and_state_and_gathers_the_largest_layer() -> None:
     ranks = 4
-    found = estimate_rank(make_step(), Split("fsdp", ranks))
+    found = estimate_rank(make_step(), "fsdp", ranks)
     assert found.weights == 8 + NUMBERS * 4 / ranks
     assert found.gradients == NUMBERS * 4 / ranks
     assert found.optimizer == NUMBERS * 8 / ranks
     # Embedding, norm and head in bfloat16; two layers; one gradient in bfloat16 and in float32.
     assert found.buffers == 2 * 410 + 2 * 2 * 1000 + (2 + 4) * 1000
-    single = estimate_rank(make_step(), Split("single", 1))
+    single = estimate_rank(make_step(), "single", 1)
     # No layer casts its weights, and no head is cast.
     assert single.activations - found.activations == 4 * 2000
     assert single.head - found.head == 2 * 200
 
 
 def test_frozen_weights_are_gathered_and_have_no_gradient() -> None:
-    frozen = BlockShape(frozen=1000, frozen_bytes=2000)
-    adapted = BlockShape((ParameterShape((4, 10), is_layer_matrix=True),), 1000, 2000)
-    outside = replace(frozen, frozen=410, frozen_bytes=1640)
-    head = HeadShape(20, 10, trained=False)
-    student = replace(STUDENT, layers=(adapted,) * 4, outside=outside, head=head)
-    found = estimate_rank(make_step(student), Split("fsdp", 2))
+    student = replace(
+        STUDENT,
+        trained=(ParameterShape((4, 10), is_layer_matrix=True),) * 4,
+        in_layers=4 * 1040,
+        largest=1040,
+        largest_trained=40,
+        frozen=4 * 1000 + 410,
+        frozen_bytes=4 * 2000 + 1640,
+        head_bytes=4,
+    )
+    found = estimate_rank(make_step(student), "fsdp", 2)
     assert found.weights == 8 + (4 * (160 + 2000) + 1640) / 2
     assert found.gradients == 4 * 160 / 2
     assert found.buffers == 2 * 410 + 2 * 2 * 1040 + (2 + 4) * 40
 
 
 def test_a_stage_of_a_pipeline_holds_its_part_and_all_micro_batches_in_flight() -> None:
-    whole, stage = (estimate_rank(make_step(), Split("pipeline", ranks)) for ranks in (1, 2))
+    whole, stage = (estimate_rank(make_step(), "pipeline", ranks) for ranks in (1, 2))
     assert stage.weights - 8 == (whole.weights - 8) / 2
     assert (stage.activations, stage.head) == (whole.activations, whole.head)
 
 
 def test_fsdp_needs_less_than_ddp_and_a_stage_least() -> None:
     """FSDP gathers two layers of the four here, and a stage holds one."""
-    sizes = [
-        estimate_rank(make_step(), Split(each, 4)).total for each in ("ddp", "fsdp", "pipeline")
-    ]
+    sizes = [estimate_rank(make_step(), each, 4).total for each in ("ddp", "fsdp", "pipeline")]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 3
 
@@ -135,15 +140,15 @@ def test_fsdp_needs_less_than_ddp_and_a_stage_least() -> None:
 
 
 def test_ddp_sends_its_gradients_once_a_step() -> None:
-    assert count_traffic(make_step(), Split("ddp", 4)) == 2 * 3 / 4 * 4 * NUMBERS
-    assert count_traffic(make_step(gradient_accumulation_steps=1), Split("ddp", 4)) == 6 * NUMBERS
-    assert count_traffic(make_step(), Split("ddp", 1)) == 0
+    assert count_traffic(make_step(), "ddp", 4) == 2 * 3 / 4 * 4 * NUMBERS
+    assert count_traffic(make_step(gradient_accumulation_steps=1), "ddp", 4) == 6 * NUMBERS
+    assert count_traffic(make_step(), "ddp", 1) == 0
 
 
 def test_fsdp_gathers_twice_and_scatters_once_in_each_micro_batch() -> None:
     gathered = 2 * NUMBERS * 2 * 3 / 4
     scattered = NUMBERS * 4 * 3 / 4
-    assert count_traffic(make_step(), Split("fsdp", 4)) == 4 * (gathered + scattered)
+    assert count_traffic(make_step(), "fsdp", 4) == 4 * (gathered + scattered)
 
 
 # ---------------------------------------------------------------------- time
@@ -167,7 +172,7 @@ RATES = DeviceRates("round", 1, 1.0, 1.0, 1.0, 1.0, peer=80 / LINK_SHARE, networ
 def test_only_what_the_work_does_not_hide_is_waited_for(
     strategy: ParallelStrategy, traffic: float, ranks: int, waiting: float
 ) -> None:
-    found = count_waiting(12.0, traffic, Split(strategy, ranks), 4, RATES)
+    found = count_waiting(12.0, traffic, strategy, ranks, 4, RATES)
     assert found == pytest.approx(waiting)
 
 
@@ -175,7 +180,7 @@ def test_links_are_those_of_the_data_sheets() -> None:
     rates = {name: (kind.peer, kind.network) for name, kind in DEVICE_KINDS.items()}
     assert rates["h100"] == (450e9, 8 * 50e9)
     assert rates["a100-80gb"] == rates["a100-40gb"] == (300e9, 8 * 25e9)
-    assert rates["l40s"] == (None, 12.5e9)
+    assert rates["l40s"] == (25e9, 12.5e9)
 
 
 def test_a_ring_uses_all_adapters_of_a_host() -> None:

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from kd.config.train import TrainConfig
 from kd.files import format_bytes
-from kd.memory.step_bytes import StepMemoryEstimate
+from kd.memory.step_bytes import StepMemory
 from kd.memory.step_memory import (
     estimate_optimizer_bytes,
     measure_free_memory,
@@ -44,7 +44,7 @@ def make_student(dropout: float = 0.0, tied: bool = True) -> PreTrainedModel:
     return make_llama(layers=3, attention_dropout=dropout, tie_word_embeddings=tied)
 
 
-def estimate(student: PreTrainedModel, **changes: Any) -> StepMemoryEstimate:
+def estimate(student: PreTrainedModel, **changes: Any) -> StepMemory:
     return estimate_memory(student, make_options(**changes), 48, 50, FLOAT32)
 
 
@@ -197,7 +197,7 @@ def test_the_head_holds_a_chunk() -> None:
 
 
 def test_an_estimate_is_a_sentence_and_a_warning() -> None:
-    found = StepMemoryEstimate(
+    found = StepMemory(
         weights=2**20, gradients=2**20, optimizer=2**21, activations=3 * 2**30, head=512
     )
     assert found.total == 2**22 + 3 * 2**30 + 512

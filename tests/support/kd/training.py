@@ -9,7 +9,7 @@ import numpy as np
 
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.memory.step_bytes import StepMemoryEstimate
+from kd.memory.step_bytes import StepMemory
 from kd.memory.step_memory import describe_step
 from kd.progress import Event, Monitor
 from kd.text.batches import PlainText
@@ -80,6 +80,6 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def estimate_memory(*step: Any, **options: Any) -> StepMemoryEstimate:
+def estimate_memory(*step: Any, **options: Any) -> StepMemory:
     """Estimate the memory of a step that ``describe_step`` describes."""
     return describe_step(*step, **options).estimate()

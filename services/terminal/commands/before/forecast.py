@@ -1,0 +1,324 @@
+"""What a job needs before it runs: ``kd estimate``, ``kd plan`` and ``kd lr``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kd.memory.devices import DEVICE_KINDS
+from services.terminal.console import (
+    Home,
+    JobFile,
+    Overrides,
+    format_value,
+    load_job_file,
+    make_settings,
+    notes,
+    out,
+    print_as_json,
+    print_error,
+    print_facts,
+    print_table,
+)
+from services.terminal.exit_codes import FAILED
+
+if TYPE_CHECKING:
+    from kd.client.wire.plans import JobEstimate
+    from kd.config.job import JobConfig
+    from kd.forecast.rehearsal import JobForecast
+    from kd.forecast.strategies import Strategy, TrainingPlan
+    from kd.memory.devices import DeviceRates
+    from services.settings import Settings
+
+#: Rows in the table of `kd lr`, besides that of the highest rate.
+RATE_ROWS = 12
+_KINDS = ", ".join(DEVICE_KINDS)
+Fast = Annotated[
+    bool,
+    typer.Option(
+        help="Estimate the capture by a table: load no model, and read a sample of the text.",
+    ),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help=f"Also estimate the job on a kind of GPU, from its maker's figures: {_KINDS}.",
+    ),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Price of an hour of a device; the cost is in the same currency. Default for a named "
+        "kind: KD_DEVICE_PRICES.",
+    ),
+]
+Devices = Annotated[
+    str,
+    typer.Option(help=f"Number and kind of the devices: 8xh100 or h100. Kinds: {_KINDS}."),
+]
+Tokens = Annotated[
+    float | None,
+    typer.Option(
+        min=1, help="Tokens that the training reads, such as 1e12. Default: those of the job."
+    ),
+]
+Plot = Annotated[Path | None, typer.Option("--out", help="Also plot the rates into this PNG file.")]
+
+app = typer.Typer()
+
+
+@app.command()
+def estimate(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    fast: Fast = False,
+    kind: Kind = None,
+    price: Price = None,
+    home: Home = None,
+) -> None:
+    """Estimate a job's capture and training: tokens, bytes, memory, hours and cost.
+
+    Reads a sample of the text, and rehearses some steps of both on this device. With --fast no
+    model runs: only tokens and bytes of the capture are estimated, by a table.
+    """
+    from kd.capture.estimate.job import estimate_by_table
+    from kd.preflight.problems import Folders, require_no_problems
+    from services.store.costs import find_price
+
+    if fast and (kind is not None or price is not None):
+        raise typer.BadParameter(
+            "--device and --price need a rehearsal of the job, which --fast leaves out: give one "
+            "or the other."
+        )
+    if kind is not None and kind not in DEVICE_KINDS:
+        raise typer.BadParameter(f"--device is {kind!r}, but only these kinds are known: {_KINDS}.")
+    settings = make_settings(home=home)
+    if price is None and kind is not None:
+        price = find_price(settings.prices, "cuda", kind)
+    config = load_job_file(job_file, overrides)
+    require_no_problems(config, Folders(settings.root, settings.home))
+    caches = settings.locate_caches(config.cache.store)
+    capture: JobEstimate | None
+    training: dict[str, Any] | None = None
+    devices: list[dict[str, Any]] = []
+    if fast:
+        capture = estimate_by_table(config, settings.root, caches)
+    else:
+        rates = None if kind is None else DEVICE_KINDS[kind]
+        forecast = _rehearse(config, settings, rates, price)
+        capture = forecast.capture
+        training = None if forecast.training is None else asdict(forecast.training)
+        devices = list(map(asdict, forecast.devices))
+    found = {} if capture is None else capture.model_dump(exclude={"cost", "account"})
+    more = {"training": training, "devices": devices}
+    if not print_as_json({**found, **{name: value for name, value in more.items() if value}}):
+        # The hours are left out, because the seconds are printed in readable units.
+        facts = found | {f"training_{name}": value for name, value in (training or {}).items()}
+        print_facts({name: value for name, value in facts.items() if "hours" not in name})
+        for device in devices:
+            _print_device(device)
+    fits = capture is None or capture.fits
+    if not fits:
+        print_error(
+            f"The disk of {caches} cannot hold the cache.",
+            "Free space, set KD_STORE or KD_HOME to another disk, or keep less: a larger"
+            " cache.threshold, fewer sequences, or of a bucket a lower KD_STORE_CACHE_BYTES.",
+        )
+    raise typer.Exit(0 if fits else FAILED)
+
+
+def _rehearse(
+    config: JobConfig, settings: Settings, kind: DeviceRates | None, price: float | None
+) -> JobForecast:
+    """Run the teacher and take a few steps, and print what happens meanwhile."""
+    from kd.forecast.rehearsal import estimate_job
+    from kd.models.loading import hide_progress_bars
+    from kd.progress import Event, Monitor
+
+    def show(event: Event) -> None:
+        if event.data.get("phase"):
+            notes.print(event.data["phase"])
+
+    hide_progress_bars()
+    os.chdir(settings.root)  # a job's relative paths start there
+    os.environ.update(settings.environment())
+    return estimate_job(config, settings.home, Monitor(show), kind, price)
+
+
+def _print_device(device: dict[str, Any]) -> None:
+    """Print the phases of a job on a device."""
+    size = format_value(device["device_bytes"], "bytes")
+    scaled = "scaled from the rehearsal here, by its maker's figures"
+    how = scaled if device["scaled"] else "as it was rehearsed"
+    out.print(f"\nOn {device['device']} with {size} ({how}):", markup=False, soft_wrap=True)
+    print_table(
+        ["", "memory", "fits", "time", "cost"],
+        [
+            [
+                phase["phase"],
+                format_value(phase["memory_bytes"], "bytes"),
+                format_value(phase["fits"]),
+                format_value(phase["seconds"], "seconds"),
+                "-" if phase["cost"] is None else f"{phase['cost']:.4g}",
+            ]
+            for phase in device["phases"]
+        ],
+    )
+
+
+@app.command()
+def plan(
+    job_file: JobFile,
+    devices: Devices,
+    overrides: Overrides = None,
+    price: Price = None,
+    tokens: Tokens = None,
+    home: Home = None,
+) -> None:
+    """List the strategies by which N devices can train a job, the best first.
+
+    Prints memory, time and cost of each, also of one device alone if the student fits on it. If
+    nothing fits, prints by how much, and what lowers the memory. Runs no model: all numbers are
+    arithmetic, 6 N D FLOP at 40% of the maker's rate, and a step takes at least its launches. The
+    number of sequences in a step stays as in the job. (`kd estimate` rehearses a job with its
+    present settings on this machine.)
+    """
+    from kd.forecast.strategies import DeviceGroup, plan_job
+    from kd.models.loading import hide_progress_bars
+    from kd.preflight.problems import Folders, require_no_problems
+    from services.store.costs import find_price
+
+    settings = make_settings(home=home)
+    config = load_job_file(job_file, overrides)
+    require_no_problems(config, Folders(settings.root, settings.home))
+    group = DeviceGroup.parse(devices)
+    if price is None:
+        price = find_price(settings.prices, "cuda", group.rates.name)
+    hide_progress_bars()
+    os.chdir(settings.root)  # a job's relative paths start there
+    count = None if tokens is None else round(tokens)
+    found = plan_job(config, settings.root, settings.home, group, count, price)
+    if not print_as_json(asdict(found)):
+        _print_plan(found)
+    raise typer.Exit(0 if found.strategies else FAILED)
+
+
+def _print_plan(found: TrainingPlan) -> None:
+    """Print a plan for people."""
+    size = format_value(found.device_bytes, "bytes")
+    _say(f"{found.devices} with {size} each, by the maker's figures; all numbers are expected:")
+    print_facts(
+        {
+            "sequences_per_step": found.sequences_per_step,
+            "steps": found.steps,
+            "tokens": f"{found.tokens:,}",
+            "student_parameters": f"{found.parameters:,}",
+            "FLOP of the training": f"{found.flops:.3g}",
+        }
+    )
+    out.print("")
+    shown = found.strategies or (found.least,)
+    print_table(
+        ["strategy", "devices", "batch_size", "accumulation", "checkpointing", "precision",
+         "a device needs", "a step takes", "waits", "training", "cost"],
+        list(map(_list_cells, shown)),
+    )  # fmt: skip
+    out.print("")
+    for each in shown:
+        parts = {f"{name}_bytes": size for name, size in asdict(each.memory).items() if size}
+        _say(f"{each.strategy}, {each.ranks}: {format_value(parts)}")
+    if not found.strategies:
+        missing = format_value(found.least.memory_bytes - found.usable_bytes, "bytes")
+        usable = format_value(found.usable_bytes, "bytes")
+        _say(
+            f"Nothing fits. This needs least: {missing} more of each device than the {usable} that "
+            "a plan may use. Any of these needs less:"
+        )
+        for remedy in found.remedies:
+            _say(f"- {remedy}")
+    if (capture := found.capture) is not None:
+        cost = "" if capture.cost is None else f", cost {_format_cost(capture.cost)}"
+        _say(
+            f"\nA capture of these tokens: {format_value(capture.seconds, 'seconds')} on all "
+            f"devices{cost}. The teacher's weights take "
+            f"{format_value(capture.weight_bytes, 'bytes')} in bfloat16."
+        )
+
+
+def _say(line: str) -> None:
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _list_cells(each: Strategy) -> list[str]:
+    return [
+        each.strategy,
+        str(each.ranks),
+        str(each.batch_size),
+        str(each.gradient_accumulation_steps),
+        str(each.gradient_checkpointing),
+        each.precision,
+        format_value(each.memory_bytes, "bytes"),
+        format_value(each.step_seconds, "seconds"),
+        f"{each.waiting_seconds / each.step_seconds:.0%}",
+        format_value(each.seconds, "seconds"),
+        _format_cost(each.cost),
+    ]
+
+
+def _format_cost(cost: float | None) -> str:
+    return "-" if cost is None else f"{cost:,.4g}"
+
+
+@app.command()
+def lr(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    plot: Plot = None,
+    home: Home = None,
+) -> None:
+    """Show the learning rate over a job's whole run, as a table and a plot.
+
+    Trains nothing. Use --set to try another schedule: --set train.lr_scheduler_type=cosine. A
+    schedule that depends on the held-out loss is shown as if this loss never fell.
+    """
+    from kd.evaluation.plots import draw_rates
+    from kd.forecast.length import find_length
+    from kd.optim.schedules import list_rates
+
+    settings = make_settings(home=home)
+    config = load_job_file(job_file, overrides)
+    picture = None if plot is None else plot.resolve()
+    os.chdir(settings.root)  # a job's relative paths start there
+    steps, _ = find_length(config, settings.root, settings.home)
+    options = config.require_train()
+    rates = list_rates(options, steps)
+    if picture is not None:
+        draw_rates(picture, rates)
+    facts = {
+        "schedule": options.lr_scheduler_type,
+        "steps": steps,
+        "sequences_per_step": options.sequences_per_step,
+        "peak": options.learning_rate,
+    }
+    if print_as_json({**facts, "rates": rates}):
+        return
+    print_facts(facts)
+    out.print("")
+    # Even distances with both ends, and the highest rate.
+    shown = {round(part * (steps - 1) / (RATE_ROWS - 1)) for part in range(RATE_ROWS)}
+    shown.add(max(range(steps), key=lambda step: rates[step]))
+    print_table(
+        ["step", "learning rate", "of the peak"],
+        [
+            [f"{step + 1:,}", f"{rates[step]:.4g}", f"{rates[step] / options.learning_rate:.1%}"]
+            for step in sorted(shown)
+        ],
+    )
+    if picture is not None:
+        out.print(f"\nplot: {picture}", markup=False, soft_wrap=True)
