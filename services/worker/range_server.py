@@ -30,7 +30,7 @@ from redis.exceptions import RedisError
 
 from cache.remote.address import name_place
 from kd.config.job import JobConfig
-from kd.face.version import read_version
+from kd.python.version import read_version
 from kd.files import find_caches
 from services.process.lasting_loops import start_loop
 from services.settings import Settings

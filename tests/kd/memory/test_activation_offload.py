@@ -235,13 +235,13 @@ def test_the_memory_of_the_host_is_counted(
 ) -> None:
     student = make_student()
     changes = {"activation_offload": True, "gradient_checkpointing": how}
-    memory = estimate_rank(describe(student, **changes), Split())
+    memory = estimate_rank(describe(student, **changes), "single", 1)
     checkpoint_activations(student, how)
     offload_activations(student)
     with counting(monkeypatch) as sizes:
         compute_gradients(student)
     assert memory.offloaded == pytest.approx(sum(sizes), rel=tolerance)
-    assert estimate_rank(describe(student), Split()).offloaded == 0
+    assert estimate_rank(describe(student), "single", 1).offloaded == 0
     assert memory.warn_of_host(2 * memory.offloaded, 2) is None
     warning = memory.warn_of_host(2 * memory.offloaded - 1, 2)
     assert warning is not None
