@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from kd.client.answers import Model, make_refused, parse_answer
 from kd.client.downloading import download
 from kd.client.errors import TimedOut
 from kd.client.following import follow_events, list_events
@@ -27,7 +26,7 @@ from kd.client.requests import (
     make_key,
 )
 from kd.client.retrying import Retrier
-from kd.client.transport import Transport, warn_of_expiry
+from kd.client.transport import Model, Transport, make_refused, parse_answer, warn_of_expiry
 from kd.client.wire.accounts import TeamAccount, TeamList
 from kd.client.wire.caches import (
     CacheDetail,

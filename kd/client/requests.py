@@ -38,11 +38,6 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
     read_seconds: float = READ_SECONDS
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The query without the values of None."""
-        return {name: value for name, value in self.query.items() if value is not None}
-
 
 def describe_job(job: JobLike) -> dict[str, Any]:
     """Return the body of a job. Raises ``ConfigError`` for a file that is wrong."""

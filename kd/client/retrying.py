@@ -6,13 +6,10 @@ import random
 import time
 from dataclasses import dataclass
 
-import httpx
-
 from cache.errors import PotstillError
-from kd.client.answers import Model, make_refused, parse_answer
 from kd.client.errors import Refused, Unreachable, is_transient
 from kd.client.requests import Request
-from kd.client.transport import Transport
+from kd.client.transport import Answer, Model, Transport, make_refused, parse_answer
 
 #: The first pause. Each further one is twice as long, up to ``MOST_PAUSE_SECONDS``.
 FIRST_PAUSE_SECONDS = 0.25
@@ -60,9 +57,7 @@ class Retrier:
     transport: Transport
     patience: float
 
-    def call(
-        self, request: Request, *accepted: int, after_loss: int | None = None
-    ) -> httpx.Response:
+    def call(self, request: Request, *accepted: int, after_loss: int | None = None) -> Answer:
         """Send a request until it succeeds, or has a status of ``accepted``.
 
         ``after_loss`` is a status that is accepted once the answer to an earlier attempt was lost:

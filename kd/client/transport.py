@@ -1,4 +1,4 @@
-"""Send one request over HTTP."""
+"""Send one request over HTTP, and read its answer; httpx is known here only."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
-from kd.client.answers import make_refused
-from kd.client.errors import Unreachable
+from kd.client.errors import Refused, Unreachable
 from kd.client.requests import Request
+from kd.client.wire.problems import ProblemDetails
 
 #: The server of ``kd up`` with its default settings.
 DEFAULT_SERVER = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 #: Bytes of a file that are read and sent at one time.
 PIECE_BYTES = 1 << 18
+
+Answer = httpx.Response
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def warn_of_expiry(end: str) -> None:
@@ -66,7 +71,7 @@ class Transport:
         """Close the connections."""
         self._http.close()
 
-    def send(self, request: Request, stream: bool = False) -> httpx.Response:
+    def send(self, request: Request, stream: bool = False) -> Answer:
         """Send a request; return its answer, which is still to be read if it is a stream.
 
         Raises ``Unreachable``. Warns once if the key expires soon.
@@ -78,7 +83,7 @@ class Transport:
                 self._http.build_request(
                     request.method,
                     request.path,
-                    params=request.parameters,
+                    params={name: each for name, each in request.query.items() if each is not None},
                     content=_read_pieces(body) if isinstance(body, Path) else body,
                     headers={**typed, **request.headers},
                     timeout=httpx.Timeout(CONNECT_SECONDS, read=request.read_seconds),
@@ -92,7 +97,7 @@ class Transport:
         return answer
 
     @contextmanager
-    def stream(self, request: Request) -> Iterator[tuple[httpx.Response, Iterator[bytes]]]:
+    def stream(self, request: Request) -> Iterator[tuple[Answer, Iterator[bytes]]]:
         """Send a request; yield its answer, and its content in pieces as they arrive.
 
         Raises ``Refused`` if it has not succeeded, and ``Unreachable``, also while it is read.
@@ -125,3 +130,32 @@ def _read_pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
             yield piece
+
+
+def parse_answer(model: type[Model], answer: Answer) -> Model:
+    """Return the answer as a ``model``. Raises ``Refused`` if it is something else."""
+    try:
+        return model.model_validate_json(answer.content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the body"
+        raise Refused(
+            answer.status_code,
+            f"The response is not a {model.__name__} of Potstill's API: {place}: {first['msg']}.",
+            "Check the address of the server, and that client and server have one version.",
+        ) from None
+
+
+def make_refused(answer: Answer) -> Refused:
+    """Return the error of an answer that is no success."""
+    problem: ProblemDetails | None = None
+    # A proxy on the way may answer with a document of another kind.
+    if answer.headers.get("content-type", "").startswith("application/problem+json"):
+        problem = parse_answer(ProblemDetails, answer)
+    detail = (problem.detail if problem is not None else "") or (
+        f"The server answers {answer.status_code} {answer.reason_phrase}."
+    )
+    remedy = problem.remedy if problem is not None else ""
+    pause = answer.headers.get("retry-after", "")  # seconds; a date is passed over
+    seconds = float(pause) if pause.isdecimal() else 0.0
+    return Refused(answer.status_code, detail, remedy, problem, seconds)

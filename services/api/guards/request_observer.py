@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -103,7 +102,15 @@ class RequestObserver:
                     await self._app(scope, receive, self._watch_send(active, send))
                 finally:
                     opened.rename(f"{active.method} {active.route}")
-                    opened.add_attributes(**_describe_request(active))
+                    # By the names of OpenTelemetry's conventions. The path may hold ids, which
+                    # belong in a span, but never in the label of a metric.
+                    attributes = {
+                        "http.request.method": active.method,
+                        "http.route": active.route,
+                        "url.path": shorten_path(scope["path"]),
+                        "http.response.status_code": active.status,
+                    }
+                    opened.add_attributes(**attributes)
         finally:
             self._conclude(active)
 
@@ -125,16 +132,3 @@ class RequestObserver:
             extra = {"status": active.status, "seconds": round(seconds, 4)}
             level = logging.INFO if important else logging.DEBUG
             log.log(level, "%s %s", active.method, shorten_path(active.scope["path"]), extra=extra)
-
-
-def _describe_request(active: ActiveRequest) -> dict[str, Any]:
-    """Return the span's attributes, by the names of OpenTelemetry's conventions.
-
-    The path may hold ids. They belong in a span, but never in the label of a metric.
-    """
-    return {
-        "http.request.method": active.method,
-        "http.route": active.route,
-        "url.path": shorten_path(active.scope["path"]),
-        "http.response.status_code": active.status,
-    }

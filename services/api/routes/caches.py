@@ -206,5 +206,5 @@ def _require_sealed(folder: Path) -> None:
 
 def _make_check(kind: str, folder: Path, **sections: Any) -> JobConfig:
     name = f"{kind}-{folder.name[:12]}"
-    cache = {"fingerprint": folder.name}
-    return parse_config({"kind": kind, "name": name, "cache": cache, **sections})
+    data = {"kind": kind, "name": name, "cache": {"fingerprint": folder.name}}
+    return parse_config(data | sections)

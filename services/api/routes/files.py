@@ -163,7 +163,7 @@ def read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
     steps = {state.step for state in states}
     stored = read_stored_states(service.settings, job.id)
     states += [
-        _State(
+        _CheckpointState(
             each.found.step,
             each.found.modified,
             each.data,
@@ -177,7 +177,7 @@ def read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
     return [_describe_checkpoint(state, states[-1], job) for state in states]
 
 
-class _State(NamedTuple):
+class _CheckpointState(NamedTuple):
     """A checkpoint on the disk or in the bucket: its state.json, and the sizes of its files."""
 
     step: int
@@ -187,7 +187,7 @@ class _State(NamedTuple):
     sizes: dict[str, int]
 
 
-def _read_own_states(job: Job, service: Service) -> Iterator[_State]:
+def _read_own_states(job: Job, service: Service) -> Iterator[_CheckpointState]:
     """Yield the checkpoints of a job on the disk, oldest first, without damaged ones."""
     for folder in sorted(_find_checkpoints(job, service).glob("step-????????")):
         if not _is_real(folder, service):
@@ -198,7 +198,7 @@ def _read_own_states(job: Job, service: Service) -> Iterator[_State]:
             content = verify_json(data, STATE)
             modified = (folder / STATE).stat().st_mtime
             step = int(folder.name.removeprefix("step-"))
-            yield _State(step, modified, data, content, _list_own_sizes(folder))
+            yield _CheckpointState(step, modified, data, content, _list_own_sizes(folder))
 
 
 def _list_own_sizes(folder: Path) -> dict[str, int]:
@@ -206,7 +206,7 @@ def _list_own_sizes(folder: Path) -> dict[str, int]:
     return {name: size for name, size in sizes if not name.startswith(TEMPORARY_PREFIX)}
 
 
-def _describe_checkpoint(state: _State, last: _State, job: Job) -> Checkpoint:
+def _describe_checkpoint(state: _CheckpointState, last: _CheckpointState, job: Job) -> Checkpoint:
     evaluation = state.content["progress"].get("last_evaluation") or {}
     return Checkpoint(
         step=state.step,

@@ -118,15 +118,12 @@ def _find_warnings(config: JobConfig, settings: Settings) -> list[Problem]:
     from kd.preflight.teacher_checks import find_missing_readers, find_unreadable_weights
     from services.loops.webhooks import find_webhook_problems
 
-    teacher = config.active_teacher
-    found = [] if teacher is None else find_missing_readers(teacher)
-    found += [] if teacher is None else find_unreadable_weights(teacher, settings.root)
-    return [
-        *find_missing_extras(config),
-        *found,
-        *find_webhook_problems(config.webhook, settings),
-        *_find_missing_resources(config, settings),
-    ]
+    found = [*find_missing_extras(config)]
+    if (teacher := config.active_teacher) is not None:
+        found += find_missing_readers(teacher)
+        found += find_unreadable_weights(teacher, settings.root)
+    found += find_webhook_problems(config.webhook, settings)
+    return found + _find_missing_resources(config, settings)
 
 
 def _find_missing_resources(config: JobConfig, settings: Settings) -> list[Problem]:
@@ -147,10 +144,6 @@ def _find_missing_resources(config: JobConfig, settings: Settings) -> list[Probl
     device = Device(count=found.count, memory_bytes=found.memory_bytes)
     if device.covers(needs.gpus, needs.memory):
         return []
-    return [
-        Problem(
-            "/resources",
-            f"this machine lacks {describe_needs(needs)}, so no worker on it takes the job.",
-            "Ask for less, or start a worker on a machine that has it. `kd run` runs it here.",
-        )
-    ]
+    detail = f"this machine lacks {describe_needs(needs)}, so no worker on it takes the job."
+    remedy = "Ask for less, or start a worker on a machine that has it. `kd run` runs it here."
+    return [Problem("/resources", detail, remedy)]
