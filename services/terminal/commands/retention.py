@@ -131,7 +131,8 @@ def gc(
         print_json({"removed": yes, **parts, "local_runs": local})
     elif free:
         _print_kept(needed)
-        out.print(f"{len(gone)} of {len(free)} removed, {sum(item.bytes for item in gone)} bytes")
+        size = format_value(sum(item.bytes for item in gone), "bytes")
+        out.print(f"{len(gone)} of {len(free)} removed, {size}")
 
 
 def _choose_limits(settings: Settings, given: Mapping[str, Any]) -> AgeLimits:
@@ -189,7 +190,7 @@ def _print_items(free: list[Item], kept: list[Item], local: dict[str, int]) -> N
         rows = [
             [
                 item.kind,
-                str(item.bytes),
+                format_value(item.bytes, "bytes"),
                 format_value(item.age_seconds, "age_seconds"),
                 str(item.path),
                 item.reason,
@@ -197,7 +198,7 @@ def _print_items(free: list[Item], kept: list[Item], local: dict[str, int]) -> N
             for item in free
         ]
         print_table(["KIND", "BYTES", "AGE", "WHAT", "REASON"], rows)
-        out.print(f"{sum(item.bytes for item in free)} bytes")
+        out.print(f"together {format_value(sum(item.bytes for item in free), 'bytes')}")
     else:
         out.print("nothing to remove")
     if any(item.reason == "a run that no job record names" for item in free):
