@@ -17,7 +17,7 @@ def list_templates() -> list[str]:
 
 
 def fill_template(template: str, name: str, answers: Mapping[str, str | None]) -> str:
-    """Return the job file, with answers for teacher, student, train and validation.
+    """Return the job file, with answers for teacher, gguf_file, student, train and validation.
 
     Raises ``ConfigError`` if an answer cannot stand in its field.
     """
@@ -32,9 +32,11 @@ def fill_template(template: str, name: str, answers: Mapping[str, str | None]) -
 def draft_template(template: str, name: str, answers: Mapping[str, str | None]) -> str:
     """Return the job file; a field without an answer is an empty text, or absent if it may be."""
     text = (TEMPLATES / f"{template}.yaml").read_text(encoding="utf-8")
+    gguf_file = answers.get("gguf_file")
+    file = f"\n  gguf_file: {_write_value(gguf_file)}" if gguf_file else ""
     filled = text.format(
         name=_write_value(name),
-        teacher=_write_value(answers.get("teacher") or ""),
+        teacher=_write_value(answers.get("teacher") or "") + file,
         student=_describe_student(answers.get("student") or ""),
         train=_write_value(answers.get("train") or ""),
         validation=_write_value(answers.get("validation") or ""),
