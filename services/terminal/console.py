@@ -232,7 +232,7 @@ def format_value(value: Any, name: str = "") -> str:
         return _format_size(value)
     if isinstance(value, int | float) and name.rpartition("_")[2] == "seconds":
         return _format_duration(value)
-    if isinstance(value, str) and (name.endswith("_at") or name == "created"):
+    if isinstance(value, str) and (name.endswith("_at") or name in ("created", "began")):
         return format_time(value)
     return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 

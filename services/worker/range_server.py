@@ -30,8 +30,8 @@ from redis.exceptions import RedisError
 
 from cache.remote.address import name_place
 from kd.config.job import JobConfig
-from kd.python.version import read_version
 from kd.files import find_caches
+from kd.python.version import read_version
 from services.process.lasting_loops import start_loop
 from services.settings import Settings
 from services.store.connection import describe_failure

@@ -17,7 +17,7 @@ def list_templates() -> list[str]:
 
 
 def fill_template(template: str, name: str, answers: Mapping[str, str | None]) -> str:
-    """Return the job file, with answers for teacher, student, train and validation.
+    """Return the job file, with answers for teacher, gguf_file, student, train and validation.
 
     Raises ``ConfigError`` if an answer cannot stand in its field.
     """
@@ -38,9 +38,11 @@ def draft_template(template: str, name: str, answers: Mapping[str, str | None]) 
         student = f"from_teacher: {{layers: {count}}}"
     else:
         student = f"model: {_write_value(student)}"
+    gguf_file = answers.get("gguf_file")
+    file = f"\n  gguf_file: {_write_value(gguf_file)}" if gguf_file else ""
     filled = text.format(
         name=_write_value(name),
-        teacher=_write_value(answers.get("teacher") or ""),
+        teacher=_write_value(answers.get("teacher") or "") + file,
         student=student,
         train=_write_value(answers.get("train") or ""),
         validation=_write_value(answers.get("validation") or ""),

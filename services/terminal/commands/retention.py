@@ -124,7 +124,8 @@ def gc(
     listed = {name: [item.to_json() for item in part] for name, part in parts.items()}
     if not print_as_json({"removed": yes, **listed, "local_runs": local}) and free:
         _print_kept(needed)
-        out.print(f"{len(gone)} of {len(free)} removed, {sum(item.bytes for item in gone)} bytes")
+        size = format_value(sum(item.bytes for item in gone), "bytes")
+        out.print(f"{len(gone)} of {len(free)} removed, {size}")
 
 
 def _choose_limits(settings: Settings, given: Mapping[str, Any]) -> AgeLimits:
@@ -166,12 +167,18 @@ def _print_items(free: list[Item], kept: list[Item], local: dict[str, int]) -> N
         stay = "{number} runs of `kd run` stay, {bytes} bytes".format(**local)
         err.print(f"{stay}: `kd runs rm` removes them", markup=False)
     if free:
-        rows: list[list[str]] = []
-        for item in free:
-            age = format_value(item.age_seconds, "age_seconds")
-            rows.append([item.kind, str(item.bytes), age, str(item.path), item.reason])
+        rows = [
+            [
+                item.kind,
+                format_value(item.bytes, "bytes"),
+                format_value(item.age_seconds, "age_seconds"),
+                str(item.path),
+                item.reason,
+            ]
+            for item in free
+        ]
         print_table(["KIND", "BYTES", "AGE", "WHAT", "REASON"], rows)
-        out.print(f"{sum(item.bytes for item in free)} bytes")
+        out.print(f"together {format_value(sum(item.bytes for item in free), 'bytes')}")
     else:
         out.print("nothing to remove")
     if any(item.reason == "a run that no job record names" for item in free):

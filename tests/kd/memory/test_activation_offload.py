@@ -20,7 +20,7 @@ from kd.config.train import TrainConfig
 from kd.memory import activation_offload
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import cut_pieces, offload_activations
-from kd.memory.parallel import Split, estimate_rank
+from kd.memory.parallel import estimate_rank
 from kd.memory.step_bytes import StepShape
 from kd.memory.step_memory import describe_step
 from kd.models.attention.isolation import isolate_documents

@@ -98,6 +98,7 @@ def test_in_a_pipe_every_row_is_a_line_of_as_many_words(
         ("fits", True, "yes"),
         ("progress", {"done": 2, "eta_seconds": 90, "total": None}, "done 2, eta 2 min"),
         ("started_at", "2026-11-22T06:46:37.5Z", "2026-11-22T06:46:37"),
+        ("began", "2026-11-29T08:00:06.615523+00:00", "2026-11-29T08:00:06"),
         ("stage", None, ""),
     ],
 )

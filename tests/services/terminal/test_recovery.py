@@ -17,6 +17,7 @@ from kd.files import LOCK, write_json
 from services.settings import Settings
 from services.store.jobs.records import make_job_id
 from services.terminal.commands import retention
+from services.terminal.console import format_value
 from tests.support.commands import kd
 
 FINGERPRINT = "f" * 32
@@ -176,7 +177,7 @@ def test_gc_lists_what_the_named_rules_remove_and_what_stays(parts: Parts, tmp_p
     )
     done = kd(*wanted, answer="y\n", **environment)
     assert (done.returncode, free.exists(), needed.exists()) == (0, False, True)
-    assert f"1 of 1 removed, {item['bytes']} bytes" in done.stdout
+    assert f"1 of 1 removed, {format_value(item['bytes'], 'bytes')}" in done.stdout
     forced = kd(*wanted, "--force", "--yes", "--json", **environment)
     assert [each["path"] for each in json.loads(forced.stdout)["items"]] == [str(needed)]
     written = (home / "audit" / "audit.jsonl").read_text()

@@ -45,11 +45,21 @@ def init(
             f"{template!r}: the templates are {', '.join(list_templates())}",
             param_hint="--template",
         )
-    write_new_file(file, fill_template(template, file.stem, {**given, **_ask(given)}))
+    answers = {**given, **_ask(given)}
+    answers["gguf_file"] = _find_gguf_file(Path(answers["teacher"] or ""))
+    write_new_file(file, fill_template(template, file.stem, answers))
     print_result({"file": str(file)}, f"wrote {file}")
     notes.print(
         f"next: kd validate {file}; kd estimate {file}; kd run {file}", soft_wrap=True, markup=False
     )
+
+
+def _find_gguf_file(teacher: Path) -> str | None:
+    """Return the file that a teacher's folder holds in place of other weights, if it is one."""
+    from kd.models.folder import ModelFolder
+
+    files = ModelFolder(teacher).gguf_files
+    return files[0] if len(files) == 1 and not (teacher / "config.json").exists() else None
 
 
 def _ask(given: Mapping[str, str | None]) -> dict[str, str]:

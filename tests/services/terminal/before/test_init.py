@@ -56,6 +56,19 @@ def test_options_make_a_file_and_never_replace_one(tmp_path: Path) -> None:
     assert "File exists" in again.stderr
 
 
+def test_a_teacher_in_one_gguf_file_alone_is_named_by_it(tmp_path: Path) -> None:
+    folder = tmp_path / "smol"
+    folder.mkdir()
+    (folder / "a-Q4.gguf").touch()
+    options = [f"--{name}={value}" for name, value in {**ANSWERS, "teacher": "smol"}.items()]
+    assert kd("init", "job.yaml", *options, folder=tmp_path).returncode == 0
+    teacher = load_config(tmp_path / "job.yaml").teacher
+    assert teacher is not None and (teacher.model, teacher.gguf_file) == ("smol", "a-Q4.gguf")
+    (folder / "config.json").touch()  # its own weights are the model
+    assert kd("init", "other.yaml", *options, folder=tmp_path).returncode == 0
+    assert "gguf_file" not in (tmp_path / "other.yaml").read_text(encoding="utf-8")
+
+
 def test_without_a_terminal_missing_answers_are_named(tmp_path: Path) -> None:
     done = kd("init", "--teacher=org/teacher", folder=tmp_path)
     assert done.returncode == 2
