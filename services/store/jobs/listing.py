@@ -138,7 +138,6 @@ class JobListing(Workers):
         shown, states, durations = self._transition("show", *ids)
         workers = [parse_worker(state) for state in states]
         totals, means = _read_durations(durations)
-        pace: dict[str, float | None] = {}
         for job_id, (flat, waits_for, position, actions, held) in zip(ids, shown, strict=True):
             if not flat:
                 continue
@@ -156,12 +155,13 @@ class JobListing(Workers):
             elif reason := explain_missing_worker(job, workers):
                 yield job.model_copy(update={"reason": reason})
             else:
-                if job.stage not in pace:
-                    serving = sum(job.stage in worker.stages for worker in workers)
-                    pace[job.stage] = _estimate_seconds_per_job(totals, serving)
-                seconds = pace[job.stage]
-                wait = timedelta(seconds=(position + 1) * seconds) if seconds else None
-                start = None if wait is None else datetime.now(UTC) + wait
+                # By the mean so far; unknown if no job has succeeded yet, or if there is no worker.
+                seconds, ended = totals
+                serving = sum(job.stage in worker.stages for worker in workers)
+                start = None
+                if seconds and ended and serving:
+                    wait = (position + 1) * seconds / ended / serving
+                    start = datetime.now(UTC) + timedelta(seconds=wait)
                 yield job.model_copy(update={"estimated_start_at": start})
 
     def _place_artifacts(self, job: JobRecord) -> JobRecord:
@@ -183,16 +183,6 @@ def _read_durations(flat: Sequence[str]) -> tuple[tuple[float, float], dict[str,
     rows = zip(*[iter(rest)] * 3, strict=True)
     means = {kind: float(total) / float(number) for kind, total, number in rows if float(number)}
     return (float(seconds), float(jobs)), means
-
-
-def _estimate_seconds_per_job(totals: tuple[float, float], workers: int) -> float | None:
-    """Seconds between two jobs that ``workers`` workers end, by the mean so far.
-
-    ``totals`` are the sum of the seconds and the number of the jobs that have succeeded.
-    Returns None if no job has succeeded yet, or if there is no worker.
-    """
-    seconds, jobs = totals
-    return seconds / jobs / workers if workers and jobs else None
 
 
 def move_path(path: str, home: Path) -> str:
