@@ -50,7 +50,7 @@ import torch
 from numcodecs import blosc
 
 from bench.speed import make_single_documents, read_cpu_name
-from bench.support.caches import make_codec, make_identity
+from bench.support.small.caches import make_codec, make_identity
 from cache.codec import Codec
 from cache.disk import list_file_sizes
 from cache.layout import encode_arrays

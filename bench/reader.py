@@ -52,7 +52,7 @@ from bench.speed import (
     make_teacher,
     read_cpu_name,
 )
-from bench.support.caches import make_codec, make_identity, make_lm_head, make_records
+from bench.support.small.caches import make_codec, make_identity, make_lm_head, make_records
 from cache.codec import Codec
 from cache.disk import list_file_sizes
 from cache.manifest import CacheIdentity, Provenance

@@ -68,7 +68,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.support.caches import make_codec, make_identity
+from bench.support.small.caches import make_codec, make_identity
 from bench.support.timing import (
     Machine,
     TimingRow,

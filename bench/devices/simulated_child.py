@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.capture import CaptureSizes, SimulatedDevice, make_shard_identity, make_texts
-from bench.support.caches import PROVENANCE, make_token_map
+from bench.support.small.caches import PROVENANCE, make_token_map
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences, TailSums
 from cache.writing.writer import CacheWriter, open_helper, open_writer

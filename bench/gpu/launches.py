@@ -34,8 +34,8 @@ import torch
 import transformers
 
 from bench.speed import QUICK, make_llama, make_random_documents
-from bench.support.caches import make_codec, make_identity
 from bench.support.launches import DeviceWork, as_on_a_gpu, count_device_work
+from bench.support.small.caches import make_codec, make_identity
 from bench.support.training import KEPT, prepare_run, step_by_hand
 from cache.profiles.table import PROFILES
 from kd.capture.recording import Recorder, SequenceStates, TailMeter

@@ -34,7 +34,13 @@ import numpy as np
 import torch
 
 from bench.speed import read_cpu_name
-from bench.support.caches import PROVENANCE, make_codec, make_identity, make_records, make_sequences
+from bench.support.small.caches import (
+    PROVENANCE,
+    make_codec,
+    make_identity,
+    make_records,
+    make_sequences,
+)
 from cache.manifest import CacheIdentity
 from cache.shards.entries import ShardEntry
 from cache.shards.manifest_pieces import write_pieces

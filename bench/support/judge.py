@@ -23,10 +23,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.support.caches import make_cache
 from bench.support.faults import Answer, Fault, RequestedJob, Soak
 from bench.support.harness import Parts
 from bench.support.light_child import POISON, LightWork, compute_digests
+from bench.support.small.caches import make_cache
 from cache.checking.verify import verify_cache
 from cache.disk import TEMPORARY_PREFIX, hash_file, list_file_sizes
 from cache.remote.address import is_mirror

@@ -4,7 +4,7 @@ The job's name says what it does: ``light-{seed}-{shards}-{milliseconds of a sha
 of one seed and one number of shards share a cache. Several workers may capture it together. A job
 named ``poison`` dies at its start.
 
-    precompute   writes shards of ``caches.py``, each with one rename; a resumed run checks them
+    precompute   writes shards of ``small.caches``, each with one rename; a resumed run checks them
     train        one step for each sequence: a digest of the step before and of the cache's content.
                  Each step is a file, written with one rename and checked by a resumed run. The last
                  one is the student.
@@ -26,7 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.support.caches import PROVENANCE, make_codec, make_identity, make_shard, make_token_map
+from bench.support.small.caches import (
+    PROVENANCE,
+    make_codec,
+    make_identity,
+    make_shard,
+    make_token_map,
+)
 from cache.checking.verify import verify_cache
 from cache.disk import make_folder, write_file
 from cache.errors import CacheError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
-from bench.support.caches import make_cache
+from bench.support.small.caches import make_cache
 from cache.profiles.table import PROFILES
 from tests.support.caches import IDENTITIES, IDENTITY
 

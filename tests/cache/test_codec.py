@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.support.caches import make_codec, make_identity, make_records
+from bench.support.small.caches import make_codec, make_identity, make_records
 from cache.codec import Codec
 from cache.profiles.sampled import SMALLEST_THRESHOLD, Sample
 from cache.profiles.table import PROFILES

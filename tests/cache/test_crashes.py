@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
-from bench.support.caches import (
+from bench.support.small.caches import (
     PROVENANCE,
     fill_cache,
     make_cache,
@@ -34,7 +34,7 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 from cache.writing.writer import open_writer
-from bench.support.caches import PROVENANCE, make_identity, make_shard, make_token_map
+from bench.support.small.caches import PROVENANCE, make_identity, make_shard, make_token_map
 
 waits = []
 with open_writer(Path(sys.argv[1]), make_identity(), lambda: waits.append(1)) as writer:
@@ -62,7 +62,7 @@ from cache.manifest import CacheIdentity
 from cache.checking.verify import verify_cache
 from cache.store import open_cache
 from cache.writing.writer import open_writer
-from bench.support.caches import fill_cache
+from bench.support.small.caches import fill_cache
 
 root = Path(sys.argv[1])
 identity = CacheIdentity.from_json(json.loads(sys.argv[2]))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
-from bench.support.caches import make_cache, make_codec, make_identity
+from bench.support.small.caches import make_cache, make_codec, make_identity
 from cache.checking.verify import find_extras, verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch, StorageError

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.support.caches import (
+from bench.support.paths import ROOT
+from bench.support.small.caches import (
     PROVENANCE,
     make_cache,
     make_codec,
@@ -19,7 +20,6 @@ from bench.support.caches import (
     make_shard,
     make_token_map,
 )
-from bench.support.paths import ROOT
 from cache.manifest import FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION
 from cache.records import Records, Sequences, TailSums
 from cache.shard import make_shard_arrays, write_arrays

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.support.caches import (
+from bench.support.small.caches import (
     PROVENANCE,
     fill_cache,
     make_cache,

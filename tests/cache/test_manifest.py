@@ -5,7 +5,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from bench.support.caches import PROVENANCE, make_codec, make_identity
+from bench.support.small.caches import PROVENANCE, make_codec, make_identity
 from cache.errors import CacheCorrupt, CacheMismatch
 from cache.manifest import (
     CODEC_VERSION,

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.caches import (
+from bench.support.paths import ROOT
+from bench.support.small.caches import (
     fill_cache,
     make_cache,
     make_codec,
     make_identity,
 )
-from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
 from cache import operations
 from cache.checking.listing import list_caches

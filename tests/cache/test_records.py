@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.support.caches import make_codec, make_identity, make_records, make_sequences
+from bench.support.small.caches import make_codec, make_identity, make_records, make_sequences
 from cache.codec import Codec
 from cache.errors import CacheError
 from cache.layout import encode_arrays

@@ -13,7 +13,7 @@ import tensorstore
 import zarr
 import zarrs  # noqa: F401  # registers its codec pipeline
 
-from bench.support.caches import (
+from bench.support.small.caches import (
     PROVENANCE,
     make_cache,
     make_codec,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.support.caches import PROVENANCE, make_codec, make_identity, make_shard
+from bench.support.small.caches import PROVENANCE, make_codec, make_identity, make_shard
 from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.manifest import PLAIN_FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION

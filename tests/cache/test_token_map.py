@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bench.support.caches import make_cache, make_token_map
+from bench.support.small.caches import make_cache, make_token_map
 from cache.checking.verify import find_extras, verify_cache
 from cache.manifest import Manifest, sign_json, verify_json
 from cache.store import open_cache

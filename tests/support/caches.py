@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.support.caches import make_codec, make_identity, make_shard
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_codec, make_identity, make_shard
 from cache.disk import list_file_sizes
 from cache.manifest import CacheIdentity
 from cache.profiles.table import PROFILES

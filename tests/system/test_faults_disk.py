@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.caches import fill_cache, make_cache
 from bench.support.faults import small_disk
 from bench.support.harness import Parts
 from bench.support.judge import find_job_violations, hash_files, list_written, make_reference
 from bench.support.light_child import LightWork
 from bench.support.paths import ROOT
+from bench.support.small.caches import fill_cache, make_cache
 from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.checking.verify import verify_cache
 from cache.disk import list_file_sizes

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from bench.support.caches import make_codec, make_identity, make_records, make_sequences
 from bench.support.paths import AUSTEN, DATA
+from bench.support.small.caches import make_codec, make_identity, make_records, make_sequences
 from cache.checking.verify import verify_cache
 from cache.codec import Codec
 from cache.profiles.sampled import Sample

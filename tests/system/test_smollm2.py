@@ -33,8 +33,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.support.caches import make_identity
 from bench.support.paths import DATA
+from bench.support.small.caches import make_identity
 from cache.codec import Codec
 from cache.manifest import CodecIdentity, Provenance
 from cache.profiles.sampled import Sample

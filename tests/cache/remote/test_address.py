@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.support.caches import make_cache
+from bench.support.small.caches import make_cache
 from cache.checking.listing import list_caches
 from cache.errors import StoreError
 from cache.remote.address import (

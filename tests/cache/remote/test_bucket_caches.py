@@ -11,7 +11,7 @@ import zarr
 from obstore.store import S3Store
 from zarr.storage import ObjectStore
 
-from bench.support.caches import (
+from bench.support.small.caches import (
     PROVENANCE,
     fill_cache,
     make_cache,
@@ -37,7 +37,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from cache.writing.writer import open_writer
-from bench.support.caches import PROVENANCE, make_identity, make_shard, make_token_map
+from bench.support.small.caches import PROVENANCE, make_identity, make_shard, make_token_map
 identity = make_identity(train_sequences=int(sys.argv[2]))
 with open_writer(Path(sys.argv[1]), identity) as writer:
     writer.write_token_map(make_token_map(identity.tokenizer.vocabulary_size))

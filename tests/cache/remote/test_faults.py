@@ -8,7 +8,7 @@ import pytest
 
 from bench.stores.proxy import ANSWERS, LASTING, PASSING, Proxy
 from bench.stores.server import KEYS
-from bench.support.caches import fill_cache, make_cache, make_identity
+from bench.support.small.caches import fill_cache, make_cache, make_identity
 from cache.checking.verify import verify_cache
 from cache.errors import PotstillError, StoreError, StoreUnfit
 from cache.remote import bucket as bucket_module

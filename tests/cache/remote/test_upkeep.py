@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.support.caches import make_cache, make_identity, make_shard
+from bench.support.small.caches import make_cache, make_identity, make_shard
 from cache.checking.verify import verify_cache
 from cache.errors import CacheError, CacheNotFound
 from cache.operations import find_garbage, remove_cache, remove_garbage

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.caches import PROVENANCE, fill_cache, make_cache, make_identity, make_shard
+from bench.support.small.caches import PROVENANCE, fill_cache, make_cache, make_identity, make_shard
 from cache.checking.listing import list_caches
 from cache.checking.verify import find_extras, verify_cache
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch
@@ -234,7 +234,7 @@ from pathlib import Path
 from cache.manifest import CacheIdentity
 from cache.shards import entries
 from cache.writing.writer import open_writer
-from bench.support.caches import fill_cache
+from bench.support.small.caches import fill_cache
 
 entries.PIECE_SHARDS = 2
 deadly = int(sys.argv[3])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.support.caches import fill_cache, make_cache, make_codec, make_identity, make_shard
+from bench.support.small.caches import fill_cache, make_cache, make_codec, make_identity, make_shard
 from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.inspection import compute_cache_stats

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.caches import PROVENANCE, fill_cache, make_cache, make_shard
+from bench.support.small.caches import PROVENANCE, fill_cache, make_cache, make_shard
 from cache.checking.verify import find_extras, verify_cache
 from cache.disk import list_file_sizes, remove_path, storage_errors
 from cache.errors import StorageError

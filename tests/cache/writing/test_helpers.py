@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.caches import PROVENANCE, fill_cache, make_shard
+from bench.support.small.caches import PROVENANCE, fill_cache, make_shard
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.checking.verify import verify_cache
 from cache.errors import CacheError
@@ -23,7 +23,7 @@ from tests.support.caches import IDENTITY, child, content, flip
 HELPER = """
 import random, sys
 from pathlib import Path
-from bench.support.caches import make_identity, make_shard
+from bench.support.small.caches import make_identity, make_shard
 from cache.writing.writer import open_helper
 
 identity = make_identity()

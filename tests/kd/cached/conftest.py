@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.caches import make_cache, make_codec, make_identity
+from bench.support.small.caches import make_cache, make_codec, make_identity
 from tests.support.kd.own_loops import HELD_OUT, LENGTH, PROFILES, TRAIN, VOCABULARY
 
 

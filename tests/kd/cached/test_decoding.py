@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.support.caches import make_lm_head
+from bench.support.small.caches import make_lm_head
 from cache.rounding import KNOWN_STEP, make_cosine_basis
 from kd.cached.decoding import IGNORED
 from kd.cached.opening import open_cache

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from bench.support.caches import make_cache, make_codec, make_identity
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_cache, make_codec, make_identity
 from bench.support.waiting import PATIENCE_SECONDS
 from kd.cached.opening import open_cache
 from kd.cached.trainer import CachedDistillationTrainer

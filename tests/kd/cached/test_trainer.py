@@ -15,8 +15,8 @@ from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
-from bench.support.caches import make_cache, make_codec, make_identity
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_cache, make_codec, make_identity
 from cache.store import open_cache as open_store
 from kd.cached.loss import DistillationLoss, make_training_batch
 from kd.cached.opening import OpenCache, open_cache

@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow
 import pytest
 
-from bench.support.caches import make_codec, make_identity
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_codec, make_identity
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.codec import Codec
 from cache.errors import StorageError

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.support.caches import make_cache
+from bench.support.small.caches import make_cache
 from cache.checking.listing import summarise_cache
 from cache.checking.verify import verify_cache
 from cache.manifest import FidelityRow

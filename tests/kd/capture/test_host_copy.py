@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.support.caches import make_codec, make_identity
+from bench.support.small.caches import make_codec, make_identity
 from kd.capture.host_copy import HostCopy, copy_to_device, pack_tensors, unpack_arrays
 from kd.capture.recording import Recorder, SequenceStates
 from kd.models.lm_head import LMHead

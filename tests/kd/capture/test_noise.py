@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.support.caches import make_cache, make_identity
+from bench.support.small.caches import make_cache, make_identity
 from cache.checking.verify import verify_cache
 from cache.manifest import FidelityOverride, Manifest
 from cache.records import Sequences

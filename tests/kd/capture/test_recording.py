@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.support.caches import PROVENANCE, make_codec, make_identity
+from bench.support.small.caches import PROVENANCE, make_codec, make_identity
 from cache.checking.verify import verify_cache
 from cache.manifest import CacheIdentity, DataIdentity
 from cache.profiles.table import PROFILES

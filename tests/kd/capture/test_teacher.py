@@ -24,7 +24,7 @@ import yaml
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.support.caches import make_codec, make_identity
+from bench.support.small.caches import make_codec, make_identity
 from cache.checking.verify import verify_cache
 from cache.disk import hash_file, list_file_sizes
 from cache.profiles.table import PROFILES

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.support.caches import make_cache, make_identity
+from bench.support.small.caches import make_cache, make_identity
 from cache.reading.file_reads import DiskReads
 from cache.store import Cache, open_cache
 from kd.checks.slow_disk import STEPS, DiskWatch

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.support.caches import make_cache
 from bench.support.harness import Parts, make_config
+from bench.support.small.caches import make_cache
 from kd.client import client as client_module
 from kd.client.errors import Refused, TimedOut, Unreachable
 from kd.config.jobfile import parse_config

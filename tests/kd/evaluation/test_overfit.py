@@ -185,4 +185,4 @@ def test_few_sequences_are_the_same_at_every_draw() -> None:
         sequences, records = few.read(np.array([1, 0]), draws)
         assert records is None
         assert np.array_equal(sequences.tokens, source.read(np.array([5, 3]))[0].tokens)
-    assert few.identity != RepeatedSubset(source, np.array([3, 6])).identity
+    assert few.fingerprint != RepeatedSubset(source, np.array([3, 6])).fingerprint

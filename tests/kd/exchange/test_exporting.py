@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from bench.support.caches import (
+from bench.support.small.caches import (
     PROVENANCE,
     make_cache,
     make_codec,

@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bench.support.caches import make_codec, make_identity, make_lm_head, make_shard
 from bench.support.paths import AUSTEN
+from bench.support.small.caches import make_codec, make_identity, make_lm_head, make_shard
 from cache.manifest import FidelityRow, Provenance, TokenizerIdentity
 from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences, TailSums

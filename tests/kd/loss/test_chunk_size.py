@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.support.caches import make_codec, make_identity
+from bench.support.small.caches import make_codec, make_identity
 from kd.loss.chunk_size import (
     GPU_ELEMENTS,
     GPU_SHARE,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.support.caches import make_cache, make_codec, make_identity
+from bench.support.small.caches import make_cache, make_codec, make_identity
 from cache.store import open_cache
 from kd.loss.sparse_targets import SparseTarget, decode_tempered, decode_threshold
 from kd.loss.whole_targets import decode_top

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.support.caches import make_cache, make_identity
-from bench.support.caches import make_codec as codec_identity
+from bench.support.small.caches import make_cache, make_identity
+from bench.support.small.caches import make_codec as codec_identity
 from cache.codec import Codec
 from cache.rounding import (
     ENTROPY_STEP,

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from bench.support.caches import make_cache
 from bench.support.paths import AUSTEN
+from bench.support.small.caches import make_cache
 from kd.config.jobfile import parse_config
 from kd.errors import Problem
 from kd.preflight.problems import Folders, find_problems

@@ -13,7 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.support.caches import make_cache, make_codec, make_identity, make_records, make_sequences
+from bench.support.small.caches import (
+    make_cache,
+    make_codec,
+    make_identity,
+    make_records,
+    make_sequences,
+)
 from cache.codec import Codec
 from cache.reading.file_reads import DiskReads
 from cache.records import Records, Sequences

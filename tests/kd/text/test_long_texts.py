@@ -15,7 +15,7 @@ from bench.support.paths import AUSTEN, ROOT
 from cache.records import Sequences
 from kd.errors import DataError, Interrupted
 from kd.progress import Event, Monitor
-from kd.text import corpus, pieces
+from kd.text import corpus, text_encoder
 from kd.text.corpus import load_corpus
 from kd.text.packing import BLOCK_SEQUENCES, Document, join_blocks, pack_documents
 from tests.support.kd.text import config
@@ -110,7 +110,7 @@ def test_the_reading_is_reported_and_hears_a_stop(tmp_path, own, monkeypatch):
 def test_a_tokenizer_that_cannot_be_cut_reads_a_long_text_at_once_and_says_why(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(pieces, "LONG_CHARACTERS", 100)
+    monkeypatch.setattr(text_encoder, "LONG_CHARACTERS", 100)
     raw = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("\u2581", -1.0)], unk_id=0))
     raw.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
     path = tmp_path / "a.txt"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.support.caches import make_cache, make_codec, make_identity
+from bench.support.small.caches import make_cache, make_codec, make_identity
 from cache.records import Sequences
 from cache.store import open_cache
 from kd.text import ngrams

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.support.caches import make_cache, make_codec, make_identity
+from bench.support.small.caches import make_cache, make_codec, make_identity
 from cache import shard
 from cache.reading.arrays import ArrayFolder
 from cache.store import open_cache

@@ -12,8 +12,8 @@ from threading import Thread
 
 import pytest
 
-from bench.support.caches import make_cache
 from bench.support.harness import Parts, make_config
+from bench.support.small.caches import make_cache
 from bench.support.waiting import wait_until
 from cache.manifest import FidelityRow
 from cache.reading.usage import exclude_readers, held, locate_use

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.caches import make_cache
 from bench.support.harness import Parts, make_config
+from bench.support.small.caches import make_cache
 from cache.store import read_manifest
 from cache.writing.writer import open_writer
 from kd.client.wire.service import WorkerState

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from bench.support.caches import make_cache, make_codec, make_identity, make_shard
 from bench.support.harness import Parts, make_config
 from bench.support.paths import AUSTEN
+from bench.support.small.caches import make_cache, make_codec, make_identity, make_shard
 from cache.shards.names import locate_seal, name_shard
 from cache.store import open_cache
 from cache.viewing.record_pages import read_page

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from bench.support.caches import make_cache, make_identity
 from bench.support.harness import Parts
+from bench.support.small.caches import make_cache, make_identity
 from tests.support.services.api import serving, with_keys
 
 

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 import pytest
 from playwright.sync_api import Page, expect
 
-from bench.support.caches import make_cache, make_identity
 from bench.support.harness import Parts, make_config
+from bench.support.small.caches import make_cache, make_identity
 from tests.support.services.api import tell
 from tests.support.services.pages import SCHEMES, WIDTHS, find_violations, take_picture
 

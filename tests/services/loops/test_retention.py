@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.caches import make_cache
 from bench.support.harness import Parts
+from bench.support.small.caches import make_cache
 from bench.support.waiting import wait_until
 from cache.errors import StorageError
 from services.loops import retention

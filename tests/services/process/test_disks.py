@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.support.caches import make_codec, make_identity
 from bench.support.faults import small_disk
 from bench.support.harness import Parts
+from bench.support.small.caches import make_codec, make_identity
 from cache.disk import storage_errors
 from cache.errors import StorageError
 from kd.capture.estimate.storage import require_space

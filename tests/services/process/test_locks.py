@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from bench.support.caches import make_cache
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_cache
 from cache import disk
 from cache.disk import require_locks
 from cache.reading.usage import exclude_readers, held, is_read

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from bench.support.caches import make_cache
 from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_cache
 from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.checking.verify import verify_cache
 from cache.disk import hash_file, publish_folder

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from redis.exceptions import ResponseError
 
-from bench.support.caches import make_cache
 from bench.support.harness import Parts, make_config
+from bench.support.small.caches import make_cache
 from cache.disk import locked, write_file
 from cache.manifest import FORMAT_VERSION, sign_json, verify_json
 from kd.client.wire.service import WorkerState

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from bench.stores.proxy import Proxy
 from bench.stores.server import KEYS, Server
-from bench.support.caches import make_cache
 from bench.support.harness import Parts
+from bench.support.small.caches import make_cache
 from bench.support.waiting import wait_until
 from cache.remote.address import bind_caches
 from services.settings import Settings

@@ -25,9 +25,9 @@ import torch
 import yaml
 from redis.exceptions import RedisError
 
-from bench.support.caches import make_cache, make_identity
 from bench.support.harness import Parts, is_alive, make_body
 from bench.support.paths import AUSTEN, ROOT
+from bench.support.small.caches import make_cache, make_identity
 from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.disk import locked
 from kd.client.errors import Refused, Unreachable

@@ -142,7 +142,7 @@ DRY_RUN = """
 import json, sys
 from pathlib import Path
 from fastapi.testclient import TestClient
-from bench.support.caches import make_cache
+from bench.support.small.caches import make_cache
 from services.api.app import create_app
 from services.settings import Settings
 

@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bench.support.caches import make_cache, make_codec, make_identity
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_cache, make_codec, make_identity
 from cache.store import open_cache
 from tests.support.commands import kd
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.caches import make_cache, make_identity
 from bench.support.harness import Parts, make_config
+from bench.support.small.caches import make_cache, make_identity
 from cache.disk import locked, sum_file_sizes
 from kd.files import LOCK, write_json
 from services.settings import Settings

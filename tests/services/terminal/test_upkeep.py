@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.caches import fill_cache, make_cache, make_codec, make_identity
 from bench.support.harness import Parts, make_config
+from bench.support.small.caches import fill_cache, make_cache, make_codec, make_identity
 from bench.support.waiting import wait_until
 from cache.checking.verify import verify_cache
 from cache.manifest import CacheIdentity, TokenizerProbe

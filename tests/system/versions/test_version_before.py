@@ -200,7 +200,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from cache.profiles.table import PROFILES
-from bench.support.caches import make_cache, make_codec, make_identity
+from bench.support.small.caches import make_cache, make_codec, make_identity
 for profile in sorted(PROFILES):
     print(make_cache(Path(sys.argv[1]), make_identity(codec=make_codec(profile))).name)
 """

@@ -15,8 +15,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from bench.support.caches import make_cache, make_identity
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_cache, make_identity
 from cache.checking.verify import verify_cache
 from tests.support.caches import content
 from tests.support.commands import KD, kd

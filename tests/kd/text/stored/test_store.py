@@ -253,7 +253,7 @@ def test_training_reads_the_same_sequences_from_a_store_as_from_memory(
     options = config(sequence_length=16, train=str(tiny_text), validation_fraction=0.1)
     stored = PlainText(open_corpus(options, tokenizer, tmp_path, size=2048))
     packed = PlainText(load_corpus(options, tokenizer, size=2048))
-    assert stored.identity == packed.identity
+    assert stored.fingerprint == packed.fingerprint
     assert stored.shard_sequences == packed.shard_sequences == 20
     order = np.random.default_rng(0).permutation(stored.train_count)
     held_out = stored.train_count + np.arange(stored.validation_count)

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.support.caches import make_cache, make_identity
 from bench.support.harness import Parts, make_config
+from bench.support.small.caches import make_cache, make_identity
 from bench.support.waiting import wait_until
 from kd.client.wire.service import WorkerState
 from kd.python.version import read_version

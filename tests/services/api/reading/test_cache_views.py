@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.support.caches import make_cache, make_codec, make_identity, make_shard
 from bench.support.harness import Parts, make_config
+from bench.support.small.caches import make_cache, make_codec, make_identity, make_shard
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.inspection import compute_cache_stats
 from cache.reading.usage import held

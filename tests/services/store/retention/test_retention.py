@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from bench.support.caches import make_cache, make_identity
 from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_cache, make_identity
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.checking.listing import list_caches
 from cache.checking.verify import verify_cache

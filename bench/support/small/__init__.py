@@ -1,0 +1,1 @@
+"""Small data that is valid, for tests and benches."""
