@@ -69,330 +69,220 @@ class Settings(BaseSettings):
     """The settings of API, workers and command line. ``environment`` hands them to a subprocess."""
 
     model_config = SettingsConfigDict(
-        env_prefix="KD_", frozen=True, extra="ignore", validate_default=True
+        env_prefix="KD_",
+        frozen=True,
+        extra="ignore",
+        validate_default=True,
+        use_attribute_docstrings=True,
     )
 
-    home: AbsolutePath = Field(
-        Path("potstill-data"),
-        description="Data folder. It contains caches/, texts/, runs/, files/, redis/ and logs/.",
-    )
-    root: AbsolutePath = Field(
-        Path(),
-        description=(
-            "Folder from which the relative paths of a job start. The default is the folder in "
-            "which a command is typed."
-        ),
-    )
-    store: str | None = Field(
-        None,
-        max_length=1024,
-        description=(
-            "Where caches are stored: a folder, or an S3 bucket, s3://bucket/prefix, whose "
-            "credentials come from the usual environment variables. If it is not set, they are in "
-            "caches/ of KD_HOME."
-        ),
-    )
-    store_cache_bytes: int = Field(
-        50 << 30,
-        ge=1 << 20,
-        description="Bytes of a bucket's caches that this disk keeps for reading.",
-    )
-    store_runs: bool = Field(
-        True,
-        description=(
-            "Whether checkpoints, students and reports of jobs are also copied to the bucket of "
-            "KD_STORE, below runs/, so that a worker on another host can continue a job, and the "
-            "API shows the files of all workers. Without a bucket it has no effect."
-        ),
-    )
-    data_stores: Words = Field(
-        (),
-        description=(
-            "Buckets, s3://bucket/prefix, below which jobs may name text and models, besides "
-            "KD_STORE. They are read with the credentials of the worker."
-        ),
-    )
-    download_bytes: int = Field(
-        DOWNLOAD_BYTES,
-        ge=1 << 20,
-        description="Bytes of text and models from buckets that this disk keeps.",
-    )
-    redis_url: str | None = Field(
-        None,
-        repr=False,
-        description=(
-            "Redis or Valkey to use: redis://, rediss:// (TLS), or "
-            "sentinel://HOST:26379,HOST:26379/0?master=NAME (sentinels:// with TLS). If it is not "
-            "set, the bundled Valkey is started."
-        ),
-    )
-    redis_password_file: Path | None = Field(
-        None, description="File with the password of KD_REDIS_URL, if the URL contains none."
-    )
-    redis_ca_file: Path | None = Field(
-        None,
-        description=(
-            "Certificates (PEM) of the authority that signs the server's certificate. The default "
-            "is the system's certificates."
-        ),
-    )
-    host: str = Field("127.0.0.1", description="Address on which the API listens.")
-    port: int = Field(
-        8000, ge=0, le=65535, description="Port on which the API listens; 0 = any free port."
-    )
-    server: str = Field(
-        "http://127.0.0.1:8000",
-        description=(
-            "Address of the API, for the command line. The default follows KD_HOST and KD_PORT."
-        ),
-    )
-    lease_seconds: float = Field(
-        15.0, ge=0.5, le=3600, description="A worker that is silent for this time loses its job."
-    )
-    max_attempts: int = Field(
-        3,
-        ge=1,
-        le=1000,
-        description="Attempts that may die before a job fails. Clean stops do not count.",
-    )
-    stop_grace_seconds: float = Field(
-        60.0,
-        ge=0,
-        le=86400,
-        description="Time that a stopped run has to write its checkpoint before it is killed.",
-    )
-    silence_seconds: float = Field(
-        1800.0,
-        gt=0,
-        le=604800,
-        description="A run that reports nothing for this time is killed and retried.",
-    )
-    trust_remote_code: bool = Field(
-        False, description="Whether a job may run Python code that comes with a model."
-    )
-    api_keys_file: AbsolutePath | None = Field(
-        None,
-        description=(
-            "File of API keys, which `kd keys` writes. If it is not set, everybody on this host "
-            "may do everything."
-        ),
-    )
-    api_key: str | None = Field(
-        None, repr=False, description="API key that the command line sends."
-    )
-    allowed_hosts: Words = Field(
-        ("127.0.0.1", "localhost", "[::1]"),
-        description="Host names under which the API may be called; * = any.",
-    )
-    allowed_origins: Words = Field(
-        (), description="Web origins whose pages may call the API from a browser."
-    )
-    model_allow_list: AbsolutePath | None = Field(
-        None,
-        description=(
-            "File of the models that jobs may name, one id or folder per line. If it is not set, "
-            "jobs may name any model."
-        ),
-    )
-    data_roots: Paths = Field(
-        (),
-        description=(
-            "Folders that jobs may read besides KD_ROOT and the caches. If this and "
-            "KD_API_KEYS_FILE are not set, jobs may read any folder."
-        ),
-    )
-    remote_hosts: Words = Field(
-        (),
-        description="Hosts that the URLs of a job may name: remote teachers, text on the web. "
-        "host:8000 allows that port alone.",
-    )
-    webhook_hosts: Words = Field(
-        (), description="Hosts that may receive webhooks. If none is set, webhooks are off."
-    )
-    webhook_secret_file: AbsolutePath | None = Field(
-        None, description="File of the secrets that sign webhooks, whsec_..."
-    )
-    quota_open_jobs: int = Field(
-        100, ge=1, description="Open jobs that one key may have at a time."
-    )
-    quota_record_bytes: int = Field(
-        64 << 20,
-        ge=1,
-        description="Bytes of Redis that the records of one key's jobs may take, with ended jobs.",
-    )
-    quota_device_seconds: float | None = Field(
-        None,
-        gt=0,
-        description=(
-            "Device-seconds that the jobs of one team may use in a day (UTC). Further jobs wait. "
-            "`kd keys quota` sets it for one team."
-        ),
-    )
-    quota_bytes: int | None = Field(
-        None,
-        ge=1,
-        description=(
-            "Bytes that caches, runs and uploaded files of one team may take on the disk. Above it "
-            "the team's queued jobs wait, and new ones are refused. `kd keys quota` sets it for "
-            "one team."
-        ),
-    )
-    fair_share_half_life_seconds: float = Field(
-        86400.0,
-        ge=60,
-        le=31536000,
-        description=(
-            "Time after which a team's use of devices counts half as much in the queue. A free "
-            "worker takes a job of the team that holds the fewest devices, and among equals of the "
-            "team that used the least recently."
-        ),
-    )
-    device_prices: Words = Field(
-        (),
-        description=(
-            "Prices of an hour of one device, by kind or by a part of its name: h100=2.5,cpu=0.04; "
-            "a number without a name is for all other devices. Without a price no cost is shown."
-        ),
-    )
-    retain_caches_unused_days: Days = Field(
-        0.0,
-        description=(
-            "Days after the last run that opened a cache, or the last job that named it, after "
-            "which the cache is removed. 0 = never."
-        ),
-    )
-    retain_caches_days: Days = Field(
-        0.0, description="Days after its capture after which a cache is removed. 0 = never."
-    )
-    retain_texts_days: Days = Field(
-        0.0,
-        description=(
-            "Days after the last run that read or wrote a token store after which the store is "
-            "removed; the next run makes it again. 0 = never."
-        ),
-    )
-    retain_runs_days: Days = Field(
-        0.0,
-        description=(
-            "Days after the end of a job after which its record, run folder and student are "
-            "removed, also in a bucket. 0 = never."
-        ),
-    )
-    retain_checkpoints: int = Field(
-        0, ge=0, description="Newest checkpoints that an ended job keeps. 0 = all."
-    )
-    retain_checkpoints_of_students: bool = Field(
-        True,
-        description="Whether a job that has succeeded keeps checkpoints beside its saved student.",
-    )
-    retain_events_days: Days = Field(
-        30.0,
-        description=(
-            "Days after the end of a job after which its events and metrics are removed from "
-            "Redis. 0 = never."
-        ),
-    )
-    retain_logs_days: Days = Field(
-        0.0, description="Days after the end of a job after which its log is removed. 0 = never."
-    )
-    retain_files_days: Days = Field(
-        0.0,
-        description=(
-            "Days after its upload after which a file that no job names is removed. 0 = never."
-        ),
-    )
-    retain_imports_days: Days = Field(
-        0.0,
-        description=(
-            "Days after which models and data that `import kd` saved are removed, counted from "
-            "the last call that saved them. 0 = never."
-        ),
-    )
-    retain_leftovers_days: Days = Field(
-        0.0,
-        description=(
-            "Days after the last write after which the service removes what crashes left behind: "
-            "incomplete caches, and runs without a record. 0 = never; `kd gc` then uses 7."
-        ),
-    )
-    retain_hour: int = Field(
-        3,
-        ge=0,
-        le=23,
-        description=(
-            "Hour of the day (UTC) at which the API applies the rules KD_RETAIN_*, if any of them "
-            "is set besides the rule for events."
-        ),
-    )
-    audit_bytes: int = Field(
-        16 << 20,
-        ge=4096,
-        le=1 << 30,
-        description="Bytes of audit.jsonl in KD_HOME/audit above which a new file is started.",
-    )
-    audit_files: int = Field(
-        10,
-        ge=1,
-        le=1000,
-        description="Files of the audit log that are kept; the oldest is deleted.",
-    )
-    rate_post: int = Field(
-        60, ge=1, description="Changing requests that one key may send per minute."
-    )
-    rate_validate: int = Field(
-        60,
-        ge=1,
-        description="Validations and dry runs that one key may ask for per minute.",
-    )
-    rate_get: int = Field(
-        600, ge=1, description="Reading requests that one key may send per minute."
-    )
-    rate_sse: int = Field(20, ge=1, description="Event streams that one key may keep open.")
-    log_format: Literal["console", "json"] = Field("console", description="Format of the log.")
-    otlp_endpoint: str | None = Field(
-        None,
-        description="OpenTelemetry collector (OTLP over HTTP); none = no traces.",
-    )
-    devices: str | None = Field(
-        None,
-        description=(
-            "Device of a worker: cpu, or the number or UUID of a GPU. The default is the first "
-            "free GPU. Several devices are separated by commas (0,1 or cpu,cpu); a job uses "
-            "resources.gpus of them, and one by default."
-        ),
-    )
-    outage_seconds: float = Field(
-        3600.0,
-        gt=0,
-        description="A run whose worker cannot reach Redis for this time saves its state and ends.",
-    )
-    disk_floor_bytes: int = Field(
-        1 << 30, ge=0, description="Free space on the data disk below which no job is accepted."
-    )
-    file_bytes: int = Field(
-        512 << 20,
-        ge=1,
-        le=1 << 40,
-        description="Bytes of one file that PUT /files/{name} accepts.",
-    )
-    plan_seconds: float = Field(
-        30.0,
-        gt=0,
-        le=3600,
-        description="Seconds that the check of one job by POST /jobs/validate may take, or one "
-        "look into a cache.",
-    )
-    plan_memory_bytes: int = Field(
-        2 << 30,
-        ge=1 << 27,
-        description="Memory of the process that checks jobs for POST /jobs/validate, and of the "
-        "one that looks into caches.",
-    )
-    child_module: str = Field(
-        "services.worker.stage_child",
-        pattern=r"^[A-Za-z_][\w.]*$",
-        description="Module that runs one stage in a process of its own.",
-    )
+    home: AbsolutePath = Path("potstill-data")
+    """Data folder. It contains caches/, texts/, runs/, files/, redis/ and logs/."""
+
+    root: AbsolutePath = Path()
+    """Folder from which the relative paths of a job start. The default is the folder in which a
+    command is typed."""
+
+    store: str | None = Field(None, max_length=1024)
+    """Where caches are stored: a folder, or an S3 bucket, s3://bucket/prefix, whose credentials
+    come from the usual environment variables. If it is not set, they are in caches/ of KD_HOME."""
+
+    store_cache_bytes: int = Field(50 << 30, ge=1 << 20)
+    """Bytes of a bucket's caches that this disk keeps for reading."""
+
+    store_runs: bool = True
+    """Whether checkpoints, students and reports of jobs are also copied to the bucket of KD_STORE,
+    below runs/, so that a worker on another host can continue a job, and the API shows the files of
+    all workers. Without a bucket it has no effect."""
+
+    data_stores: Words = ()
+    """Buckets, s3://bucket/prefix, below which jobs may name text and models, besides KD_STORE.
+    They are read with the credentials of the worker."""
+
+    download_bytes: int = Field(DOWNLOAD_BYTES, ge=1 << 20)
+    """Bytes of text and models from buckets that this disk keeps."""
+
+    redis_url: str | None = Field(None, repr=False)
+    """Redis or Valkey to use: redis://, rediss:// (TLS), or
+    sentinel://HOST:26379,HOST:26379/0?master=NAME (sentinels:// with TLS). If it is not set, the
+    bundled Valkey is started."""
+
+    redis_password_file: Path | None = None
+    """File with the password of KD_REDIS_URL, if the URL contains none."""
+
+    redis_ca_file: Path | None = None
+    """Certificates (PEM) of the authority that signs the server's certificate. The default is the
+    system's certificates."""
+
+    host: str = "127.0.0.1"
+    """Address on which the API listens."""
+
+    port: int = Field(8000, ge=0, le=65535)
+    """Port on which the API listens; 0 = any free port."""
+
+    server: str = "http://127.0.0.1:8000"
+    """Address of the API, for the command line. The default follows KD_HOST and KD_PORT."""
+
+    lease_seconds: float = Field(15.0, ge=0.5, le=3600)
+    """A worker that is silent for this time loses its job."""
+
+    max_attempts: int = Field(3, ge=1, le=1000)
+    """Attempts that may die before a job fails. Clean stops do not count."""
+
+    stop_grace_seconds: float = Field(60.0, ge=0, le=86400)
+    """Time that a stopped run has to write its checkpoint before it is killed."""
+
+    silence_seconds: float = Field(1800.0, gt=0, le=604800)
+    """A run that reports nothing for this time is killed and retried."""
+
+    trust_remote_code: bool = False
+    """Whether a job may run Python code that comes with a model."""
+
+    api_keys_file: AbsolutePath | None = None
+    """File of API keys, which `kd keys` writes. If it is not set, everybody on this host may do
+    everything."""
+
+    api_key: str | None = Field(None, repr=False)
+    """API key that the command line sends."""
+
+    allowed_hosts: Words = ("127.0.0.1", "localhost", "[::1]")
+    """Host names under which the API may be called; * = any."""
+
+    allowed_origins: Words = ()
+    """Web origins whose pages may call the API from a browser."""
+
+    model_allow_list: AbsolutePath | None = None
+    """File of the models that jobs may name, one id or folder per line. If it is not set, jobs may
+    name any model."""
+
+    data_roots: Paths = ()
+    """Folders that jobs may read besides KD_ROOT and the caches. If this and KD_API_KEYS_FILE are
+    not set, jobs may read any folder."""
+
+    remote_hosts: Words = ()
+    """Hosts that the URLs of a job may name: remote teachers, text on the web. host:8000 allows
+    that port alone."""
+
+    webhook_hosts: Words = ()
+    """Hosts that may receive webhooks. If none is set, webhooks are off."""
+
+    webhook_secret_file: AbsolutePath | None = None
+    """File of the secrets that sign webhooks, whsec_..."""
+
+    quota_open_jobs: int = Field(100, ge=1)
+    """Open jobs that one key may have at a time."""
+
+    quota_record_bytes: int = Field(64 << 20, ge=1)
+    """Bytes of Redis that the records of one key's jobs may take, with ended jobs."""
+
+    quota_device_seconds: float | None = Field(None, gt=0)
+    """Device-seconds that the jobs of one team may use in a day (UTC). Further jobs wait. `kd keys
+    quota` sets it for one team."""
+
+    quota_bytes: int | None = Field(None, ge=1)
+    """Bytes that caches, runs and uploaded files of one team may take on the disk. Above it the
+    team's queued jobs wait, and new ones are refused. `kd keys quota` sets it for one team."""
+
+    fair_share_half_life_seconds: float = Field(86400.0, ge=60, le=31536000)
+    """Time after which a team's use of devices counts half as much in the queue. A free worker
+    takes a job of the team that holds the fewest devices, and among equals of the team that used
+    the least recently."""
+
+    device_prices: Words = ()
+    """Prices of an hour of one device, by kind or by a part of its name: h100=2.5,cpu=0.04; a
+    number without a name is for all other devices. Without a price no cost is shown."""
+
+    retain_caches_unused_days: Days = 0.0
+    """Days after the last run that opened a cache, or the last job that named it, after which the
+    cache is removed. 0 = never."""
+
+    retain_caches_days: Days = 0.0
+    """Days after its capture after which a cache is removed. 0 = never."""
+
+    retain_texts_days: Days = 0.0
+    """Days after the last run that read or wrote a token store after which the store is removed;
+    the next run makes it again. 0 = never."""
+
+    retain_runs_days: Days = 0.0
+    """Days after the end of a job after which its record, run folder and student are removed, also
+    in a bucket. 0 = never."""
+
+    retain_checkpoints: int = Field(0, ge=0)
+    """Newest checkpoints that an ended job keeps. 0 = all."""
+
+    retain_checkpoints_of_students: bool = True
+    """Whether a job that has succeeded keeps checkpoints beside its saved student."""
+
+    retain_events_days: Days = 30.0
+    """Days after the end of a job after which its events and metrics are removed from Redis. 0 =
+    never."""
+
+    retain_logs_days: Days = 0.0
+    """Days after the end of a job after which its log is removed. 0 = never."""
+
+    retain_files_days: Days = 0.0
+    """Days after its upload after which a file that no job names is removed. 0 = never."""
+
+    retain_imports_days: Days = 0.0
+    """Days after which models and data that `import kd` saved are removed, counted from the last
+    call that saved them. 0 = never."""
+
+    retain_leftovers_days: Days = 0.0
+    """Days after the last write after which the service removes what crashes left behind:
+    incomplete caches, and runs without a record. 0 = never; `kd gc` then uses 7."""
+
+    retain_hour: int = Field(3, ge=0, le=23)
+    """Hour of the day (UTC) at which the API applies the rules KD_RETAIN_*, if any of them is set
+    besides the rule for events."""
+
+    audit_bytes: int = Field(16 << 20, ge=4096, le=1 << 30)
+    """Bytes of audit.jsonl in KD_HOME/audit above which a new file is started."""
+
+    audit_files: int = Field(10, ge=1, le=1000)
+    """Files of the audit log that are kept; the oldest is deleted."""
+
+    rate_post: int = Field(60, ge=1)
+    """Changing requests that one key may send per minute."""
+
+    rate_validate: int = Field(60, ge=1)
+    """Validations and dry runs that one key may ask for per minute."""
+
+    rate_get: int = Field(600, ge=1)
+    """Reading requests that one key may send per minute."""
+
+    rate_sse: int = Field(20, ge=1)
+    """Event streams that one key may keep open."""
+
+    log_format: Literal["console", "json"] = "console"
+    """Format of the log."""
+
+    otlp_endpoint: str | None = None
+    """OpenTelemetry collector (OTLP over HTTP); none = no traces."""
+
+    devices: str | None = None
+    """Device of a worker: cpu, or the number or UUID of a GPU. The default is the first free GPU.
+    Several devices are separated by commas (0,1 or cpu,cpu); a job uses resources.gpus of them, and
+    one by default."""
+
+    outage_seconds: float = Field(3600.0, gt=0)
+    """A run whose worker cannot reach Redis for this time saves its state and ends."""
+
+    disk_floor_bytes: int = Field(1 << 30, ge=0)
+    """Free space on the data disk below which no job is accepted."""
+
+    file_bytes: int = Field(512 << 20, ge=1, le=1 << 40)
+    """Bytes of one file that PUT /files/{name} accepts."""
+
+    plan_seconds: float = Field(30.0, gt=0, le=3600)
+    """Seconds that the check of one job by POST /jobs/validate may take, or one look into a
+    cache."""
+
+    plan_memory_bytes: int = Field(2 << 30, ge=1 << 27)
+    """Memory of the process that checks jobs for POST /jobs/validate, and of the one that looks
+    into caches."""
+
+    child_module: str = Field("services.worker.stage_child", pattern=r"^[A-Za-z_][\w.]*$")
+    """Module that runs one stage in a process of its own."""
 
     @field_validator("store")
     @classmethod
