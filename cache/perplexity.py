@@ -58,10 +58,7 @@ class BlockLosses:
 
     @classmethod
     def of(
-        cls,
-        nats_N: NDArray[Any],
-        targets_S: NDArray[Any],
-        known_N: NDArray[np.bool_] | None = None,
+        cls, nats_N: NDArray[Any], targets_S: NDArray[Any], known_N: NDArray[np.bool_] | None = None
     ) -> BlockLosses:
         """Sum the losses ``nats_N`` of sequences with ``targets_S`` targets each, in their order.
 

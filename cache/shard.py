@@ -186,10 +186,7 @@ def _write_array(group: zarr.Group, name: str, values: NDArray[Any]) -> None:
         dtype=values.dtype,
         chunks=(chunk_rows, *values.shape[1:]),
         filters=None,
-        compressors=[
-            BloscCodec(cname="zstd", clevel=5, shuffle=shuffle),
-            Crc32cCodec(),
-        ],
+        compressors=[BloscCodec(cname="zstd", clevel=5, shuffle=shuffle), Crc32cCodec()],
         chunk_key_encoding={"name": "default", "separator": "."},
         fill_value=0,
         attributes={"scale": _SCALES[name]} if name in _SCALES else {},

@@ -284,8 +284,7 @@ def reading(folder: Path) -> Iterator[None]:
     except (CacheError, FileNotFoundError) as error:
         if not folder.is_dir():
             raise CacheNotFound(
-                f"The cache {folder} was removed while it was in use: {error}",
-                MISSING_REMEDY,
+                f"The cache {folder} was removed while it was in use: {error}", MISSING_REMEDY
             ) from error
         if isinstance(error, CacheError):
             raise
@@ -295,9 +294,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def open_cache(
-    folder: Path,
-    expected: CacheIdentity | None = None,
-    memory_bytes: int = MEMORY_BYTES,
+    folder: Path, expected: CacheIdentity | None = None, memory_bytes: int = MEMORY_BYTES
 ) -> Cache:
     """Open a complete cache for reading; it keeps decoded chunks of ``memory_bytes`` at most.
 

@@ -62,10 +62,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def follow_download(
-    count: DownloadCount,
-    tasks: Iterable[Callable[[], object]],
-    report: Report,
-    parallel: int = 1,
+    count: DownloadCount, tasks: Iterable[Callable[[], object]], report: Report, parallel: int = 1
 ) -> None:
     """Carry out ``tasks``, some at a time, and report every two seconds; the first error ends all.
 

@@ -41,10 +41,7 @@ class Transport:
     """
 
     def __init__(
-        self,
-        server: str | None,
-        key: str | None,
-        on_expiry: Callable[[str], None] = warn_of_expiry,
+        self, server: str | None, key: str | None, on_expiry: Callable[[str], None] = warn_of_expiry
     ) -> None:
         self.server = server or os.environ.get("KD_SERVER") or DEFAULT_SERVER
         self._on_expiry = on_expiry

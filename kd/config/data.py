@@ -69,14 +69,7 @@ class DataConfig(Section):
     out nothing."""
 
     format: Literal[
-        "auto",
-        "text",
-        "jsonl",
-        "parquet",
-        "messages",
-        "sharegpt",
-        "prompt_completion",
-        "alpaca",
+        "auto", "text", "jsonl", "parquet", "messages", "sharegpt", "prompt_completion", "alpaca"
     ] = "auto"
     """auto = by the file's suffix; messages = each row has a chat under the key messages, and may
     have the JSON schemas of its tools under the key tools; sharegpt = a chat under conversations,

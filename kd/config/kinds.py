@@ -157,7 +157,5 @@ def _require_known(name: str) -> str:
 
 #: The name of a kind, as a job, a record and a request give it.
 KindName = Annotated[
-    str,
-    AfterValidator(_require_known),
-    WithJsonSchema({"type": "string", "enum": list(KINDS)}),
+    str, AfterValidator(_require_known), WithJsonSchema({"type": "string", "enum": list(KINDS)})
 ]

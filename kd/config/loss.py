@@ -117,8 +117,7 @@ class LossConfig(Section):
     """The objective: (1 - alpha) D(teacher, student) + alpha cross-entropy + extra terms."""
 
     alpha: Annotated[
-        Annotated[Weight, Tag("float")] | Annotated[Ramp, Tag("Ramp")],
-        Discriminator(find_ramp),
+        Annotated[Weight, Tag("float")] | Annotated[Ramp, Tag("Ramp")], Discriminator(find_ramp)
     ] = 0.1
     """Weight of the hard labels: a number or a schedule. 1 = plain cross-entropy, which needs no
     cache. Other tools give the weight of the teacher (kd_alpha, kd_ratio, Megatron's alpha): alpha

@@ -183,6 +183,5 @@ def _convert(converter: Path, model: Path, out: Path, outtype: str) -> None:
     if "No module named" in said:
         remedy = "Install what the converter needs: `pip install gguf sentencepiece`."
     raise ModelError(
-        f"{converter.name} ended with code {ended.returncode}: {last[:_LONGEST_LINE]}",
-        remedy,
+        f"{converter.name} ended with code {ended.returncode}: {last[:_LONGEST_LINE]}", remedy
     )

@@ -253,10 +253,7 @@ def _build_without_adapters(
 
 
 def _make_fresh_llama(
-    init: StudentInit,
-    tokenizer: PreTrainedTokenizerBase,
-    context: int,
-    teacher: ModelSource | None,
+    init: StudentInit, tokenizer: PreTrainedTokenizerBase, context: int, teacher: ModelSource | None
 ) -> PreTrainedModel:
     settings = _find_generation_settings(init, teacher)
     ends = list_end_ids(settings, tokenizer)

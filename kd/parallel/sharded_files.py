@@ -85,7 +85,5 @@ def fill_tensors(folder: Path, tensors: dict[str, Tensor], group: Group) -> None
         # torch tells a process without others that it is alone.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         load(
-            dict(tensors),
-            storage_reader=HuggingFaceStorageReader(str(folder)),
-            no_dist=group.alone,
+            dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=group.alone
         )

@@ -237,9 +237,7 @@ def _check_store(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
 def describe_missing_cache(name: str, home: Path, field: str = "fingerprint") -> Problem:
     """Describe a missing cache; a cache of another owner gets the same words."""
     return Problem(
-        f"/cache/{field}",
-        f"there is no sealed cache {name!r} below {home}.",
-        "See `kd cache ls`.",
+        f"/cache/{field}", f"there is no sealed cache {name!r} below {home}.", "See `kd cache ls`."
     )
 
 

@@ -23,12 +23,7 @@ from kd.models.folder import ModelFolder, locate_model
 from kd.preflight.confinement import describe_missing_cache
 from kd.progress import Notice, ignore_notice
 from kd.text.mixtures import name_source
-from kd.text.text_files import (
-    FoundFiles,
-    choose_format,
-    find_source_files,
-    list_stored_texts,
-)
+from kd.text.text_files import FoundFiles, choose_format, find_source_files, list_stored_texts
 
 #: Bytes that the disk of the data folder must have left.
 FREE_BYTES = 64 * 2**20

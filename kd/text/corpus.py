@@ -28,14 +28,7 @@ from cache.records import Sequences
 from kd.config.data import DataConfig, TextSources
 from kd.errors import DataError
 from kd.progress import SILENT, Monitor, ProgressMeter
-from kd.text.mixtures import (
-    Packer,
-    TextReader,
-    get_weight,
-    has_dataset,
-    is_mixture,
-    name_source,
-)
+from kd.text.mixtures import Packer, TextReader, get_weight, has_dataset, is_mixture, name_source
 from kd.text.packing import Block, Document, join_blocks, pack_in_blocks
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import find_documents

@@ -248,11 +248,7 @@ def datasets_opened_by(opener: Opener, require_permitted: Permission) -> Iterato
 
 
 def _read_cells(
-    rows: Iterable[Row],
-    where: str,
-    config: DataConfig,
-    start: TextPlace,
-    notes: TextNotes,
+    rows: Iterable[Row], where: str, config: DataConfig, start: TextPlace, notes: TextNotes
 ) -> Iterator[FoundDocument]:
     """Yield the documents of ``rows`` from ``start`` on; those before it are only passed over.
 

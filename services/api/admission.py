@@ -21,10 +21,7 @@ from kd.config.job import JobConfig
 from kd.config.kinds import list_stage_names
 from kd.errors import ConfigError, Problem
 from kd.files import format_bytes
-from services.api.answers.accounts import (
-    describe_account,
-    find_quota_warnings,
-)
+from services.api.answers.accounts import describe_account, find_quota_warnings
 from services.api.answers.problems import ApiProblem
 from services.api.plan_process import Wish
 from services.api.service import Service

@@ -122,8 +122,7 @@ class Reconciler:
         )
         for job_id in ids:
             log.warning(
-                "%s: its lease, its place in the queue, or the end of a dependency was lost",
-                job_id,
+                "%s: its lease, its place in the queue, or the end of a dependency was lost", job_id
             )
 
     def _has_watched_a_whole_lease(self) -> bool:

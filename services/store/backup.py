@@ -462,8 +462,7 @@ def _require_stopped(client: Redis) -> None:
     if alive := JobStore(client).list_workers():
         names = ", ".join(worker.id for worker in alive[:5])
         raise BackupError(
-            f"Workers use this job store: {names}.",
-            "Stop them and the API, then try again.",
+            f"Workers use this job store: {names}.", "Stop them and the API, then try again."
         )
 
 

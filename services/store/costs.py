@@ -58,10 +58,7 @@ def estimate_cost(
 
 
 def estimate_new_job(
-    stage: str,
-    needs: JobResources,
-    workers: Iterable[WorkerState],
-    mean: float | None,
+    stage: str, needs: JobResources, workers: Iterable[WorkerState], mean: float | None
 ) -> Cost | None:
     """The cost of a job that is not created yet, from the mean device-seconds of its kind."""
     price = find_worker_price(stage, needs, workers)

@@ -205,8 +205,7 @@ def create_key(
         )
     if not wanted or set(wanted) - set(SCOPES):
         raise KeysError(
-            f"the scopes {', '.join(wanted) or '(none)'} are unknown.",
-            f"Use {', '.join(SCOPES)}.",
+            f"the scopes {', '.join(wanted) or '(none)'} are unknown.", f"Use {', '.join(SCOPES)}."
         )
     team = _choose_team(path, name, team)
     text = PREFIX + secrets.token_urlsafe(32)

@@ -54,13 +54,7 @@ StageRunner = Callable[[str, JobConfig, Path, Path, Monitor, int], dict[str, Any
 
 
 def run_stage_of_pipeline(
-    gpus: int,
-    stage: str,
-    config: JobConfig,
-    home: Path,
-    run_dir: Path,
-    monitor: Monitor,
-    turn: int,
+    gpus: int, stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, turn: int
 ) -> dict[str, Any]:
     """Call ``kd.pipeline.run_stage``. No other process of the service loads torch.
 

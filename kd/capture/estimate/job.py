@@ -15,12 +15,7 @@ from cache.remote.address import read_binding
 from kd.addresses import ModelSource
 from kd.capture.codec_identity import make_codec_identity
 from kd.capture.estimate.storage import CacheSize, estimate_cache_size
-from kd.capture.estimate.text import (
-    CaptureSize,
-    TokenCounter,
-    estimate_capture_size,
-    require_width,
-)
+from kd.capture.estimate.text import CaptureSize, TokenCounter, estimate_capture_size, require_width
 from kd.client.wire.plans import JobEstimate
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem

@@ -70,8 +70,7 @@ class CacheDetail(CacheEntry):
         default_factory=list, description="One row for each temperature; empty if not measured."
     )
     overruled: OverruledVerdict | None = Field(
-        None,
-        description="Present if the cache was sealed although it differs from its teacher.",
+        None, description="Present if the cache was sealed although it differs from its teacher."
     )
 
 

@@ -223,8 +223,7 @@ class Job(View):
     metrics: Metrics
     cache: JobCache | None = Field(None, description="Null until it is known.")
     capture: Capture | None = Field(
-        None,
-        description="Null unless several workers capture the cache now; not in a list.",
+        None, description="Null unless several workers capture the cache now; not in a list."
     )
     error: JobError | None = Field(None, description="Null unless the job failed.")
     attempt: int = Field(description="Attempts that have started; more follow only if one died.")

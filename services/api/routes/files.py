@@ -85,10 +85,7 @@ _FILE: Answers = {
     206: {"description": "The part that Range names.", **_BYTES},
     304: {"description": "If-None-Match names the ETag: the client has the file already."},
 }
-_AS_FILE: dict[str, Any] = {
-    "response_class": Response,
-    **guard(READ, 404, 416, 422, answers=_FILE),
-}
+_AS_FILE: dict[str, Any] = {"response_class": Response, **guard(READ, 404, 416, 422, answers=_FILE)}
 ArtifactName = Annotated[
     str, InPath(description="A name of the artifact list; it may hold slashes.")
 ]
@@ -251,11 +248,7 @@ def list_artifacts(job: KnownJob, service: TheService) -> ArtifactList:
 @router.head("/jobs/{job_id}/artifacts/{name:path}", include_in_schema=False, **_AS_FILE)
 @router.get("/jobs/{job_id}/artifacts/{name:path}", **_AS_FILE)
 def get_artifact(
-    request: Request,
-    job: KnownJob,
-    name: ArtifactName,
-    service: TheService,
-    caller: TheCaller,
+    request: Request, job: KnownJob, name: ArtifactName, service: TheService, caller: TheCaller
 ) -> Response:
     """Download a file that the job produced, or the part of it that Range names."""
     path = _find_artifacts(job, service).get(name)

@@ -277,9 +277,7 @@ _LOG: Answers = {
 
 @router.head("/jobs/{job_id}/logs", dependencies=READ, include_in_schema=False)
 @router.get(
-    "/jobs/{job_id}/logs",
-    response_class=Response,
-    **guard(READ, 404, 416, 422, answers=_LOG),
+    "/jobs/{job_id}/logs", response_class=Response, **guard(READ, 404, 416, 422, answers=_LOG)
 )
 def job_logs(
     request: Request,

@@ -376,9 +376,7 @@ def _apply_action(action: Action, job: Job, service: Service) -> str:
 
 
 @router.delete(
-    "/jobs/{job_id}",
-    status_code=204,
-    **guard(WRITE, 404, 409, 422, 429, answers=DELETE_RESPONSES),
+    "/jobs/{job_id}", status_code=204, **guard(WRITE, 404, 409, 422, 429, answers=DELETE_RESPONSES)
 )
 def delete_job(
     job: KnownJob,

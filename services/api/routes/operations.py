@@ -25,12 +25,7 @@ from kd.client.wire.service import (
 )
 from kd.preflight.limits import read_allow_list
 from kd.python.version import read_version
-from services.api.answers.problems import (
-    RETRY_SECONDS,
-    Answers,
-    ApiProblem,
-    describe_problems,
-)
+from services.api.answers.problems import RETRY_SECONDS, Answers, ApiProblem, describe_problems
 from services.api.answers.prometheus import CONTENT_TYPE, render_metrics
 from services.api.guards.body_limits import BODY_BYTES
 from services.api.guards.json_bodies import StrictRoute
@@ -140,7 +135,5 @@ def metrics(service: TheService) -> Response:
 def get_version(service: TheService) -> Version:
     """Show the version of the server."""
     return Version(
-        version=read_version(),
-        record_format=RECORD_FORMAT,
-        file_view=identify_file_view(),
+        version=read_version(), record_format=RECORD_FORMAT, file_view=identify_file_view()
     )

@@ -211,9 +211,7 @@ def get_file(name: FileName, service: TheService, caller: TheCaller) -> Uploaded
 
 
 @router.get(
-    "/files/{name}/content",
-    response_class=Response,
-    **guard(READ, 404, 416, 422, answers=_CONTENT),
+    "/files/{name}/content", response_class=Response, **guard(READ, 404, 416, 422, answers=_CONTENT)
 )
 def get_file_content(
     request: Request, name: FileName, service: TheService, caller: TheCaller
@@ -228,9 +226,7 @@ def get_file_content(
 
 
 @router.delete(
-    "/files/{name}",
-    status_code=204,
-    **guard(WRITE, 404, 409, 422, 429, answers=_DELETED),
+    "/files/{name}", status_code=204, **guard(WRITE, 404, 409, 422, 429, answers=_DELETED)
 )
 def delete_file(name: FileName, service: TheService, caller: TheCaller) -> Response:
     """Delete a file of the caller's team; 409 while a job that has not ended needs it."""

@@ -34,8 +34,7 @@ Paths = Annotated[
     typer.Argument(help="Files, or folders with files; files named validation* are held out."),
 ]
 Entries = Annotated[
-    int | None,
-    typer.Option("--k", min=1, help="Entries of each record. Default: all that it has."),
+    int | None, typer.Option("--k", min=1, help="Entries of each record. Default: all that it has.")
 ]
 Length = Annotated[
     int | None, typer.Option(min=2, help="Cut rows after this many tokens. Default: cut nothing.")
@@ -56,15 +55,13 @@ Tolerance = Annotated[
     ),
 ]
 Ahead = Annotated[
-    bool,
-    typer.Option(help="axolotl: each list describes the token after its own position."),
+    bool, typer.Option(help="axolotl: each list describes the token after its own position.")
 ]
 ExportFormat = Annotated[
     str, typer.Option("--format", help="Format to write: parquet or distillkit.")
 ]
 Lossy = Annotated[
-    bool,
-    typer.Option(help="Leave out what the format cannot hold, such as a sampled tail."),
+    bool, typer.Option(help="Leave out what the format cannot hold, such as a sampled tail.")
 ]
 
 

@@ -214,8 +214,7 @@ def jobs_rm(
         list[str], typer.Argument(metavar="ID...", help="Ids of jobs, or beginnings of them.")
     ],
     artifacts: Annotated[
-        bool,
-        typer.Option(help="Also delete their checkpoints, logs and artifacts."),
+        bool, typer.Option(help="Also delete their checkpoints, logs and artifacts.")
     ] = False,
     server: Server = None,
 ) -> None:

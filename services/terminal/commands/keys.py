@@ -56,7 +56,7 @@ def keys_new(
         str | None,
         typer.Option(
             help="Team that shares devices and quotas. Default: the team of the name's other "
-            "keys, or else a team of its own.",
+            "keys, or else a team of its own."
         ),
     ] = None,
     file: File = None,

@@ -56,7 +56,7 @@ Force = Annotated[
     bool,
     typer.Option(
         help="Also remove what an unfinished job or the card of a kept student names, but never "
-        "what a process captures, reads or writes now.",
+        "what a process captures, reads or writes now."
     ),
 ]
 

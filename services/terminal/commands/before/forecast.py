@@ -40,7 +40,7 @@ _KINDS = ", ".join(DEVICE_KINDS)
 Fast = Annotated[
     bool,
     typer.Option(
-        help="Estimate the capture by a table: load no model, and read a sample of the text.",
+        help="Estimate the capture by a table: load no model, and read a sample of the text."
     ),
 ]
 Kind = Annotated[
@@ -59,8 +59,7 @@ Price = Annotated[
     ),
 ]
 Devices = Annotated[
-    str,
-    typer.Option(help=f"Number and kind of the devices: 8xh100 or h100. Kinds: {_KINDS}."),
+    str, typer.Option(help=f"Number and kind of the devices: 8xh100 or h100. Kinds: {_KINDS}.")
 ]
 Tokens = Annotated[
     float | None,
@@ -277,10 +276,7 @@ def _format_cost(cost: float | None) -> str:
 
 @app.command()
 def lr(
-    job_file: JobFile,
-    overrides: Overrides = None,
-    plot: Plot = None,
-    home: Home = None,
+    job_file: JobFile, overrides: Overrides = None, plot: Plot = None, home: Home = None
 ) -> None:
     """Show the learning rate over a job's whole run, as a table and a plot.
 

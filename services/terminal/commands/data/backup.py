@@ -64,8 +64,7 @@ def restore(
         typer.Option(help="Replace the jobs, caches, runs, files, models and data that exist now."),
     ] = False,
     check: Annotated[
-        bool,
-        typer.Option(help="Only check the backup against its digests; restore nothing."),
+        bool, typer.Option(help="Only check the backup against its digests; restore nothing.")
     ] = False,
     home: Home = None,
 ) -> None:

@@ -41,7 +41,7 @@ def push(
         bool | None,
         typer.Option(
             help="A new repository is private, unless you give --no-private. --private also "
-            "refuses a repository that is public.",
+            "refuses a repository that is public."
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="Only list the files; nothing is sent.")] = False,
