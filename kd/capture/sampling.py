@@ -363,13 +363,7 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
     # larger thresholds keep the search by blocks: the bytes of their caches must not change.
     find: Callable[[_Points], Tensor]
     if isinstance(sizes, TokenSizes) and threshold < min(1 / 255, 1 / chance.blocks):
-        rows_N1 = torch.arange(len(sizes.size_NQU), device=chance.order_Q.device)[:, None]
-        arranged_NQU = (
-            sizes.size_NQU[:, chance.order_Q]
-            if chance.order_Q.dim() == 1
-            else sizes.size_NQU[rows_N1, chance.order_Q]
-        )
-        find = partial(_find_by_tokens, arranged_NQU.flatten(1).cumsum(1, dtype=torch.float64))
+        find = partial(_find_by_tokens, _accumulate_sizes(sizes, chance))
     else:
         find = partial(_find_by_blocks, sizes, running_NQ, chance)
     draws = []
@@ -393,6 +387,17 @@ def _order_ids(place_M: Tensor, rows_M: Tensor, chance: Randomness) -> Tensor:
         return keys_M.sort().values % vocabulary
     # numpy sorts numbers several times as fast as torch does.
     return torch.from_numpy(np.sort(keys_M.numpy()) % vocabulary)
+
+
+def _accumulate_sizes(sizes: TokenSizes, chance: Randomness) -> Tensor:
+    """Return the running sum of sizes over all tokens, with blocks in the order of ``chance``."""
+    rows_N1 = torch.arange(len(sizes.size_NQU), device=chance.order_Q.device)[:, None]
+    arranged_NQU = (
+        sizes.size_NQU[:, chance.order_Q]
+        if chance.order_Q.dim() == 1
+        else sizes.size_NQU[rows_N1, chance.order_Q]
+    )
+    return arranged_NQU.flatten(1).cumsum(1, dtype=torch.float64)
 
 
 def _find_by_tokens(running_NV: Tensor, points: _Points) -> Tensor:

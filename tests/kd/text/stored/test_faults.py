@@ -280,7 +280,7 @@ def test_a_changed_text_with_its_old_time_and_size_is_read_again(tokenizer, tmp_
 def test_a_young_text_is_hashed_again(tokenizer, tmp_path, monkeypatch):
     """On a disk whose clock ticks slowly two changes may leave the same times."""
     monkeypatch.setattr(
-        "kd.text.stored.inputs._describe_file",
+        "kd.text.stored.inputs.describe_file",
         lambda file: [str(file), file.stat().st_size, time.time_ns() // 10**12],
     )
     monkeypatch.setattr("kd.text.stored.inputs._YOUNG_NS", 10**20)
