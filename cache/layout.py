@@ -52,8 +52,7 @@ def encode_arrays(records: Records, positions: NDArray[np.int64], codec: Codec) 
         compute_offsets(records[f"{part}_count"])[positions] for part in ("head", "tail")
     )
     counts = records["head_count"]
-    logprobs = records["head_logprobs"]
-    coded = [_code_ids("head", records["head_ids"], logprobs, rank, counts, heads)]
+    coded = [_code_ids("head", records["head_ids"], records["head_logprobs"], rank, counts, heads)]
     for draw in range(codec.draws):
         values = records["tail_logprobs"][:, draw] if codec.rules.keeps_partition else None
         ids = records["tail_ids"][:, draw]

@@ -391,8 +391,7 @@ class Manifest:
             if not content[name]["digest"]:
                 del content[name]
         del content["shards" if self.pieces else "pieces"]
-        version = self._choose_version()
-        return sign_json({"format": FORMAT, "version": version, **content})
+        return sign_json({"format": FORMAT, "version": self._choose_version(), **content})
 
     def _choose_version(self) -> int:
         if self.first_tails.digest:
@@ -560,9 +559,8 @@ def flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested objects to one level with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in document.items():
-        flat |= (
-            flatten(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat

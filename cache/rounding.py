@@ -51,13 +51,12 @@ def choose_id_dtype(vocabulary_size: int) -> np.dtype[Any]:
 
 def round_known(seed: int, known: NDArray[Any], places: RecordPositions) -> NDArray[np.uint16]:
     """Round the log-probabilities (N, 1 + A) of known tokens; NaN gives ``UNKNOWN``."""
-    ranks_A = np.arange(known.shape[1])
     draws = draw_uniforms(
         seed,
         PURPOSE_KNOWN_ROUNDING,
         places.sequence_N[:, None],
         places.position_N[:, None],
-        ranks_A[None],
+        np.arange(known.shape[1])[None],
     )
     # The largest code means "unknown", so that a known value takes at most the one before it.
     steps = np.minimum(round_stochastically(known, KNOWN_STEP, draws), UNKNOWN - 1)

@@ -92,8 +92,7 @@ class Seal:
         """Make the seal of the shard that was just written to ``folder``."""
         # Entries of topk have no count of their own: every record has K.
         heads = records["top_ids"].size if "top_ids" in records.columns else records.length("head")
-        files = _hash_files(folder)
-        return cls(len(sequences), len(records), heads, records.length("tail"), files)
+        return cls(len(sequences), len(records), heads, records.length("tail"), _hash_files(folder))
 
     @classmethod
     def of_folder(cls, folder: Path) -> Seal:
@@ -159,12 +158,11 @@ def _hash_files(folder: Path) -> dict[str, SealedFile]:
 
 def make_shard_arrays(sequences: Sequences, records: Records, codec: Codec) -> Arrays:
     """Make the arrays of a shard: sequences, records, and the offsets of each sequence."""
-    positions = compute_offsets(sequences.target_mask.sum(axis=1))
     return {
         "tokens": sequences.tokens.astype(choose_id_dtype(codec.vocabulary_size)),
         "document_start": sequences.document_start,
         "target_mask": sequences.target_mask,
-        **encode_arrays(records, positions, codec),
+        **encode_arrays(records, compute_offsets(sequences.target_mask.sum(axis=1)), codec),
     }
 
 

@@ -222,8 +222,7 @@ class Cache:
             return None
         with reading(self.folder):
             seal = self.open_seal(TOKEN_MAP, entry.digest)
-        kept = {Path(name).parts[0] for name in seal.files}
-        rules = ("rules",) if "rules" in kept else ()
+        rules = ("rules",) if "rules" in {Path(name).parts[0] for name in seal.files} else ()
         return self._read_folder(TOKEN_MAP, entry, (*TOKEN_ARRAYS, *rules))
 
     def tail_mean(self) -> Arrays | None:

@@ -189,8 +189,7 @@ class Mirror:
         """
         name, file = split_path(path)
         if digest is None:
-            seal = (self.folder / locate_seal(name)).read_bytes()
-            digest = hashlib.sha256(seal).hexdigest()
+            digest = hashlib.sha256((self.folder / locate_seal(name)).read_bytes()).hexdigest()
         try:
             data = self.bucket.get(self._name(f"{name_data(name, digest)}/{file}"))
         except FileNotFoundError:

@@ -118,14 +118,8 @@ class TopEntries:
     @staticmethod
     def empty(k: int) -> TopEntries:
         """Return entries of no position."""
-        floats = np.zeros(0, np.float32)
-        return TopEntries(
-            np.zeros(0, np.int64),
-            np.zeros((0, k), np.uint32),
-            np.zeros((0, k), np.float32),
-            floats,
-            floats,
-        )
+        none, entries = np.zeros(0, np.float32), np.zeros((0, k), np.float32)
+        return TopEntries(none.astype(np.int64), entries.astype(np.uint32), entries, none, none)
 
     @staticmethod
     def concatenate(parts: Iterable[TopEntries]) -> TopEntries:
@@ -244,11 +238,10 @@ class RemoteTeacher:
             body = {"model": self.config.model, "prompt": probe.text, "add_special_tokens": True}
             response = self.runner.run(self._post("/tokenize", body))
             if (answer := _read_tokenize_answer(response)) is None:
-                unchecked = (
-                    "whether its tokenizer is teacher.tokenizer could not be checked by /tokenize"
-                )
                 self.monitor.emit(
-                    "warning", message=f"{unchecked}: {self._describe_answer(response)}"
+                    "warning",
+                    message="whether its tokenizer is teacher.tokenizer could not be checked by "
+                    f"/tokenize: {self._describe_answer(response)}",
                 )
                 return
             found = answer["tokens"]
@@ -379,11 +372,8 @@ class RemoteTeacher:
         defaults.
         """
         neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-        prompt = {
-            "prompt": piece.tokens,
-            "add_special_tokens": False,
-            "max_tokens": 1,
-        }  # vLLM has no 0
+        # One token, because vLLM has no 0.
+        prompt = {"prompt": piece.tokens, "add_special_tokens": False, "max_tokens": 1}
         return {
             "model": self.config.model,
             "prompt_logprobs": min(self.codec.k, self.codec.vocabulary_size),
@@ -456,11 +446,10 @@ def _parse_retry_after(response: httpx.Response) -> float:
     """
     text = response.headers.get("Retry-After", "").strip()
     try:
-        seconds = (
-            float(text)
-            if text.isdecimal()
-            else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
-        )
+        if text.isdecimal():
+            seconds = float(text)
+        else:
+            seconds = (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
     except (TypeError, ValueError):  # nothing, nonsense, or a date without a zone
         return 0.0
     return min(max(seconds, 0.0), LONGEST_PAUSE)

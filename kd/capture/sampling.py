@@ -311,10 +311,8 @@ def _are_finite(sizes: TokenSizes | BlockSizes) -> Tensor:
 
 
 def _make_not_finite() -> ModelError:
-    remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
-    return ModelError(
-        f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}.", remedy
-    )
+    detail = f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}."
+    return ModelError(detail, "Run it in float32 or bfloat16 (teacher.dtype).")
 
 
 @dataclass(frozen=True)
@@ -364,19 +362,15 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
     find: Callable[[_Points], Tensor]
     if isinstance(sizes, TokenSizes) and threshold < min(1 / 255, 1 / chance.blocks):
         rows_N1 = torch.arange(len(sizes.size_NQU), device=chance.order_Q.device)[:, None]
-        arranged_NQU = (
-            sizes.size_NQU[:, chance.order_Q]
-            if chance.order_Q.dim() == 1
-            else sizes.size_NQU[rows_N1, chance.order_Q]
-        )
+        rows = slice(None) if chance.order_Q.dim() == 1 else rows_N1
+        arranged_NQU = sizes.size_NQU[rows, chance.order_Q]
         find = partial(_find_by_tokens, arranged_NQU.flatten(1).cumsum(1, dtype=torch.float64))
     else:
         find = partial(_find_by_blocks, sizes, running_NQ, chance)
     draws = []
     for uniform_N in chance.uniform_NR.unbind(1):
         points_Nm = (uniform_N[:, None] + slot_m) * apart_N[:, None]
-        places_M = find(_Points(points_Nm, rows_M, slots_M))
-        draws.append(_order_ids(places_M, rows_M, chance))
+        draws.append(_order_ids(find(_Points(points_Nm, rows_M, slots_M)), rows_M, chance))
     return _Tail(count_N, rows_M, torch.stack(draws, 1))
 
 
@@ -423,8 +417,7 @@ def _find_by_blocks(
     inside_MU = sizes.of_blocks(points.rows_M, blocks_M).double().cumsum(-1)
     offset_M1 = points.pick(points.points_Nm - before_Nm)[:, None]
     place_M = (inside_MU <= offset_M1).sum(-1)
-    last_M = (inside_MU < inside_MU[:, -1:]).sum(-1)
-    return block_M * BLOCK + torch.minimum(place_M, last_M)
+    return block_M * BLOCK + torch.minimum(place_M, (inside_MU < inside_MU[:, -1:]).sum(-1))
 
 
 def reduce_by_row(reduce: Callable[..., Tensor], *rows_NV: Tensor) -> Tensor:

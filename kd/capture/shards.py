@@ -333,9 +333,8 @@ class ShardRecording:
         self._sealed = sealed
         self._writer = writer
         self._identity = writer.identity
-        monitor = report.monitor
         self._pipeline = ShardPipeline(
-            writer, report.watch.add, lambda: monitor.report_alive(stepping=False)
+            writer, report.watch.add, lambda: report.monitor.report_alive(stepping=False)
         )
 
     def __enter__(self) -> Self:
@@ -449,8 +448,7 @@ class UnfinishedRanges:
             self._tell(shards)
 
     def _tell(self, shards: range) -> None:
-        sequences = sum(len(self._identity.shard_range(index)) for index in shards)
-        self._ranges.finish(shards, sequences)
+        self._ranges.finish(shards, sum(len(self._identity.shard_range(index)) for index in shards))
 
 
 class Patience:

@@ -62,8 +62,7 @@ def open_reader(
         return
     with RemoteTeacher.connect(section, plan.identity.record_codec(), monitor) as remote:
         length = plan.data.sequence_length
-        texts = islice(sample_texts(plan.data), ASKED_TEXTS)
-        some = (text[:ASKED_CHARACTERS] for text in texts)
+        some = (text[:ASKED_CHARACTERS] for text in islice(sample_texts(plan.data), ASKED_TEXTS))
         remote.require_same_tokenizer(encode_probes(plan.tokenizer, (*PROBE_TEXTS, *some)), length)
         yield remote
 
@@ -133,8 +132,7 @@ class Teacher:
             isolate_documents(model)
         recorder = Recorder(lm_head, plan.identity.record_codec())
         cuts_padding = not plan.identity.data.packing
-        batch_size = plan.teacher.section.batch_size
-        return cls(model, recorder, batch_size, cuts_padding=cuts_padding)
+        return cls(model, recorder, plan.teacher.section.batch_size, cuts_padding=cuts_padding)
 
     def take_tail_sums(self) -> TailSums | None:
         """Return the sums of the tails since the last call; None for most profiles."""

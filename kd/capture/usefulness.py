@@ -81,8 +81,7 @@ class HeldOutWatch:
             self._ngrams = NGrams.of(split_sequences(self._plan.corpus.train), vocabulary)
         if self._ngrams is None:
             return
-        first = self._plan.identity.shard_range(index).start
-        train = max(len(self._plan.corpus.train) - first, 0)
+        train = max(len(self._plan.corpus.train) - self._plan.identity.shard_range(index).start, 0)
         begin = sequences.select(slice(0, train)).positions
         self._losses += HeldOutLosses.of(
             sequences.select(slice(train, None)), records.slice(begin, len(records)), self._ngrams

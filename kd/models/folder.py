@@ -185,8 +185,7 @@ class ModelFolder:
         file.
         """
         self.require_no_pointer(*filter(None, [gguf_file]))
-        with_model = self.has_config or gguf_file is not None
-        if with_model and (self.path / ADAPTER_CONFIG).is_file():
+        if (self.has_config or gguf_file is not None) and (self.path / ADAPTER_CONFIG).is_file():
             raise ModelError(
                 f"{self.path} holds adapters beside a model.",
                 "Merge them into the model, or move their files to another folder.",

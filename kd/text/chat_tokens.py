@@ -84,8 +84,7 @@ def _note_row(
     """Note what a row has that is not read, and control tokens; return whether there are such."""
     for name in unread:
         notes.add(Notice(f"rows with {name}, which is not read", 1, found.where), found.place)
-    pattern = compile_markers(tokenizer)
-    marker = next(filter(None, map(pattern.search, list_texts(held))), None)
+    marker = next(filter(None, map(compile_markers(tokenizer).search, list_texts(held))), None)
     if marker is not None:
         example = f"{marker[0]!r} in {found.where}"
         notes.add(Notice(_MARKED, 1, example, _MARKERS_REMEDY), found.place)

@@ -88,9 +88,8 @@ class NGrams:
         """Compute the mean losses of unigram and bigram on the held-out text, in nats."""
         total = np.zeros(2)
         count = 0
-        end = source.train_count + source.validation_count
         # Few at once: the records are read with them, and those of profile hidden are large.
-        held_out = range(source.train_count, end)
+        held_out = range(source.train_count, source.train_count + source.validation_count)
         for part, _ in read_in_parts(source, held_out, _RECORDS_AT_ONCE):
             total += self.score_unigram(part).sum(), self.score_bigram(part).sum()
             count += part.positions

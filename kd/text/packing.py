@@ -43,12 +43,11 @@ class Document:
 
     def split(self, place: int) -> tuple[Document, Document]:
         """Return the document up to token ``place``, and the rest of it."""
-        parts = (slice(place), slice(place, None))
         first, rest = (
             replace(
                 self, ids=self.ids[i], trained=None if self.trained is None else self.trained[i]
             )
-            for i in parts
+            for i in (slice(place), slice(place, None))
         )
         return first, replace(rest, place=self.place.advance(place))
 
@@ -232,5 +231,4 @@ def needs_isolation(positions: np.ndarray, target_mask: np.ndarray) -> np.ndarra
 def measure_text_lengths(sequences: Sequences) -> np.ndarray:
     """Count the tokens of each sequence up to its last predicted one, (S,)."""
     # A target at position t predicts the token at t + 1, so the text has t + 2 tokens.
-    places = np.arange(2, sequences.length + 2)
-    return np.max(np.where(sequences.target_mask, places, 0), axis=1)
+    return np.max(np.where(sequences.target_mask, np.arange(2, sequences.length + 2), 0), axis=1)

@@ -230,8 +230,7 @@ def _read_prompt_completion(row: TextRow) -> Chat | Completion:
         texts = (row.read_text("prompt"), row.read_text("completion"))
         return Completion(*texts, _find_unread(row, frozenset()))
     prompt = _read_chat(row, "prompt")
-    answer = _read_chat(row, "completion")
-    return _make_chat(row, prompt + answer, learned_from=len(prompt))
+    return _make_chat(row, prompt + _read_chat(row, "completion"), learned_from=len(prompt))
 
 
 _READERS: dict[str, Callable[[TextRow], str | Chat | Completion]] = {

@@ -69,12 +69,10 @@ def measure_fidelity(
     and may raise to give up.
     """
     codec = replace(store.codec, draws=1)  # one of the stored draws of each position is read
-    device = find_device(live.model)
-    lm_head = (
-        decode_lm_head(store.teacher_head(), codec.vocabulary_size, device)
-        if codec.rules.needs_lm_head
-        else None
-    )
+    lm_head = None
+    if codec.rules.needs_lm_head:
+        device = find_device(live.model)
+        lm_head = decode_lm_head(store.teacher_head(), codec.vocabulary_size, device)
     decoders = [
         RecordDecoder(codec, lm_head, temperature) for temperature in choose_temperatures(codec)
     ]
@@ -84,11 +82,9 @@ def measure_fidelity(
         check_stop()
         again = part.measure_noise(live, [decoder.temperature for decoder in decoders])
         squared += again
-        fresh = (
-            part.redraw(codec, live.lm_head, number, redraws, check_stop)
-            if codec.rules.sampled
-            else None
-        )
+        fresh = None
+        if codec.rules.sampled:
+            fresh = part.redraw(codec, live.lm_head, number, redraws, check_stop)
         for decoder, list_ in zip(decoders, found, strict=True):
             check_stop()
             list_.append(compare_records(part, fresh, decoder, summarise_noise(again)))

@@ -137,13 +137,12 @@ def compute_sums(
     variance_NV, largest = _compute_sampling_variance(
         p_NV, size_NV, fresh.slice(0, len(p_NV)), part, decoder
     )
-    step = max(KNOWN_STEP, codec.head_step) / decoder.temperature
     return SampledSums(
         live_F=functions.sum_all(p_NV),
         stored_F=functions.sum_entries(stored)[0],
         redrawn_RF=functions.sum_entries(redrawn),
         variance_F=functions.sum_all(variance_NV, squared=True),
-        event=2 * largest + step,
+        event=2 * largest + max(KNOWN_STEP, codec.head_step) / decoder.temperature,
     )
 
 

@@ -197,8 +197,7 @@ class _Trial:
 
     def read_alone(self, model: PreTrainedModel) -> Tensor:
         """Return the hidden states of the documents, read one after the other."""
-        tokens_L = self.tokens_L.to(find_device(model))
-        documents = tokens_L.tensor_split([self.first])
+        documents = self.tokens_L.to(find_device(model)).tensor_split([self.first])
         return torch.cat([compute_hidden_states(model, each[None]) for each in documents], dim=1)
 
     def read_beside(self, model: PreTrainedModel, change: int = 0) -> Tensor:

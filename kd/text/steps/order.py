@@ -193,19 +193,16 @@ def compute_mean_entropies(source: Source, block: int = 8) -> NDArray[np.float64
 
 def _average_entropies(sequences: Sequences, records: Records | None) -> NDArray[np.float64]:
     rows = np.nonzero(sequences.target_mask)[0]
-    codes = (
-        np.full(len(rows), UNKNOWN_ENTROPY)
-        if records is None
-        else records["entropy"].astype(np.int64)
-    )
+    codes = np.full(len(rows), UNKNOWN_ENTROPY)
+    if records is not None:
+        codes = records["entropy"].astype(np.int64)
     known = codes != UNKNOWN_ENTROPY
     count = np.bincount(rows[known], minlength=len(sequences))
     if (count[rows] == 0).any():
-        detail = (
-            "a curriculum needs the teacher's entropy, but the records of this job do not hold it."
-        )
-        raise ConfigError(
-            [Problem("/train/order", detail, "Set it to shuffled, or capture the teacher again.")]
+        raise ConfigError.of_field(
+            "/train/order",
+            "a curriculum needs the teacher's entropy, but the records of this job do not hold it.",
+            "Set it to shuffled, or capture the teacher again.",
         )
     sums = np.bincount(rows[known], codes[known] * ENTROPY_STEP, minlength=len(sequences))
     return sums / np.maximum(count, 1)
