@@ -86,10 +86,8 @@ def compare_caches(left: Cache, right: Cache) -> Comparison:
         if ours.get(name) != theirs.get(name)
     )
     aligned = replace(right.identity.codec, seed=left.identity.codec.seed)
-    comparable = (
-        replace(right.identity, teacher=left.identity.teacher, codec=aligned) == left.identity
-    )
-    return Comparison(fields, _compare_records(left, right) if comparable else None)
+    wanted = replace(right.identity, teacher=left.identity.teacher, codec=aligned)
+    return Comparison(fields, _compare_records(left, right) if wanted == left.identity else None)
 
 
 def _describe(manifest: Manifest) -> dict[str, Any]:
@@ -144,11 +142,8 @@ def find_same_records(left: Records, right: Records) -> NDArray[np.bool_]:
         # Another number of knots, or another width.
         if left[name].shape != right[name].shape:
             return nothing
-        same_N &= (
-            (left[name] == right[name])
-            .reshape(len(left), math.prod(left[name].shape[1:]))
-            .all(axis=1)
-        )
+        equal = (left[name] == right[name]).reshape(len(left), math.prod(left[name].shape[1:]))
+        same_N &= equal.all(axis=1)
     for axis in ("head", "tail"):
         if f"{axis}_count" in left.columns:
             row_E, ours = _sort_entries(left, axis, same_N)
@@ -318,9 +313,8 @@ def make_entropy_histogram(counts: NDArray[Any]) -> Histogram:
     mean = None
     if known.any():
         mean = float(known @ np.arange(UNKNOWN_ENTROPY)) * ENTROPY_STEP / known.sum()
-    return Histogram(
-        tuple(edges.tolist()), tuple(bins.tolist()), mean, int(counts[UNKNOWN_ENTROPY])
-    )
+    unknown = int(counts[UNKNOWN_ENTROPY])
+    return Histogram(tuple(edges.tolist()), tuple(bins.tolist()), mean, unknown)
 
 
 def make_mass_histogram(counts: NDArray[Any], total: float) -> Histogram:

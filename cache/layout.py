@@ -58,9 +58,8 @@ def encode_arrays(records: Records, positions: NDArray[np.int64], codec: Codec) 
         ids = records["tail_ids"][:, draw]
         counts = records["tail_count"]
         coded.append(_code_ids(f"tail_{draw}", ids, values, rank, counts, tails))
-    cuts = _narrow_offsets(
-        np.stack([positions, heads, tails, *(starts for _, starts in coded)], axis=1)
-    )
+    starts = (each for _, each in coded)
+    cuts = _narrow_offsets(np.stack([positions, heads, tails, *starts], axis=1))
     arrays = {name: records[name] for name in _list_plain_columns(codec)}
     for added, _ in coded:
         arrays |= added

@@ -30,7 +30,6 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -118,7 +117,8 @@ class TopEntries:
     @staticmethod
     def empty(k: int) -> TopEntries:
         """Return entries of no position."""
-        none, entries = np.zeros(0, np.float32), np.zeros((0, k), np.float32)
+        none = np.zeros(0, np.float32)
+        entries = np.zeros((0, k), np.float32)
         return TopEntries(none.astype(np.int64), entries.astype(np.uint32), entries, none, none)
 
     @staticmethod
@@ -220,9 +220,7 @@ class RemoteTeacher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.runner.run(self.client.aclose())
         self.runner.close()
 

@@ -362,7 +362,7 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
     find: Callable[[_Points], Tensor]
     if isinstance(sizes, TokenSizes) and threshold < min(1 / 255, 1 / chance.blocks):
         rows_N1 = torch.arange(len(sizes.size_NQU), device=chance.order_Q.device)[:, None]
-        rows = slice(None) if chance.order_Q.dim() == 1 else rows_N1
+        rows: slice | Tensor = slice(None) if chance.order_Q.dim() == 1 else rows_N1
         arranged_NQU = sizes.size_NQU[rows, chance.order_Q]
         find = partial(_find_by_tokens, arranged_NQU.flatten(1).cumsum(1, dtype=torch.float64))
     else:

@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import filterfalse, islice
-from types import TracebackType
 from typing import Protocol, Self
 
 from cache.disk import measure_disk
@@ -146,9 +145,7 @@ class ShardPipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Parts of an unfinished shard: their records would be of no use.
         for part in self._parts:
             part.cancel()
@@ -160,7 +157,9 @@ class ShardPipeline:
         """Encode the next part of the shard that is read. Raises the error of an earlier part."""
         while self._queue and self._queue[0][0].done():
             self._queue.popleft()[0].result()
-        while self._queue and self._count_waiting() + delivery.nbytes > IN_FLIGHT_BYTES:
+        while (
+            self._queue and sum(size for _, size in self._queue) + delivery.nbytes > IN_FLIGHT_BYTES
+        ):
             self._queue.popleft()[0].result()
         if self._sealing is not None and self._read + delivery.nbytes > IN_FLIGHT_BYTES:
             self._wait_for_seal()
@@ -204,10 +203,6 @@ class ShardPipeline:
         """Wait until the last whole shard is sealed, and return it as ``collect`` does."""
         self._wait_for_seal()
         return self.collect()
-
-    def _count_waiting(self) -> int:
-        """Count the bytes that wait to be encoded."""
-        return sum(size for _, size in self._queue)
 
     def _wait_for_seal(self) -> None:
         if self._sealing is not None and not self._sealing.done():
@@ -341,13 +336,8 @@ class ShardRecording:
         self._pipeline.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._pipeline.__exit__(kind, error, at)
+    def __exit__(self, *raised: object) -> None:
+        self._pipeline.__exit__(*raised)
         self._writer.clear_unfinished()
 
     def record(

@@ -161,12 +161,8 @@ class Teacher:
         The error has no traceback, which would keep the tensors that filled the memory.
         """
         try:
-            return self.recorder.read(
-                [
-                    SequenceStates(number, *states)
-                    for number, states in enumerate(self.read_rows(part), first)
-                ]
-            )
+            rows = enumerate(self.read_rows(part), first)
+            return self.recorder.read([SequenceStates(number, *states) for number, states in rows])
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -180,11 +176,9 @@ class Teacher:
         self.batch_size = len(part) // 2
         self.monitor.emit(
             "warning",
-            message=(
-                f"Memory ran out while the teacher read {len(part)} sequences at once: from now on "
-                f"it reads {self.batch_size}. The random numbers of the records do not depend on "
-                f"this. Set teacher.batch_size to {self.batch_size} to avoid the failed attempt."
-            ),
+            message=f"Memory ran out while the teacher read {len(part)} sequences at once: from "
+            f"now on it reads {self.batch_size}. The random numbers of the records do not depend "
+            f"on this. Set teacher.batch_size to {self.batch_size} to avoid the failed attempt.",
         )
 
     @torch.no_grad()

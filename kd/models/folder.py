@@ -526,9 +526,8 @@ def compute_fingerprint(
     ``check_stop`` is called between blocks of a file, and may raise to give up.
     """
     ModelFolder(folder).require_own_files(gguf_file)
-    names = [gguf_file] if gguf_file else list_identity_files(folder)
     digest = hashlib.sha256()
-    for name in names:
+    for name in [gguf_file] if gguf_file else list_identity_files(folder):
         path = folder / name
         if not path.is_file():
             raise ModelError(f"{path} does not exist.", "Check teacher.gguf_file.")

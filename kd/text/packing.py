@@ -113,8 +113,7 @@ def pack_in_blocks(
     if not found:
         raise DataError(
             f"data.{field}: every token of the assistant is the first of its sequence, where "
-            "nothing "
-            "predicts it.",
+            "nothing predicts it.",
             "Raise data.sequence_length.",
         )
 

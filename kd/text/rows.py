@@ -140,20 +140,12 @@ class TextRow:
 
     def suggest_format(self) -> str:
         """Return the remedy for a row that is not of its format: the one that its columns show."""
-        shown = next(
-            (
-                name
-                for name, columns in COLUMNS.items()
-                if name != self.format and all(self.cells.get(each) for each in columns)
-            ),
-            None,
-        )
-        if shown is not None:
-            return f"Set data.format: {shown}."
-        columns = COLUMNS.get(self.format)
-        if columns is None:
+        for name, columns in COLUMNS.items():
+            if name != self.format and all(self.cells.get(each) for each in columns):
+                return f"Set data.format: {name}."
+        if self.format not in COLUMNS:
             return "Set data.text_column."
-        need = " and ".join(columns)
+        need = " and ".join(COLUMNS[self.format])
         shape = " A chat is a list of {role, content}." if self.format == "messages" else ""
         return f"Format {self.format} reads the columns {need}: rename them.{shape}"
 
