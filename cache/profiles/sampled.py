@@ -165,10 +165,8 @@ class Sampled(Profile):
         head = slice(*compute_offsets(records["head_count"])[number : number + 2].tolist())
         known_E = decode_masses(KNOWN_STEP, codes[kept])
         head_E = decode_masses(self.head_step(numbers), records["head_logprobs"][head])
-        return (
-            np.concatenate([np.array(ids)[kept], records["head_ids"][head].astype(np.int64)]),
-            np.concatenate([known_E, head_E]),
-        )
+        ids_E = np.concatenate([np.array(ids)[kept], records["head_ids"][head].astype(np.int64)])
+        return ids_E, np.concatenate([known_E, head_E])
 
 
 @dataclass(frozen=True)

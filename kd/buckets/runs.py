@@ -183,9 +183,8 @@ class StoredRun:
                 name: each for name, each in old.items() if name.partition("/")[0] not in replaced
             }
             if self._replace_index(before, kept | new):
-                gone = {self._locate(old, name) for name in old} - {
-                    self._locate(kept | new, name) for name in kept | new
-                }
+                gone = {self._locate(old, name) for name in old}
+                gone -= {self._locate(kept | new, name) for name in kept | new}
                 self.bucket.delete(sorted(gone))
                 return
         raise StoreError(f"{self}/{INDEX} changes all the time.", "Run the job again.")

@@ -136,11 +136,9 @@ class Recorder:
         # cut. They are made while the device computes the hidden states.
         numbers = [row.number for row in rows]
         positions = [row.positions_N for row in rows]
-        chances = (
-            Randomness.of_each(self.codec, numbers, positions, device)
-            if sampled
-            else [None] * len(rows)
-        )
+        chances: Sequence[Randomness | None] = [None] * len(rows)
+        if sampled:
+            chances = Randomness.of_each(self.codec, numbers, positions, device)
         tails: dict[int, Tensor] = {}
         copies = [
             HostCopy.start(self._sample(chunk, tails) if sampled else self._read(chunk))
@@ -150,10 +148,8 @@ class Recorder:
         for row in rows:
             if row.number in tails and self.meter is not None:
                 self.meter.add(tails[row.number], len(row.positions_N))
-        places = RecordPositions(
-            np.repeat(np.array(numbers), [len(positions_N) for positions_N in positions]),
-            np.concatenate(positions),
-        )
+        counts = [len(positions_N) for positions_N in positions]
+        places = RecordPositions(np.repeat(np.array(numbers), counts), np.concatenate(positions))
         return TeacherReading(
             len(rows),
             len(places.position_N),

@@ -282,9 +282,8 @@ class RemoteTeacher:
         tasks = self.runner.run(self._start(sequences, first))
         try:
             for row in tasks:
-                yield TopEntries.concatenate(
-                    [TopEntries.empty(self.codec.k), *self._wait_for_results(row)]
-                )
+                found = self._wait_for_results(row)
+                yield TopEntries.concatenate([TopEntries.empty(self.codec.k), *found])
         finally:
             # Those that still run are cancelled, and the errors of failed ones are marked as seen.
             for task in itertools.chain(*tasks):
@@ -311,16 +310,14 @@ class RemoteTeacher:
         """
         reported = time.monotonic()
         while any(not task.done() for task in tasks):
-            done, _ = self.runner.run(
-                asyncio.wait(tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-            )
+            waiting = asyncio.wait(tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = self.runner.run(waiting)
             for task in done:
                 task.result()  # raises the error of a failed request
             self.monitor.check("while waiting for the teacher's server")
             if time.monotonic() - reported > WAITING_SECONDS:
-                self.monitor.emit(
-                    "stage", stage="precompute", phase=f"waiting for {find_server_url(self.config)}"
-                )
+                phase = f"waiting for {find_server_url(self.config)}"
+                self.monitor.emit("stage", stage="precompute", phase=phase)
                 reported = time.monotonic()
         return [task.result() for task in tasks]
 
@@ -358,9 +355,8 @@ class RemoteTeacher:
         raise ModelError(
             f"{find_server_url(self.config)} gave no answer to {attempt} requests, "
             f"the last time: {failure}.",
-            "Check that the server runs. Raise teacher.timeout, or lower "
-            "teacher.concurrency if the server is overloaded. The next attempt continues after the "
-            "last whole shard.",
+            "Check that the server runs. Raise teacher.timeout, or lower teacher.concurrency if "
+            "the server is overloaded. The next attempt continues after the last whole shard.",
         )
 
     def _make_body(self, piece: DocumentPrompt) -> dict[str, Any]:
@@ -433,9 +429,8 @@ def _choose_backoff(attempt: int) -> float:
 
     They double each time. A random factor keeps clients from retrying at the same moment.
     """
-    return float(
-        min(BACKOFF_SECONDS * 2.0 ** (attempt - 1), LONGEST_BACKOFF) * random.uniform(0.5, 1.5)
-    )
+    seconds = min(BACKOFF_SECONDS * 2.0 ** (attempt - 1), LONGEST_BACKOFF)
+    return float(seconds * random.uniform(0.5, 1.5))
 
 
 def _parse_retry_after(response: httpx.Response) -> float:

@@ -237,9 +237,8 @@ class Sampler:
             torch.amax(size_nQU, -1, out=largest_nQ)
             # log p = s - LSE for every token; the most probable one gives LSE without another sum.
             sizes.lse_N[rows] = s_nV.amax(-1) - largest_nQ.amax(-1).log()
-            sizes.entropy_N[rows] = sizes.lse_N[rows] - reduce_by_row(
-                torch.linalg.vecdot, size_nV, s_nV
-            )
+            mean_n = reduce_by_row(torch.linalg.vecdot, size_nV, s_nV)
+            sizes.entropy_N[rows] = sizes.lse_N[rows] - mean_n
             if self.codec.rules.keeps_partition:
                 average_tempered_(size_nV, s_nV, self.codec.proposal_betas)
                 torch.amax(size_nQU, -1, out=largest_nQ)
@@ -261,9 +260,8 @@ class Sampler:
         ):
             size_NQU = s_NV.new_zeros(positions, blocks, BLOCK)  # the last block's padding stays 0
             lse_N, entropy_N = s_NV.new_empty(2, positions).unbind()
-            self._sizes = kept = TokenSizes(
-                lse_N, entropy_N, size_NQU, s_NV.new_empty(positions, blocks)
-            )
+            largest_NQ = s_NV.new_empty(positions, blocks)
+            self._sizes = kept = TokenSizes(lse_N, entropy_N, size_NQU, largest_NQ)
         return TokenSizes(*(getattr(kept, field.name)[:positions] for field in fields(TokenSizes)))
 
     def _add_tempered(self, s_NV: Tensor, sizes: TokenSizes, tail: _Tail) -> dict[str, Tensor]:

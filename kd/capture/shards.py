@@ -74,9 +74,8 @@ class SealedShard:
         """Describe a disk that takes less than the teacher gives; None if it takes enough."""
         if self.disk_seconds <= max(self.read_seconds, LEAST_DISK_SECONDS):
             return None
-        return _describe_slow_disk(
-            *(self.bytes / max(seconds, 1e-9) for seconds in (self.disk_seconds, self.read_seconds))
-        )
+        rates = (self.bytes / max(each, 1e-9) for each in (self.disk_seconds, self.read_seconds))
+        return _describe_slow_disk(*rates)
 
 
 def predict_slow_disk(
@@ -157,11 +156,10 @@ class ShardPipeline:
         """Encode the next part of the shard that is read. Raises the error of an earlier part."""
         while self._queue and self._queue[0][0].done():
             self._queue.popleft()[0].result()
-        while (
-            self._queue and sum(size for _, size in self._queue) + delivery.nbytes > IN_FLIGHT_BYTES
-        ):
+        most = IN_FLIGHT_BYTES - delivery.nbytes
+        while self._queue and sum(size for _, size in self._queue) > most:
             self._queue.popleft()[0].result()
-        if self._sealing is not None and self._read + delivery.nbytes > IN_FLIGHT_BYTES:
+        if self._sealing is not None and self._read > most:
             self._wait_for_seal()
         part = self._encoders.submit(delivery.encode)
         self._parts.append(part)
@@ -184,9 +182,8 @@ class ShardPipeline:
         """
         read_seconds = time.monotonic() - self._began
         self._wait_for_seal()
-        self._sealing = self._sealer.submit(
-            self._write, index, sequences, self._parts, tails, read_seconds
-        )
+        work = (index, sequences, self._parts, tails, read_seconds)
+        self._sealing = self._sealer.submit(self._write, *work)
         self._parts = []
         self._read = 0
         self._began = time.monotonic()

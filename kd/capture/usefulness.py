@@ -83,9 +83,8 @@ class HeldOutWatch:
             return
         train = max(len(self._plan.corpus.train) - self._plan.identity.shard_range(index).start, 0)
         begin = sequences.select(slice(0, train)).positions
-        self._losses += HeldOutLosses.of(
-            sequences.select(slice(train, None)), records.slice(begin, len(records)), self._ngrams
-        )
+        held_out = sequences.select(slice(train, None))
+        self._losses += HeldOutLosses.of(held_out, records.slice(begin, len(records)), self._ngrams)
 
     def find_warning(self) -> str | None:
         """Return a warning if the teacher is worse than the bigram on all that was added."""

@@ -112,9 +112,8 @@ def encode_completion(
     and the end; None = all, if ``whole``. Raises ``DataError`` if there is none.
     """
     pair: Completion = found.content
-    _note_row(
-        name_columns(pair.unread_columns), [pair.prompt, pair.completion], found, tokenizer, notes
-    )
+    unread = name_columns(pair.unread_columns)
+    _note_row(unread, [pair.prompt, pair.completion], found, tokenizer, notes)
     if not pair.completion.strip():
         raise DataError(
             f"{found.where}: 'completion' is empty: there is nothing to learn.", "Remove the row."

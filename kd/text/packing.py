@@ -176,9 +176,8 @@ def _pack_block(documents: list[Document], config: DataConfig, pad_id: int) -> S
     start[:, 1:] |= real[:, :-1] & ~real[:, 1:]  # padding is a document of its own
     start[:, 0] = True
     target[:, :-1] = _lay_out([each.targets for each in documents], config)[:, 1:] & ~start[:, 1:]
-    return Sequences(
-        np.where(real, tokens, np.uint32(pad_id)), document_start=start, target_mask=target
-    )
+    padded = np.where(real, tokens, np.uint32(pad_id))
+    return Sequences(padded, document_start=start, target_mask=target)
 
 
 def _lay_out(
@@ -187,9 +186,8 @@ def _lay_out(
     """Lay ``parts`` end to end as (S, L); ``fill`` pads the last, or each without packing."""
     if not config.packing:
         parts = [_pad_to_multiple(part, config.sequence_length, fill) for part in parts]
-    return _pad_to_multiple(np.concatenate(parts), config.sequence_length, fill).reshape(
-        -1, config.sequence_length
-    )
+    whole = _pad_to_multiple(np.concatenate(parts), config.sequence_length, fill)
+    return whole.reshape(-1, config.sequence_length)
 
 
 def _mark_first(document: Document) -> np.ndarray:

@@ -193,9 +193,8 @@ def _read_messages(row: TextRow) -> Chat:
 
 def _read_sharegpt(row: TextRow) -> Chat:
     turns = enumerate(row.read_list("conversations"), 1)
-    return _make_chat(
-        row, [_read_turn(row, turn, f"turn {number} of 'conversations'") for number, turn in turns]
-    )
+    said = [_read_turn(row, turn, f"turn {number} of 'conversations'") for number, turn in turns]
+    return _make_chat(row, said)
 
 
 def _read_alpaca(row: TextRow) -> Chat:

@@ -58,9 +58,8 @@ class KnownTokens:
         places = (rows_E[keeps_E], target.ids_E[keeps_E])
         weights = target.weights_E[keeps_E]
         p_NV = torch.zeros_like(like_NV).index_put_(places, weights, accumulate=True)
-        known_NV = torch.zeros_like(like_NV, dtype=torch.bool).index_put_(
-            places, torch.tensor(True).to(rows_E.device)
-        )
+        known_NV = torch.zeros_like(like_NV, dtype=torch.bool)
+        known_NV.index_put_(places, torch.tensor(True).to(rows_E.device))
         return cls(p_NV, known_NV, 1.0 - p_NV.sum(1))
 
     def compute_kl(self, p_NV: Tensor) -> Tensor:

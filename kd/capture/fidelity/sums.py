@@ -131,9 +131,8 @@ def compute_sums(
     redrawn = decoder.decode(fresh, part.gold_N.repeat(redraws))
     stored = decoder.decode(part.stored, part.gold_N)
     assert isinstance(redrawn, SparseTarget) and isinstance(stored, SparseTarget)
-    variance_NV, largest = _compute_sampling_variance(
-        p_NV, size_NV, fresh.slice(0, len(p_NV)), part, decoder
-    )
+    one = fresh.slice(0, len(p_NV))
+    variance_NV, largest = _compute_sampling_variance(p_NV, size_NV, one, part, decoder)
     return SampledSums(
         live_F=functions.sum_all(p_NV),
         stored_F=functions.sum_entries(stored)[0],

@@ -88,14 +88,12 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
             measure_text_lengths(sequences)
             for sequences, _ in read_in_parts(source, range(source.train_count), batch)
         ]
-        return functools.lru_cache(maxsize=4)(
-            partial(order_by_length, np.concatenate(lengths), batch)
-        )
+        by_length = partial(order_by_length, np.concatenate(lengths), batch)
+        return functools.lru_cache(maxsize=4)(by_length)
     if is_by_difficulty(source, options, steps.start):
         _require_listable(source, options)
-        return functools.lru_cache(maxsize=4)(
-            partial(order_by_difficulty, compute_mean_entropies(source, batch))
-        )
+        by_difficulty = partial(order_by_difficulty, compute_mean_entropies(source, batch))
+        return functools.lru_cache(maxsize=4)(by_difficulty)
     return shuffle_epoch
 
 

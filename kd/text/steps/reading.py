@@ -151,9 +151,8 @@ def _read_ahead(load: Callable[[int], Item], steps: range, workers: int) -> Iter
         coming = deque(pool.submit(load, step) for step in steps[:ahead])
         for number in range(len(steps)):
             ready = coming.popleft()
-            coming.extend(
-                pool.submit(load, step) for step in steps[number + ahead : number + ahead + 1]
-            )
+            later = steps[number + ahead : number + ahead + 1]
+            coming.extend(pool.submit(load, step) for step in later)
             yield ready.result()
     finally:
         # A consumer that stops early must not wait for steps that nobody will use.

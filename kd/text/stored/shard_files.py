@@ -76,9 +76,8 @@ class Layout:
 
     def count_bytes(self, sequences: int) -> int:
         """Count the bytes of a shard of ``sequences`` sequences."""
-        return sequences * (
-            self.sequence_length * np.dtype(self.dtype).itemsize + 2 * self._count_bit_bytes()
-        )
+        tokens = self.sequence_length * np.dtype(self.dtype).itemsize
+        return sequences * (tokens + 2 * self._count_bit_bytes())
 
     def _count_bit_bytes(self) -> int:
         return -(-self.sequence_length // 8)
