@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -163,17 +163,13 @@ def measure_disk(folder: Path) -> float:
         with storage_errors(folder):
             for _ in range(_PROBES):
                 taken.append(measure_seconds(lambda: write_file(path, data)))
-                given.append(_time_read(path))
+                with path.open("rb", buffering=0) as file:
+                    if hasattr(os, "posix_fadvise"):
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    given.append(measure_seconds(file.read))
     finally:
         path.unlink(missing_ok=True)
     return PROBE_BYTES / max(min(taken), min(given))
-
-
-def _time_read(path: Path) -> float:
-    with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return measure_seconds(file.read)
 
 
 def measure_seconds(work: Callable[[], object]) -> float:
@@ -360,11 +356,7 @@ def _walk(folder: str, name: str, seen_only: bool) -> Iterator[tuple[str, os.Dir
 
 def find_leftovers(folder: Path) -> Iterator[Path]:
     """Yield the unfinished files and folders that lie directly in ``folder``, if it exists."""
-    try:
-        found = os.scandir(folder)
-    except FileNotFoundError:
-        return
-    with found:
+    with suppress(FileNotFoundError), os.scandir(folder) as found:
         for entry in found:
             if entry.name.startswith(TEMPORARY_PREFIX):
                 yield Path(entry.path)
@@ -375,8 +367,7 @@ def find_interrupted(folder: Path) -> list[Path]:
 
     A folder that was set aside is left out: it is whole, and ``recover_folder`` puts it back.
     """
-    found = find_leftovers(folder)
-    return sorted(path for path in found if not path.name.startswith(ASIDE_PREFIX))
+    return sorted(path for path in find_leftovers(folder) if not path.name.startswith(ASIDE_PREFIX))
 
 
 def hash_file(path: Path) -> str:

@@ -123,8 +123,7 @@ def _locate_bits(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the first bit of each entry, (E,), and the first byte of each sequence, (S + 1,)."""
     running = compute_offsets(exponent)
-    used = np.diff(running[entries])
-    starts = compute_offsets((used + 7) // 8)
+    starts = compute_offsets((np.diff(running[entries]) + 7) // 8)
     shift = 8 * starts[:-1] - running[entries[:-1]]
     return running[:-1] + np.repeat(shift, np.diff(entries)), starts
 
@@ -144,7 +143,6 @@ def unpack_ranks(
     words: NDArray[np.uint32] = np.ndarray(len(bits) + 1, "<u4", padded, strides=(1,)).copy()
     low = (words.take(place >> 3) >> (place & 7).astype(np.uint32)) & _MASK.take(length)
     running = np.cumsum(_BASE.take(symbols) + low, dtype=np.int64)
-    first = compute_offsets(counts)[:-1]
-    before = np.concatenate([np.zeros(1, np.int64), running])[first]
+    before = np.concatenate([np.zeros(1, np.int64), running])[compute_offsets(counts)[:-1]]
     ranks: NDArray[np.int64] = running - np.repeat(before, counts)
     return ranks

@@ -66,11 +66,8 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as plain JSON values."""
         fields = [{"field": name, "a": left, "b": right} for name, left, right in self.fields]
-        return {
-            "equal": self.equal,
-            "fields": fields,
-            "records": self.records and asdict(self.records),
-        }
+        records = self.records and asdict(self.records)
+        return {"equal": self.equal, "fields": fields, "records": records}
 
 
 def compare_caches(left: Cache, right: Cache) -> Comparison:
@@ -83,17 +80,14 @@ def compare_caches(left: Cache, right: Cache) -> Comparison:
     """
     ours = _describe(left.manifest)
     theirs = _describe(right.manifest)
-    names = dict.fromkeys([*ours, *theirs])
     fields = tuple(
         (name, ours.get(name), theirs.get(name))
-        for name in names
+        for name in dict.fromkeys([*ours, *theirs])
         if ours.get(name) != theirs.get(name)
     )
     aligned = replace(right.identity.codec, seed=left.identity.codec.seed)
-    comparable = (
-        replace(right.identity, teacher=left.identity.teacher, codec=aligned) == left.identity
-    )
-    return Comparison(fields, _compare_records(left, right) if comparable else None)
+    wanted = replace(right.identity, teacher=left.identity.teacher, codec=aligned)
+    return Comparison(fields, _compare_records(left, right) if wanted == left.identity else None)
 
 
 def _describe(manifest: Manifest) -> dict[str, Any]:
@@ -126,13 +120,12 @@ def _compare_records(left: Cache, right: Cache) -> RecordsComparison:
             known_N = (left_N != UNKNOWN) & (right_N != UNKNOWN)
             gold.append(KNOWN_STEP * np.abs(left_N - right_N)[known_N])
     same_N = np.concatenate([np.empty(0), *same])
-    gold_N = np.concatenate([np.empty(0), *gold])
     return RecordsComparison(
         equal_shards=len(left.entries) - len(changed),
         shards=len(left.entries),
         positions=len(same_N),
         same=_average(same_N),
-        gold_difference=_average(gold_N),
+        gold_difference=_average(np.concatenate([np.empty(0), *gold])),
     )
 
 
@@ -149,11 +142,8 @@ def find_same_records(left: Records, right: Records) -> NDArray[np.bool_]:
         # Another number of knots, or another width.
         if left[name].shape != right[name].shape:
             return nothing
-        same_N &= (
-            (left[name] == right[name])
-            .reshape(len(left), math.prod(left[name].shape[1:]))
-            .all(axis=1)
-        )
+        equal = (left[name] == right[name]).reshape(len(left), math.prod(left[name].shape[1:]))
+        same_N &= equal.all(axis=1)
     for axis in ("head", "tail"):
         if f"{axis}_count" in left.columns:
             row_E, ours = _sort_entries(left, axis, same_N)
@@ -320,24 +310,18 @@ def make_entropy_histogram(counts: NDArray[Any]) -> Histogram:
     bins = np.add.reduceat(known, np.arange(0, UNKNOWN_ENTROPY, ENTROPY_BIN_STEPS))
     bins = bins[: int(np.flatnonzero(bins).max(initial=0)) + 1]
     edges = np.arange(len(bins) + 1) * ENTROPY_BIN_STEPS * ENTROPY_STEP
-    mean = (
-        float(known @ np.arange(UNKNOWN_ENTROPY)) * ENTROPY_STEP / known.sum()
-        if known.any()
-        else None
-    )
-    return Histogram(
-        tuple(edges.tolist()), tuple(bins.tolist()), mean, int(counts[UNKNOWN_ENTROPY])
-    )
+    mean = None
+    if known.any():
+        mean = float(known @ np.arange(UNKNOWN_ENTROPY)) * ENTROPY_STEP / known.sum()
+    unknown = int(counts[UNKNOWN_ENTROPY])
+    return Histogram(tuple(edges.tolist()), tuple(bins.tolist()), mean, unknown)
 
 
 def make_mass_histogram(counts: NDArray[Any], total: float) -> Histogram:
     """Make the histogram of kept masses from the counts of its bins, and the sum of all masses."""
     edges = np.arange(MASS_BINS + 1) / MASS_BINS
-    return Histogram(
-        tuple(edges.tolist()),
-        tuple(counts.tolist()),
-        total / counts.sum() if counts.any() else None,
-    )
+    mean = total / counts.sum() if counts.any() else None
+    return Histogram(tuple(edges.tolist()), tuple(counts.tolist()), mean)
 
 
 def summarise_entries(counts: NDArray[Any]) -> EntryCounts | None:

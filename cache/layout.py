@@ -43,25 +43,22 @@ def encode_arrays(records: Records, positions: NDArray[np.int64], codec: Codec) 
     """
     if not codec.rules.sampled:
         return {"offsets": _narrow_offsets(positions[:, None]), **records.columns}
-    classes = compute_frequency_classes(
-        [records["head_ids"], records["tail_ids"].reshape(-1)], codec.vocabulary_size
-    )
+    ids = [records["head_ids"], records["tail_ids"].reshape(-1)]
+    classes = compute_frequency_classes(ids, codec.vocabulary_size)
     # The inverse of the permutation: the rank of each token.
     rank = np.argsort(order_tokens(classes))
     heads, tails = (
         compute_offsets(records[f"{part}_count"])[positions] for part in ("head", "tail")
     )
     counts = records["head_count"]
-    logprobs = records["head_logprobs"]
-    coded = [_code_ids("head", records["head_ids"], logprobs, rank, counts, heads)]
+    coded = [_code_ids("head", records["head_ids"], records["head_logprobs"], rank, counts, heads)]
     for draw in range(codec.draws):
         values = records["tail_logprobs"][:, draw] if codec.rules.keeps_partition else None
-        ids = records["tail_ids"][:, draw]
+        drawn = records["tail_ids"][:, draw]
         counts = records["tail_count"]
-        coded.append(_code_ids(f"tail_{draw}", ids, values, rank, counts, tails))
-    cuts = _narrow_offsets(
-        np.stack([positions, heads, tails, *(starts for _, starts in coded)], axis=1)
-    )
+        coded.append(_code_ids(f"tail_{draw}", drawn, values, rank, counts, tails))
+    starts = (each for _, each in coded)
+    cuts = _narrow_offsets(np.stack([positions, heads, tails, *starts], axis=1))
     arrays = {name: records[name] for name in _list_plain_columns(codec)}
     for added, _ in coded:
         arrays |= added
@@ -138,9 +135,8 @@ def decode_arrays(parts: list[Arrays], orders: list[NDArray[Any]], codec: Codec)
         symbols = columns.pop(f"{name}_symbols")
         bits = columns.pop(f"{name}_bits")
         ranks = np.split(unpack_ranks(symbols, bits, columns[f"{name}_count"], cuts), cuts[1:-1])
-        columns[f"{name}_ids"] = np.concatenate(
-            [order[part] for order, part in zip(orders, ranks, strict=True)]
-        )
+        ids = [order[part] for order, part in zip(orders, ranks, strict=True)]
+        columns[f"{name}_ids"] = np.concatenate(ids)
     return columns
 
 

@@ -147,18 +147,13 @@ class CodecIdentity:
             raise ValueError(
                 f"codec.profile must be one of {', '.join(PROFILES)}, but got {self.profile!r}."
             )
-        object.__setattr__(
-            self, "version", self.version or choose_codec_version(self.profile, self.bits)
-        )
+        version = self.version or choose_codec_version(self.profile, self.bits)
+        object.__setattr__(self, "version", version)
         if fault := PROFILES[self.profile].find_fault(self.record_codec(0)):
             raise ValueError(fault)
-        if (
-            len(set(self.always_keep)) != len(self.always_keep)
-            or min(self.always_keep, default=0) < 0
-        ):
-            raise ValueError(
-                f"codec.always_keep must name tokens, each once, but got {self.always_keep}."
-            )
+        kept = self.always_keep
+        if len(set(kept)) != len(kept) or min(kept, default=0) < 0:
+            raise ValueError(f"codec.always_keep must name tokens, each once, but got {kept}.")
         if self.shard_sequences < 1 or not 0 <= self.seed < 2**64 or not 1 <= self.draws <= 64:
             got = f"{self.shard_sequences}, {self.seed} and {self.draws}"
             raise ValueError(
@@ -169,9 +164,8 @@ class CodecIdentity:
     def record_codec(self, vocabulary_size: int) -> Codec:
         """Build the codec of records over ``vocabulary_size`` tokens."""
         names = {each.name for each in fields(Codec)} - {"vocabulary_size"}
-        return Codec(
-            vocabulary_size=vocabulary_size, **{name: getattr(self, name) for name in names}
-        )
+        own = {name: getattr(self, name) for name in names}
+        return Codec(vocabulary_size=vocabulary_size, **own)
 
 
 @dataclass(frozen=True)
@@ -391,8 +385,7 @@ class Manifest:
             if not content[name]["digest"]:
                 del content[name]
         del content["shards" if self.pieces else "pieces"]
-        version = self._choose_version()
-        return sign_json({"format": FORMAT, "version": version, **content})
+        return sign_json({"format": FORMAT, "version": self._choose_version(), **content})
 
     def _choose_version(self) -> int:
         if self.first_tails.digest:
@@ -459,16 +452,14 @@ class Manifest:
 
 def encode_canonical_json(document: object) -> bytes:
     """Encode a JSON document in its one canonical form: sorted keys, no spaces, ASCII, no NaN."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode(
-        "ascii"
-    )
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii")
 
 
 def sign_json(document: dict[str, Any]) -> bytes:
     """Encode ``document`` as canonical JSON, with its own sha256 under the key ``digest``."""
-    return encode_canonical_json(
-        {**document, "digest": hashlib.sha256(encode_canonical_json(document)).hexdigest()}
-    )
+    digest = hashlib.sha256(encode_canonical_json(document)).hexdigest()
+    return encode_canonical_json({**document, "digest": digest})
 
 
 def verify_json(data: bytes, where: str) -> dict[str, Any]:
@@ -560,9 +551,8 @@ def flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested objects to one level with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in document.items():
-        flat |= (
-            flatten(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat

@@ -202,11 +202,8 @@ def _explain_unusable(folder: Path, older_than: float) -> str | None:
         return None  # it may not be read, which does not make it unusable
     except (CacheIncomplete, CacheCorrupt) as error:
         idle = time.time() - find_last_change(folder)
-        return (
-            f"{error.detail} Nothing was written to it for {idle / 86400:.1f} days."
-            if idle >= older_than
-            else None
-        )
+        if idle >= older_than:
+            return f"{error.detail} Nothing was written to it for {idle / 86400:.1f} days."
     return None
 
 

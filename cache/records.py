@@ -157,11 +157,8 @@ class Records:
         """Return the number of rows of ``axis``: "position", "head" or "tail"."""
         if axis == "position":
             return len(self)
-        return (
-            int(self.columns[f"{axis}_count"].sum(dtype=np.int64))
-            if f"{axis}_count" in self.columns
-            else 0
-        )
+        counts = self.columns.get(f"{axis}_count")
+        return 0 if counts is None else int(counts.sum(dtype=np.int64))
 
     def slice(self, start: int, stop: int) -> Records:
         """Return records ``start`` to ``stop`` as views; nothing is copied."""
@@ -264,5 +261,4 @@ def decode_tail_mean(stored: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.fl
     """Decode what ``encode_tail_mean`` returns."""
     mean_V = np.exp(stored["mean"].astype(np.float64) * -_MEAN_STEP)
     mean_V[stored["mean"] == _NO_MEAN] = 0.0
-    share_V = stored["share"] / 255
-    return {"mean": mean_V.astype(np.float32), "share": share_V.astype(np.float32)}
+    return {"mean": mean_V.astype(np.float32), "share": (stored["share"] / 255).astype(np.float32)}

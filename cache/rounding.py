@@ -51,14 +51,8 @@ def choose_id_dtype(vocabulary_size: int) -> np.dtype[Any]:
 
 def round_known(seed: int, known: NDArray[Any], places: RecordPositions) -> NDArray[np.uint16]:
     """Round the log-probabilities (N, 1 + A) of known tokens; NaN gives ``UNKNOWN``."""
-    ranks_A = np.arange(known.shape[1])
-    draws = draw_uniforms(
-        seed,
-        PURPOSE_KNOWN_ROUNDING,
-        places.sequence_N[:, None],
-        places.position_N[:, None],
-        ranks_A[None],
-    )
+    rows = (places.sequence_N[:, None], places.position_N[:, None])
+    draws = draw_uniforms(seed, PURPOSE_KNOWN_ROUNDING, *rows, np.arange(known.shape[1])[None])
     # The largest code means "unknown", so that a known value takes at most the one before it.
     steps = np.minimum(round_stochastically(known, KNOWN_STEP, draws), UNKNOWN - 1)
     return np.where(np.isnan(known), UNKNOWN, steps).astype(np.uint16)
@@ -92,9 +86,8 @@ def round_stochastically(
 def round_to_nearest_step(logprobs: NDArray[Any]) -> NDArray[np.uint16]:
     """Round to steps of ``TOP_STEP`` below 0; -inf, an absent entry, gives ``UNKNOWN``."""
     steps = np.rint(np.maximum(-logprobs.astype(np.float64), 0.0) / TOP_STEP)
-    return np.where(np.isfinite(logprobs), np.minimum(steps, UNKNOWN - 1), UNKNOWN).astype(
-        np.uint16
-    )
+    codes = np.where(np.isfinite(logprobs), np.minimum(steps, UNKNOWN - 1), UNKNOWN)
+    return codes.astype(np.uint16)
 
 
 def round_to_fixed_point(

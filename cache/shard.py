@@ -9,11 +9,10 @@ import hashlib
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import zarr
-from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from cache.codec import Codec
@@ -92,8 +91,7 @@ class Seal:
         """Make the seal of the shard that was just written to ``folder``."""
         # Entries of topk have no count of their own: every record has K.
         heads = records["top_ids"].size if "top_ids" in records.columns else records.length("head")
-        files = _hash_files(folder)
-        return cls(len(sequences), len(records), heads, records.length("tail"), files)
+        return cls(len(sequences), len(records), heads, records.length("tail"), _hash_files(folder))
 
     @classmethod
     def of_folder(cls, folder: Path) -> Seal:
@@ -159,12 +157,11 @@ def _hash_files(folder: Path) -> dict[str, SealedFile]:
 
 def make_shard_arrays(sequences: Sequences, records: Records, codec: Codec) -> Arrays:
     """Make the arrays of a shard: sequences, records, and the offsets of each sequence."""
-    positions = compute_offsets(sequences.target_mask.sum(axis=1))
     return {
         "tokens": sequences.tokens.astype(choose_id_dtype(codec.vocabulary_size)),
         "document_start": sequences.document_start,
         "target_mask": sequences.target_mask,
-        **encode_arrays(records, positions, codec),
+        **encode_arrays(records, compute_offsets(sequences.target_mask.sum(axis=1)), codec),
     }
 
 
@@ -173,23 +170,19 @@ def write_arrays(folder: Path, arrays: Arrays) -> None:
     with zarr.config.set(_WRITE_SETTINGS):
         group = zarr.create_group(store=folder, zarr_format=3)
         for name, values in arrays.items():
-            _write_array(group, name, values)
-
-
-def _write_array(group: zarr.Group, name: str, values: NDArray[Any]) -> None:
-    row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
-    chunk_rows = max(1, min(len(values), CHUNK_BYTES // max(row_bytes, 1)))
-    shuffle = _SHUFFLES.get(name, "noshuffle" if values.itemsize == 1 else "shuffle")
-    array = group.create_array(
-        name,
-        shape=values.shape,
-        dtype=values.dtype,
-        chunks=(chunk_rows, *values.shape[1:]),
-        filters=None,
-        compressors=[BloscCodec(cname="zstd", clevel=5, shuffle=shuffle), Crc32cCodec()],
-        chunk_key_encoding={"name": "default", "separator": "."},
-        fill_value=0,
-        attributes={"scale": _SCALES[name]} if name in _SCALES else {},
-    )
-    if values.size:
-        array[...] = values
+            row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
+            chunk_rows = max(1, min(len(values), CHUNK_BYTES // max(row_bytes, 1)))
+            shuffle = _SHUFFLES.get(name, "noshuffle" if values.itemsize == 1 else "shuffle")
+            array = group.create_array(
+                name,
+                shape=values.shape,
+                dtype=values.dtype,
+                chunks=(chunk_rows, *values.shape[1:]),
+                filters=None,
+                compressors=[BloscCodec(cname="zstd", clevel=5, shuffle=shuffle), Crc32cCodec()],
+                chunk_key_encoding={"name": "default", "separator": "."},
+                fill_value=0,
+                attributes={"scale": _SCALES[name]} if name in _SCALES else {},
+            )
+            if values.size:
+                array[...] = values

@@ -160,10 +160,23 @@ class Cache:
         samples. Raises ``IndexError`` for a number outside the cache, ``CacheCorrupt`` if bytes
         differ from what was sealed, ``CacheNotFound`` if the cache was removed meanwhile.
         """
-        numbers = np.fromiter(indices, np.int64)
-        chosen = np.broadcast_to(np.asarray(draws) % self.codec.draws, numbers.shape)
+        numbers = np.fromiter(indices, np.int64).tolist()
+        chosen = np.broadcast_to(np.asarray(draws) % self.codec.draws, len(numbers)).tolist()
+        for number in numbers:
+            if not 0 <= number < len(self):
+                raise IndexError(
+                    f"A sequence number must lie in [0, {len(self)}), but got {number}."
+                )
+        parts: list[Arrays] = [{} for _ in numbers]
+        orders = [np.empty(0) for _ in numbers]
         with reading(self.folder):
-            parts, orders = self._read_stored(numbers.tolist(), chosen.tolist())
+            # In the order of the file, so that sequences of one chunk follow one another: the chunk
+            # is decoded once even where memory is too small for the chunks of all of them.
+            for place in np.argsort(numbers, kind="stable").tolist():
+                index, row = divmod(numbers[place], self.shard_sequences)
+                shard = self._open_shard(index)
+                parts[place] = shard.read_sequence(row, chosen[place])
+                orders[place] = shard.read_order()
         stored = decode_arrays(parts, orders, self.codec)
         tokens, starts, targets = (stored.pop(name) for name in PER_SEQUENCE)
         return Sequences(tokens.astype(np.uint32), starts, targets), Records(stored)
@@ -222,8 +235,7 @@ class Cache:
             return None
         with reading(self.folder):
             seal = self.open_seal(TOKEN_MAP, entry.digest)
-        kept = {Path(name).parts[0] for name in seal.files}
-        rules = ("rules",) if "rules" in kept else ()
+        rules = ("rules",) if "rules" in {Path(name).parts[0] for name in seal.files} else ()
         return self._read_folder(TOKEN_MAP, entry, (*TOKEN_ARRAYS, *rules))
 
     def tail_mean(self) -> Arrays | None:
@@ -240,26 +252,6 @@ class Cache:
         with reading(self.folder):
             seal = self.open_seal(name, entry.digest)
             return read_arrays(self.folder / name, seal, arrays, self.disk_reads)
-
-    def _read_stored(
-        self, numbers: list[int], draws: list[int]
-    ) -> tuple[list[Arrays], list[NDArray[Any]]]:
-        """Read the arrays of each sequence as stored, and the token order of its shard."""
-        for number in numbers:
-            if not 0 <= number < len(self):
-                raise IndexError(
-                    f"A sequence number must lie in [0, {len(self)}), but got {number}."
-                )
-        parts: list[Arrays] = [{} for _ in numbers]
-        orders = [np.empty(0) for _ in numbers]
-        # In the order of the file, so that sequences of one chunk follow one another: the chunk is
-        # decoded once even where memory is too small for the chunks of all of them.
-        for place in np.argsort(numbers, kind="stable").tolist():
-            index, row = divmod(numbers[place], self.shard_sequences)
-            shard = self._open_shard(index)
-            parts[place] = shard.read_sequence(row, draws[place])
-            orders[place] = shard.read_order()
-        return parts, orders
 
     def _open_shard(self, index: int) -> Shard:
         return self._shards.get(index, lambda: self._make_shard(index))

@@ -122,12 +122,11 @@ class Sampled(Profile):
             got = f"{logprobs.min():.4f} to {logprobs.max():.4f}"
             raise ValueError(f"head_logprobs must lie in [{lowest:.4f}, 0], but got {got}.")
         draws = draw_for_entries(numbers.seed, PURPOSE_ROUNDING, reading.head_count, places)
+        steps = round_stochastically(logprobs, self.head_step(numbers), draws)
         return {
             "head_count": reading.head_count.astype(counts),
             "head_ids": numbers.narrow_ids("head_ids", reading.head_ids),
-            "head_logprobs": round_stochastically(logprobs, self.head_step(numbers), draws).astype(
-                self.head_dtype
-            ),
+            "head_logprobs": steps.astype(self.head_dtype),
             "tail_count": reading.tail_count.astype(counts),
             "tail_ids": numbers.narrow_ids("tail_ids", reading.tail_ids),
         }
@@ -166,10 +165,8 @@ class Sampled(Profile):
         head = slice(*compute_offsets(records["head_count"])[number : number + 2].tolist())
         known_E = decode_masses(KNOWN_STEP, codes[kept])
         head_E = decode_masses(self.head_step(numbers), records["head_logprobs"][head])
-        return (
-            np.concatenate([np.array(ids)[kept], records["head_ids"][head].astype(np.int64)]),
-            np.concatenate([known_E, head_E]),
-        )
+        ids_E = np.concatenate([np.array(ids)[kept], records["head_ids"][head].astype(np.int64)])
+        return ids_E, np.concatenate([known_E, head_E])
 
 
 @dataclass(frozen=True)
@@ -220,15 +217,10 @@ class Tempered(Sampled):
         columns = super().encode(numbers, reading, places)
         if reading.tail_logprobs is None or reading.partition is None:
             return columns  # ``Codec.require`` names the columns that are missing
+        chance = (numbers.seed, PURPOSE_TAIL_ROUNDING, reading.tail_count, places)
         steps = [
-            round_stochastically(
-                reading.tail_logprobs[:, draw],
-                TAIL_STEP,
-                draw_for_entries(
-                    numbers.seed, PURPOSE_TAIL_ROUNDING, reading.tail_count, places, draw
-                ),
-            )
-            for draw in range(reading.tail_logprobs.shape[1])
+            round_stochastically(logprobs_M, TAIL_STEP, draw_for_entries(*chance, draw))
+            for draw, logprobs_M in enumerate(reading.tail_logprobs.T)
         ]
         columns["tail_logprobs"] = np.minimum(np.stack(steps, axis=1), 255).astype(np.uint8)
         columns["partition"] = round_to_fixed_point(reading.partition, PARTITION_STEP, np.int16)
@@ -241,13 +233,8 @@ def draw_for_entries(
     """Draw a uniform number for each entry of records with ``count`` entries."""
     rows = np.repeat(np.arange(len(count)), count)
     rank = np.arange(len(rows)) - compute_offsets(count)[rows]
-    return draw_uniforms(
-        seed,
-        purpose,
-        places.sequence_N[rows],
-        places.position_N[rows],
-        rank + _RANKS_PER_DRAW * draw,
-    )
+    rank += _RANKS_PER_DRAW * draw
+    return draw_uniforms(seed, purpose, places.sequence_N[rows], places.position_N[rows], rank)
 
 
 def _choose_count_dtype(numbers: CodecNumbers) -> np.dtype[Any]:

@@ -68,8 +68,6 @@ def check_group(folder: Path) -> list[str]:
     group = folder / GROUP_FILE
     if not group.is_file():
         return [f"{GROUP_FILE}: missing"]
-    return (
-        []
-        if group.read_bytes() == GROUP_METADATA
-        else [f"{GROUP_FILE}: content differs from what was written"]
-    )
+    if group.read_bytes() != GROUP_METADATA:
+        return [f"{GROUP_FILE}: content differs from what was written"]
+    return []

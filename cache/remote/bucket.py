@@ -196,9 +196,8 @@ class Bucket:
         """Delete objects; those that are gone already are no error."""
         wanted = list(names)
         for start in range(0, len(wanted), 1000):
-            part = wanted[start : start + 1000]
             with suppress(FileNotFoundError):
-                self._do(partial(self._obstore.delete, self._store, part))
+                self._do(partial(self._obstore.delete, self._store, wanted[start : start + 1000]))
 
     def _do(self, work: Callable[[], Found]) -> Found:
         """Do ``work`` until it succeeds, fails for good, or has failed too often.

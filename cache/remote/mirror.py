@@ -143,7 +143,9 @@ class Mirror:
             make_folder(folder)
         self.room.touch(folder)
         if whole:
-            self._await_coming(name)
+            coming = self._coming.get(name)
+            if coming and not coming.work.cancel():
+                coming.work.result()
             seal = Seal.from_bytes(known, str(path))
             try:
                 self._each(
@@ -162,12 +164,6 @@ class Mirror:
                 return
             work = _open_pool(os.getpid()).submit(self._prefetch_shard, name, digest)
             self._coming[name] = _Coming(work, now)
-
-    def _await_coming(self, name: str) -> None:
-        """Wait for the files of a shard that are on their way; none that waits for its turn."""
-        known = self._coming.get(name)
-        if known and not known.work.cancel():
-            known.work.result()
 
     def _prefetch_shard(self, name: str, digest: str) -> None:
         # The reader meets the error and reports it.
@@ -189,8 +185,7 @@ class Mirror:
         """
         name, file = split_path(path)
         if digest is None:
-            seal = (self.folder / locate_seal(name)).read_bytes()
-            digest = hashlib.sha256(seal).hexdigest()
+            digest = hashlib.sha256((self.folder / locate_seal(name)).read_bytes()).hexdigest()
         try:
             data = self.bucket.get(self._name(f"{name_data(name, digest)}/{file}"))
         except FileNotFoundError:

@@ -20,8 +20,7 @@ _LEFT = 0.9
 
 def write_copy(path: Path, data: bytes) -> None:
     """Write what can be fetched again, whole or not at all; others may write the same now."""
-    name = f"{TEMPORARY_PREFIX}{os.getpid()}-{get_ident()}-{path.name}"
-    temporary = path.with_name(name)
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{get_ident()}-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(data)

@@ -83,8 +83,7 @@ def remove_stored_garbage(garbage: Garbage, older_than: float) -> bool:
     if bucket is None:
         return False
     if garbage.folder.name != PROBE_FOLDER:
-        now = ask_time(bucket, PROBE_FOLDER)
-        found = _find_garbage_of(bucket, garbage.folder, now, older_than)
+        found = _find_garbage_of(bucket, garbage.folder, ask_time(bucket, PROBE_FOLDER), older_than)
         if not {name for each in found for name in each.objects}.issuperset(garbage.objects):
             return False
     bucket.delete(garbage.objects)

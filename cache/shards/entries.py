@@ -34,6 +34,11 @@ class ShardEntry:
     bytes: int
     digest: str
 
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Positions, head entries, tail entries and bytes, in the order of a row of a piece."""
+        return self.positions, self.head_entries, self.tail_entries, self.bytes
+
 
 class ShardEntries(Protocol):
     """The entries of all shards, by number and in order."""
@@ -64,14 +69,7 @@ class ShardTotals:
         """Add up ``entries``."""
         total = cls()
         for entry in entries:
-            total += cls(
-                1,
-                entry.sequences,
-                entry.positions,
-                entry.head_entries,
-                entry.tail_entries,
-                entry.bytes,
-            )
+            total += cls(1, entry.sequences, *entry.counts)
         return total
 
     def __add__(self, other: ShardTotals) -> ShardTotals:
@@ -110,16 +108,7 @@ class PieceIndex:
 
 def encode_piece(entries: Iterable[ShardEntry]) -> bytes:
     """Encode consecutive entries as a piece. Their sequences are not stored: the identity tells."""
-    return b"".join(
-        _ROW.pack(
-            entry.positions,
-            entry.head_entries,
-            entry.tail_entries,
-            entry.bytes,
-            bytes.fromhex(entry.digest),
-        )
-        for entry in entries
-    )
+    return b"".join(_ROW.pack(*entry.counts, bytes.fromhex(entry.digest)) for entry in entries)
 
 
 def decode_row(piece: bytes, row: int, sequences: int) -> ShardEntry:

@@ -97,9 +97,7 @@ class EntryPieces:
         for piece in range(len(self._index.sha256)):
             try:
                 shards = self._index.shard_range(piece)
-                first, last = (
-                    self._identity.shard_range(number) for number in (shards[0], shards[-1])
-                )
+                first, last = map(self._identity.shard_range, (shards[0], shards[-1]))
                 totals += layout.sum_piece(self._read(piece), last.stop - first.start)
             except CacheCorrupt as error:
                 lines.append(f"{name_piece(piece)}: {error.detail}")

@@ -106,7 +106,6 @@ def read_grid(folder: Path, damaged: Collection[int] = (), expected: int = 0) ->
     _set(states, damaged, _CORRUPT)
     width = max(-(-count // MOST_CELLS), 1)
     worst = np.maximum.reduceat(states, np.arange(0, count, width)) if count else states
-    numbers = np.bincount(states, minlength=len(STATES)).tolist()
     return ShardGrid(
         complete=manifest is not None,
         captured=captured,
@@ -115,7 +114,7 @@ def read_grid(folder: Path, damaged: Collection[int] = (), expected: int = 0) ->
         cell_shards=width,
         cells="".join(map(str, worst.tolist())),
         measured=measured,
-        counts=dict(zip(STATES, numbers, strict=True)),
+        counts=dict(zip(STATES, np.bincount(states, minlength=len(STATES)).tolist(), strict=True)),
         corrupt=tuple(np.flatnonzero(states == _CORRUPT)[:NAMED].tolist()),
         in_work=tuple(np.flatnonzero(states == _IN_WORK)[:NAMED].tolist()),
     )
@@ -145,5 +144,4 @@ def _find_wrong_sizes(folder: Path, manifest: Manifest, states: NDArray[np.uint8
 
 
 def _set(states: NDArray[np.uint8], numbers: Collection[int], state: int) -> None:
-    known = [number for number in numbers if number < len(states)]
-    states[known] = state
+    states[[number for number in numbers if number < len(states)]] = state

@@ -107,8 +107,7 @@ def read_page(
         # The ids of a sequence are coded together, so it is decoded whole.
         columns = opened.read(row)[1].slice(shown.start, shown.stop)
     else:
-        names = ("known", "entropy", *rules.shown)
-        columns = Records(opened.read_columns(row, names, shown))
+        columns = Records(opened.read_columns(row, ("known", "entropy", *rules.shown), shown))
     places = places_N[shown.start : shown.stop].tolist()
     records = (
         _show(opened.codec, columns, number, tokens[place : place + 2], place, name)

@@ -258,8 +258,7 @@ class CacheWriter:
 
     def adopt_tail_sums(self, source: Cache) -> None:
         """Take the sums of the tails of the lasting shards of ``source``, which has them."""
-        entry = source.manifest.first_tails
-        seal = source.open_seal(FIRST_TAILS, entry.digest, whole=True)
+        seal = source.open_seal(FIRST_TAILS, source.manifest.first_tails.digest, whole=True)
         arrays = read_arrays(source.folder / FIRST_TAILS, seal, SUM_ARRAYS)
         with storage_errors(self.folder):
             make_folder(self.folder / TAIL_SUMS)
@@ -351,8 +350,7 @@ class CacheWriter:
         for index in range(self.identity.shard_count):
             if (seal := self._read_shard_seal(index)) is not None:
                 reads = open_reads(self.mirror)
-                shard = ArrayFolder(self.folder / name_shard(index), seal, reads=reads)
-                return shard.shape(name)
+                return ArrayFolder(self.folder / name_shard(index), seal, reads=reads).shape(name)
         return None
 
     def finish(
@@ -505,11 +503,9 @@ class CacheWriter:
 
     def _read_shard_seal(self, index: int) -> Seal | None:
         seal = self._read_own_seal(name_shard(index))
-        return (
-            seal
-            if seal is not None and seal.sequences == len(self.identity.shard_range(index))
-            else None
-        )
+        if seal is None or seal.sequences != len(self.identity.shard_range(index)):
+            return None
+        return seal
 
     def _read_own_seal(self, name: str) -> Seal | None:
         path = self.folder / locate_seal(name)

@@ -50,8 +50,7 @@ class DownloadCount:
             pace = self._bytes / max(time.monotonic() - self._began, 1e-9)
             parts.append(f"{format_bytes(pace)} a second")
             if self._total is not None:
-                left = max(0, self._total - self._bytes)
-                parts.append(f"{_format_seconds(left / pace)} left")
+                parts.append(f"{_format_seconds(max(0, self._total - self._bytes) / pace)} left")
         return f"downloading {self._what}: {', '.join(parts)}"
 
 

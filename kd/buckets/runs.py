@@ -104,10 +104,9 @@ class StoredRun:
 
     def list_checkpoints(self) -> list[StoredCheckpoint]:
         """List the checkpoints by step; of a step that was put twice the newest comes last."""
-        found = self._group_checkpoints()
         whole = [
             StoredCheckpoint(_read_step(name), name, files[STATE].modified, files)
-            for name, files in found.items()
+            for name, files in self._group_checkpoints().items()
             if STATE in files
         ]
         return sorted(whole, key=lambda each: (each.step, each.modified))
@@ -184,17 +183,15 @@ class StoredRun:
                 name: each for name, each in old.items() if name.partition("/")[0] not in replaced
             }
             if self._replace_index(before, kept | new):
-                gone = {self._locate(old, name) for name in old} - {
-                    self._locate(kept | new, name) for name in kept | new
-                }
+                gone = {self._locate(old, name) for name in old}
+                gone -= {self._locate(kept | new, name) for name in kept | new}
                 self.bucket.delete(sorted(gone))
                 return
         raise StoreError(f"{self}/{INDEX} changes all the time.", "Run the job again.")
 
     def _replace_index(self, before: Tagged | None, files: dict[str, Any]) -> bool:
         """Put the index, unless another process has put one since ``before`` was read."""
-        content = {"format": _FORMAT, "files": files}
-        data = json.dumps(content, indent=1, sort_keys=True).encode()
+        data = json.dumps({"format": _FORMAT, "files": files}, indent=1, sort_keys=True).encode()
         name = f"{self.folder}/{INDEX}"
         if before is None:
             return self.bucket.create(name, data)

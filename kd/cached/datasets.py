@@ -61,9 +61,8 @@ class CachedSequences(Dataset[dict[str, Any]]):
         """
         pairs = [key if isinstance(key, tuple) else (key, 0) for key in keys]
         numbers = np.array([self.numbers[number] for number, _ in pairs])
-        return split_batch(
-            _read(self.store, self.decoding, numbers, np.array([epoch for _, epoch in pairs]))
-        )
+        epochs = np.array([epoch for _, epoch in pairs])
+        return split_batch(_read(self.store, self.decoding, numbers, epochs))
 
 
 class EpochSampler(Sampler[Key]):

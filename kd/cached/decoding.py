@@ -113,8 +113,7 @@ class _Rows:
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Put the rows of N positions into (B, L, ...); other positions get 0."""
-        count = self.shape[0] * self.shape[1]
-        out = values_N.new_zeros(count, *values_N.shape[1:])
+        out = values_N.new_zeros(self.shape[0] * self.shape[1], *values_N.shape[1:])
         out[self.rows_N] = values_N
         return out.view(*self.shape, *values_N.shape[1:])
 

@@ -18,6 +18,7 @@ from kd.cached.decoding import IGNORED
 #: Keys whose second axis is as wide as the widest position of the sequence.
 _PADDED = ("teacher_ids", "teacher_weights")
 _OFFSETS = "teacher_offsets"
+_FLAT = (*_PADDED, _OFFSETS)
 
 
 def split_batch(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -51,8 +52,7 @@ def collate(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "records": {name: _join([item["records"][name] for item in items]) for name in names}
         }
     if _OFFSETS in items[0]:
-        flat = (*_PADDED, _OFFSETS)
-        rows = [{k: v for k, v in item.items() if k not in flat} for item in items]
+        rows = [{k: v for k, v in item.items() if k not in _FLAT} for item in items]
         joined = {name: torch.cat([item[name] for item in items]) for name in _PADDED}
         counts = torch.cat([item[_OFFSETS].diff() for item in items])
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -95,8 +95,7 @@ def _split_records(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _split_ragged(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    flat = (*_PADDED, _OFFSETS)
-    items = _split_rows({k: v for k, v in batch.items() if k not in flat})
+    items = _split_rows({k: v for k, v in batch.items() if k not in _FLAT})
     offsets_BL1 = batch[_OFFSETS]
     length = batch["input_ids"].shape[1]
     for number, item in enumerate(items):

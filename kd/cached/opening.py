@@ -108,10 +108,9 @@ def open_cache(
     source = store.open()
     decoding = Decoding(form, temperature, k)
     decoding.require_served(source.codec)
-    train, validation = source.train, source.validation
     return OpenCache(
         store,
         decoding,
-        CachedSequences(store, train, decoding),
-        CachedSequences(store, validation, decoding),
+        CachedSequences(store, source.train, decoding),
+        CachedSequences(store, source.validation, decoding),
     )

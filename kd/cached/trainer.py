@@ -123,11 +123,10 @@ class CachedLoss:
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the training sequences in the order of our own loop with the same seed."""
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        sampler = self.opened.sampler(seed=seed, order=self.order)
         return self._make_loader(
             self.opened.train,
             self._train_batch_size,
-            sampler=sampler,
+            sampler=self.opened.sampler(seed=seed, order=self.order),
             drop_last=self.args.dataloader_drop_last,
         )
 

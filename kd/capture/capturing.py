@@ -69,8 +69,7 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, 
         warn_of_overruled(found, monitor)
         return summarise_cache(found, reused=True)
 
-    lock = locate_lock(folder)
-    on_wait = partial(monitor.wait_for, OTHER_CAPTURE, lock, "precompute")
+    on_wait = partial(monitor.wait_for, OTHER_CAPTURE, locate_lock(folder), "precompute")
     shared = monitor.ranges is not None
     with float32_products(), open_for_capture(root, plan.identity, on_wait, shared) as writer:
         # Another capture may have sealed the cache while this one waited for the lock.

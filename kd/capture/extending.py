@@ -17,6 +17,7 @@ import numpy as np
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity, list_differences
 from cache.reading.usage import hold_for
+from cache.shard import PER_SEQUENCE
 from cache.store import Cache, open_cache
 from cache.writing.writer import CacheWriter
 from kd.capture.plan import CapturePlan
@@ -61,11 +62,7 @@ def adopt_known_shards(
         numbers = np.asarray(plan.identity.shard_range(index))
         theirs, _ = source.read(numbers)
         ours = plan.corpus.train.select(numbers)
-        pairs = (
-            (ours.tokens, theirs.tokens),
-            (ours.document_start, theirs.document_start),
-            (ours.target_mask, theirs.target_mask),
-        )
+        pairs = ((getattr(ours, name), getattr(theirs, name)) for name in PER_SEQUENCE)
         differs = np.any([(one != other).any(axis=1) for one, other in pairs], axis=0)
         if differs.any():
             refuse([_OTHER_TEXT.format(number=int(numbers[differs.argmax()]))])

@@ -85,8 +85,7 @@ def pack_tensors(tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, _Place]]
     for name, tensor in ordered:
         places[name] = _Place(first, tensor.dtype, tensor.shape)
         first = places[name].stop
-    parts = [tensor.flatten().view(torch.uint8) for _, tensor in ordered]
-    return torch.cat(parts), places
+    return torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in ordered]), places
 
 
 def unpack_arrays(packed: Tensor, places: dict[str, _Place]) -> dict[str, np.ndarray]:

@@ -76,18 +76,13 @@ def choose_knots(hidden_ND: Tensor, gold_N: Tensor, lm_head: LMHead, codec: Code
     for count in KNOT_COUNTS:
         knots = codec.nodes(count)
         # Round the knots as the cache will: the error of interpolation includes this rounding.
-        stored = round_to_fixed_point(
-            compute_partition(tail_NV, knots).cpu().numpy(), PARTITION_STEP, np.int16
-        )
+        partition = compute_partition(tail_NV, knots).cpu().numpy()
+        stored = round_to_fixed_point(partition, PARTITION_STEP, np.int16)
         stored_NJ2 = torch.from_numpy(stored).to(tail_NV.device).double() * PARTITION_STEP
         got_NJ = torch.stack([interpolate_hermite(stored_NJ2, knots, beta)[0] for beta in betas], 1)
         error = (got_NJ.clamp(min=floor_NJ) - exact_NJ.clamp(min=floor_NJ)).abs().mean()
-        head_error = (
-            (torch.sigmoid(explicit_NJ - got_NJ) - torch.sigmoid(explicit_NJ - exact_NJ))
-            .abs()
-            .mean()
-        )
-        found = KnotChoice(count, float(error), float(head_error))
+        head_NJ = torch.sigmoid(explicit_NJ - got_NJ) - torch.sigmoid(explicit_NJ - exact_NJ)
+        found = KnotChoice(count, float(error), float(head_NJ.abs().mean()))
         if (
             found.log_mass_error <= LARGEST_LOG_MASS_ERROR
             and found.head_mass_error <= LARGEST_HEAD_MASS_ERROR

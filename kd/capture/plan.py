@@ -66,11 +66,10 @@ def plan_capture(
     source = teacher.section.files
     tokenizer = load_source_tokenizer(source, teacher.folder)
     size = choose_source_vocabulary(tokenizer, source, teacher.folder)
-    corpus = (
-        load_corpus(config.data, tokenizer, monitor, size)
-        if texts is None
-        else open_corpus(config.data, tokenizer, texts, monitor, size)
-    )
+    if texts is None:
+        corpus = load_corpus(config.data, tokenizer, monitor, size)
+    else:
+        corpus = open_corpus(config.data, tokenizer, texts, monitor, size)
     return make_capture_plan(config, teacher, tokenizer, corpus, monitor)
 
 
@@ -128,8 +127,7 @@ class CapturePlan:
 
     def describe_held_out(self) -> str:
         """Say which sequences of the text are held out, and why so many."""
-        counts = (len(self.corpus.validation), len(self.corpus.train))
-        return describe_held_out(*counts, self.data)
+        return describe_held_out(len(self.corpus.validation), len(self.corpus.train), self.data)
 
 
 def make_capture_plan(
@@ -182,9 +180,8 @@ def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> TeacherIdentit
     # Another precision gives other logits, so it belongs to the identity of the teacher.
     dtype = choose_teacher_dtype(teacher, pick_device())
     check_stop = partial(monitor.check, "while the teacher's files were read")
-    digest = compute_fingerprint(teacher.folder, section.gguf_file, check_stop)
     return TeacherIdentity(
-        digest,
+        compute_fingerprint(teacher.folder, section.gguf_file, check_stop),
         str(dtype).removeprefix("torch."),
         quantization=choose_quantization(teacher),
         # Sums over several devices are rounded otherwise than those of one.

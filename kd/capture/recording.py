@@ -136,11 +136,9 @@ class Recorder:
         # cut. They are made while the device computes the hidden states.
         numbers = [row.number for row in rows]
         positions = [row.positions_N for row in rows]
-        chances = (
-            Randomness.of_each(self.codec, numbers, positions, device)
-            if sampled
-            else [None] * len(rows)
-        )
+        chances: Sequence[Randomness | None] = [None] * len(rows)
+        if sampled:
+            chances = Randomness.of_each(self.codec, numbers, positions, device)
         tails: dict[int, Tensor] = {}
         copies = [
             HostCopy.start(self._sample(chunk, tails) if sampled else self._read(chunk))
@@ -150,16 +148,13 @@ class Recorder:
         for row in rows:
             if row.number in tails and self.meter is not None:
                 self.meter.add(tails[row.number], len(row.positions_N))
-        places = RecordPositions(
-            np.repeat(np.array(numbers), [len(positions_N) for positions_N in positions]),
-            np.concatenate(positions),
-        )
-        encode = self._encode_sample if sampled else self._encode_whole
+        counts = [len(positions_N) for positions_N in positions]
+        places = RecordPositions(np.repeat(np.array(numbers), counts), np.concatenate(positions))
         return TeacherReading(
             len(rows),
             len(places.position_N),
             sum(each.nbytes for each in copies),
-            partial(encode, copies, places),
+            partial(self._encode_sample if sampled else self._encode_whole, copies, places),
         )
 
     def _cut(
@@ -169,8 +164,7 @@ class Recorder:
 
         The logits of a chunk fit into ``LOGIT_ELEMENTS``.
         """
-        most = LOGIT_ELEMENTS[rows[0].hidden_ND.device.type] // self.lm_head.vocabulary
-        size = max(most, 1)
+        size = max(LOGIT_ELEMENTS[rows[0].hidden_ND.device.type] // self.lm_head.vocabulary, 1)
         chunk: list[_Piece] = []
         held = 0
         for row, chance in zip(rows, chances, strict=True):
@@ -225,11 +219,9 @@ class Recorder:
         """
         lm_head = self.lm_head
         weight = lm_head.weight[: lm_head.vocabulary].float().cpu().numpy()
-        bias = (
-            np.zeros(0, np.float32)
-            if lm_head.bias is None
-            else lm_head.bias[: lm_head.vocabulary].float().cpu().numpy()
-        )
+        bias = np.zeros(0, np.float32)
+        if lm_head.bias is not None:
+            bias = lm_head.bias[: lm_head.vocabulary].float().cpu().numpy()
         # numpy has no bfloat16: such weights are stored as the upper halves of float32.
         narrow = lm_head.weight.dtype == torch.bfloat16
         return {

@@ -30,7 +30,6 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -118,14 +117,9 @@ class TopEntries:
     @staticmethod
     def empty(k: int) -> TopEntries:
         """Return entries of no position."""
-        floats = np.zeros(0, np.float32)
-        return TopEntries(
-            np.zeros(0, np.int64),
-            np.zeros((0, k), np.uint32),
-            np.zeros((0, k), np.float32),
-            floats,
-            floats,
-        )
+        none = np.zeros(0, np.float32)
+        entries = np.zeros((0, k), np.float32)
+        return TopEntries(none.astype(np.int64), entries.astype(np.uint32), entries, none, none)
 
     @staticmethod
     def concatenate(parts: Iterable[TopEntries]) -> TopEntries:
@@ -226,9 +220,7 @@ class RemoteTeacher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.runner.run(self.client.aclose())
         self.runner.close()
 
@@ -244,11 +236,10 @@ class RemoteTeacher:
             body = {"model": self.config.model, "prompt": probe.text, "add_special_tokens": True}
             response = self.runner.run(self._post("/tokenize", body))
             if (answer := _read_tokenize_answer(response)) is None:
-                unchecked = (
-                    "whether its tokenizer is teacher.tokenizer could not be checked by /tokenize"
-                )
                 self.monitor.emit(
-                    "warning", message=f"{unchecked}: {self._describe_answer(response)}"
+                    "warning",
+                    message="whether its tokenizer is teacher.tokenizer could not be checked by "
+                    f"/tokenize: {self._describe_answer(response)}",
                 )
                 return
             found = answer["tokens"]
@@ -291,9 +282,8 @@ class RemoteTeacher:
         tasks = self.runner.run(self._start(sequences, first))
         try:
             for row in tasks:
-                yield TopEntries.concatenate(
-                    [TopEntries.empty(self.codec.k), *self._wait_for_results(row)]
-                )
+                found = self._wait_for_results(row)
+                yield TopEntries.concatenate([TopEntries.empty(self.codec.k), *found])
         finally:
             # Those that still run are cancelled, and the errors of failed ones are marked as seen.
             for task in itertools.chain(*tasks):
@@ -320,16 +310,14 @@ class RemoteTeacher:
         """
         reported = time.monotonic()
         while any(not task.done() for task in tasks):
-            done, _ = self.runner.run(
-                asyncio.wait(tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-            )
+            waiting = asyncio.wait(tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = self.runner.run(waiting)
             for task in done:
                 task.result()  # raises the error of a failed request
             self.monitor.check("while waiting for the teacher's server")
             if time.monotonic() - reported > WAITING_SECONDS:
-                self.monitor.emit(
-                    "stage", stage="precompute", phase=f"waiting for {find_server_url(self.config)}"
-                )
+                phase = f"waiting for {find_server_url(self.config)}"
+                self.monitor.emit("stage", stage="precompute", phase=phase)
                 reported = time.monotonic()
         return [task.result() for task in tasks]
 
@@ -367,9 +355,8 @@ class RemoteTeacher:
         raise ModelError(
             f"{find_server_url(self.config)} gave no answer to {attempt} requests, "
             f"the last time: {failure}.",
-            "Check that the server runs. Raise teacher.timeout, or lower "
-            "teacher.concurrency if the server is overloaded. The next attempt continues after the "
-            "last whole shard.",
+            "Check that the server runs. Raise teacher.timeout, or lower teacher.concurrency if "
+            "the server is overloaded. The next attempt continues after the last whole shard.",
         )
 
     def _make_body(self, piece: DocumentPrompt) -> dict[str, Any]:
@@ -379,11 +366,8 @@ class RemoteTeacher:
         defaults.
         """
         neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-        prompt = {
-            "prompt": piece.tokens,
-            "add_special_tokens": False,
-            "max_tokens": 1,
-        }  # vLLM has no 0
+        # One token, because vLLM has no 0.
+        prompt = {"prompt": piece.tokens, "add_special_tokens": False, "max_tokens": 1}
         return {
             "model": self.config.model,
             "prompt_logprobs": min(self.codec.k, self.codec.vocabulary_size),
@@ -445,9 +429,8 @@ def _choose_backoff(attempt: int) -> float:
 
     They double each time. A random factor keeps clients from retrying at the same moment.
     """
-    return float(
-        min(BACKOFF_SECONDS * 2.0 ** (attempt - 1), LONGEST_BACKOFF) * random.uniform(0.5, 1.5)
-    )
+    seconds = min(BACKOFF_SECONDS * 2.0 ** (attempt - 1), LONGEST_BACKOFF)
+    return float(seconds * random.uniform(0.5, 1.5))
 
 
 def _parse_retry_after(response: httpx.Response) -> float:
@@ -456,11 +439,10 @@ def _parse_retry_after(response: httpx.Response) -> float:
     """
     text = response.headers.get("Retry-After", "").strip()
     try:
-        seconds = (
-            float(text)
-            if text.isdecimal()
-            else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
-        )
+        if text.isdecimal():
+            seconds = float(text)
+        else:
+            seconds = (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
     except (TypeError, ValueError):  # nothing, nonsense, or a date without a zone
         return 0.0
     return min(max(seconds, 0.0), LONGEST_PAUSE)

@@ -237,9 +237,8 @@ class Sampler:
             torch.amax(size_nQU, -1, out=largest_nQ)
             # log p = s - LSE for every token; the most probable one gives LSE without another sum.
             sizes.lse_N[rows] = s_nV.amax(-1) - largest_nQ.amax(-1).log()
-            sizes.entropy_N[rows] = sizes.lse_N[rows] - reduce_by_row(
-                torch.linalg.vecdot, size_nV, s_nV
-            )
+            mean_n = reduce_by_row(torch.linalg.vecdot, size_nV, s_nV)
+            sizes.entropy_N[rows] = sizes.lse_N[rows] - mean_n
             if self.codec.rules.keeps_partition:
                 average_tempered_(size_nV, s_nV, self.codec.proposal_betas)
                 torch.amax(size_nQU, -1, out=largest_nQ)
@@ -261,9 +260,8 @@ class Sampler:
         ):
             size_NQU = s_NV.new_zeros(positions, blocks, BLOCK)  # the last block's padding stays 0
             lse_N, entropy_N = s_NV.new_empty(2, positions).unbind()
-            self._sizes = kept = TokenSizes(
-                lse_N, entropy_N, size_NQU, s_NV.new_empty(positions, blocks)
-            )
+            largest_NQ = s_NV.new_empty(positions, blocks)
+            self._sizes = kept = TokenSizes(lse_N, entropy_N, size_NQU, largest_NQ)
         return TokenSizes(*(getattr(kept, field.name)[:positions] for field in fields(TokenSizes)))
 
     def _add_tempered(self, s_NV: Tensor, sizes: TokenSizes, tail: _Tail) -> dict[str, Tensor]:
@@ -311,10 +309,8 @@ def _are_finite(sizes: TokenSizes | BlockSizes) -> Tensor:
 
 
 def _make_not_finite() -> ModelError:
-    remedy = "Run it in float32 or bfloat16 (teacher.dtype)."
-    return ModelError(
-        f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}.", remedy
-    )
+    detail = f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}."
+    return ModelError(detail, "Run it in float32 or bfloat16 (teacher.dtype).")
 
 
 @dataclass(frozen=True)
@@ -369,8 +365,7 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
     draws = []
     for uniform_N in chance.uniform_NR.unbind(1):
         points_Nm = (uniform_N[:, None] + slot_m) * apart_N[:, None]
-        places_M = find(_Points(points_Nm, rows_M, slots_M))
-        draws.append(_order_ids(places_M, rows_M, chance))
+        draws.append(_order_ids(find(_Points(points_Nm, rows_M, slots_M)), rows_M, chance))
     return _Tail(count_N, rows_M, torch.stack(draws, 1))
 
 
@@ -428,8 +423,7 @@ def _find_by_blocks(
     inside_MU = sizes.of_blocks(points.rows_M, blocks_M).double().cumsum(-1)
     offset_M1 = points.pick(points.points_Nm - before_Nm)[:, None]
     place_M = (inside_MU <= offset_M1).sum(-1)
-    last_M = (inside_MU < inside_MU[:, -1:]).sum(-1)
-    return block_M * BLOCK + torch.minimum(place_M, last_M)
+    return block_M * BLOCK + torch.minimum(place_M, (inside_MU < inside_MU[:, -1:]).sum(-1))
 
 
 def reduce_by_row(reduce: Callable[..., Tensor], *rows_NV: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import filterfalse, islice
-from types import TracebackType
 from typing import Protocol, Self
 
 from cache.disk import measure_disk
@@ -75,9 +74,8 @@ class SealedShard:
         """Describe a disk that takes less than the teacher gives; None if it takes enough."""
         if self.disk_seconds <= max(self.read_seconds, LEAST_DISK_SECONDS):
             return None
-        return _describe_slow_disk(
-            *(self.bytes / max(seconds, 1e-9) for seconds in (self.disk_seconds, self.read_seconds))
-        )
+        rates = (self.bytes / max(each, 1e-9) for each in (self.disk_seconds, self.read_seconds))
+        return _describe_slow_disk(*rates)
 
 
 def predict_slow_disk(
@@ -146,9 +144,7 @@ class ShardPipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Parts of an unfinished shard: their records would be of no use.
         for part in self._parts:
             part.cancel()
@@ -160,9 +156,10 @@ class ShardPipeline:
         """Encode the next part of the shard that is read. Raises the error of an earlier part."""
         while self._queue and self._queue[0][0].done():
             self._queue.popleft()[0].result()
-        while self._queue and self._count_waiting() + delivery.nbytes > IN_FLIGHT_BYTES:
+        most = IN_FLIGHT_BYTES - delivery.nbytes
+        while self._queue and sum(size for _, size in self._queue) > most:
             self._queue.popleft()[0].result()
-        if self._sealing is not None and self._read + delivery.nbytes > IN_FLIGHT_BYTES:
+        if self._sealing is not None and self._read > most:
             self._wait_for_seal()
         part = self._encoders.submit(delivery.encode)
         self._parts.append(part)
@@ -185,9 +182,8 @@ class ShardPipeline:
         """
         read_seconds = time.monotonic() - self._began
         self._wait_for_seal()
-        self._sealing = self._sealer.submit(
-            self._write, index, sequences, self._parts, tails, read_seconds
-        )
+        work = (index, sequences, self._parts, tails, read_seconds)
+        self._sealing = self._sealer.submit(self._write, *work)
         self._parts = []
         self._read = 0
         self._began = time.monotonic()
@@ -204,10 +200,6 @@ class ShardPipeline:
         """Wait until the last whole shard is sealed, and return it as ``collect`` does."""
         self._wait_for_seal()
         return self.collect()
-
-    def _count_waiting(self) -> int:
-        """Count the bytes that wait to be encoded."""
-        return sum(size for _, size in self._queue)
 
     def _wait_for_seal(self) -> None:
         if self._sealing is not None and not self._sealing.done():
@@ -333,22 +325,16 @@ class ShardRecording:
         self._sealed = sealed
         self._writer = writer
         self._identity = writer.identity
-        monitor = report.monitor
         self._pipeline = ShardPipeline(
-            writer, report.watch.add, lambda: monitor.report_alive(stepping=False)
+            writer, report.watch.add, lambda: report.monitor.report_alive(stepping=False)
         )
 
     def __enter__(self) -> Self:
         self._pipeline.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._pipeline.__exit__(kind, error, at)
+    def __exit__(self, *raised: object) -> None:
+        self._pipeline.__exit__(*raised)
         self._writer.clear_unfinished()
 
     def record(
@@ -449,8 +435,7 @@ class UnfinishedRanges:
             self._tell(shards)
 
     def _tell(self, shards: range) -> None:
-        sequences = sum(len(self._identity.shard_range(index)) for index in shards)
-        self._ranges.finish(shards, sequences)
+        self._ranges.finish(shards, sum(len(self._identity.shard_range(index)) for index in shards))
 
 
 class Patience:

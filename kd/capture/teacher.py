@@ -62,8 +62,7 @@ def open_reader(
         return
     with RemoteTeacher.connect(section, plan.identity.record_codec(), monitor) as remote:
         length = plan.data.sequence_length
-        texts = islice(sample_texts(plan.data), ASKED_TEXTS)
-        some = (text[:ASKED_CHARACTERS] for text in texts)
+        some = (text[:ASKED_CHARACTERS] for text in islice(sample_texts(plan.data), ASKED_TEXTS))
         remote.require_same_tokenizer(encode_probes(plan.tokenizer, (*PROBE_TEXTS, *some)), length)
         yield remote
 
@@ -133,8 +132,7 @@ class Teacher:
             isolate_documents(model)
         recorder = Recorder(lm_head, plan.identity.record_codec())
         cuts_padding = not plan.identity.data.packing
-        batch_size = plan.teacher.section.batch_size
-        return cls(model, recorder, batch_size, cuts_padding=cuts_padding)
+        return cls(model, recorder, plan.teacher.section.batch_size, cuts_padding=cuts_padding)
 
     def take_tail_sums(self) -> TailSums | None:
         """Return the sums of the tails since the last call; None for most profiles."""
@@ -163,12 +161,8 @@ class Teacher:
         The error has no traceback, which would keep the tensors that filled the memory.
         """
         try:
-            return self.recorder.read(
-                [
-                    SequenceStates(number, *states)
-                    for number, states in enumerate(self.read_rows(part), first)
-                ]
-            )
+            rows = enumerate(self.read_rows(part), first)
+            return self.recorder.read([SequenceStates(number, *states) for number, states in rows])
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -182,11 +176,9 @@ class Teacher:
         self.batch_size = len(part) // 2
         self.monitor.emit(
             "warning",
-            message=(
-                f"Memory ran out while the teacher read {len(part)} sequences at once: from now on "
-                f"it reads {self.batch_size}. The random numbers of the records do not depend on "
-                f"this. Set teacher.batch_size to {self.batch_size} to avoid the failed attempt."
-            ),
+            message=f"Memory ran out while the teacher read {len(part)} sequences at once: from "
+            f"now on it reads {self.batch_size}. The random numbers of the records do not depend "
+            f"on this. Set teacher.batch_size to {self.batch_size} to avoid the failed attempt.",
         )
 
     @torch.no_grad()

@@ -81,12 +81,10 @@ class HeldOutWatch:
             self._ngrams = NGrams.of(split_sequences(self._plan.corpus.train), vocabulary)
         if self._ngrams is None:
             return
-        first = self._plan.identity.shard_range(index).start
-        train = max(len(self._plan.corpus.train) - first, 0)
+        train = max(len(self._plan.corpus.train) - self._plan.identity.shard_range(index).start, 0)
         begin = sequences.select(slice(0, train)).positions
-        self._losses += HeldOutLosses.of(
-            sequences.select(slice(train, None)), records.slice(begin, len(records)), self._ngrams
-        )
+        held_out = sequences.select(slice(train, None))
+        self._losses += HeldOutLosses.of(held_out, records.slice(begin, len(records)), self._ngrams)
 
     def find_warning(self) -> str | None:
         """Return a warning if the teacher is worse than the bigram on all that was added."""

@@ -115,8 +115,7 @@ def save_adapters(
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = _list_adapter_tensors(student)
-    written = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    written = {name: tensor.contiguous() for name, tensor in _list_adapter_tensors(student).items()}
     save_file(written, folder / "adapter_model.safetensors", {"format": "pt"})
     known: PeftConfig = student.peft_config[_NAME]  # type: ignore[index,assignment]
     config = copy.copy(known)
@@ -135,8 +134,7 @@ def load_adapters(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     from peft import inject_adapter_in_model
     from safetensors.torch import load_file
 
-    config = PeftConfig.from_pretrained(str(folder))
-    inject_adapter_in_model(config, base, _NAME)
+    inject_adapter_in_model(PeftConfig.from_pretrained(str(folder)), base, _NAME)
     tensors = load_file(folder / "adapter_model.safetensors")
     mine = _list_adapter_tensors(base)
     if mine.keys() != tensors.keys():

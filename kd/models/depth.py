@@ -188,8 +188,7 @@ def _find_outer_difference(
     theirs = {name: tensor.shape for name, tensor in teacher.state_dict().items()}
     for name, tensor in student.state_dict().items():
         shape = theirs.get(name, ())
-        inside = name.startswith(f"{prefix}.")
-        if inside or tensor.shape == shape:
+        if name.startswith(f"{prefix}.") or tensor.shape == shape:
             continue
         if _find_packed_axis(shape, tensor.shape, layers, count) is None:
             return name

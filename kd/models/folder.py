@@ -185,8 +185,7 @@ class ModelFolder:
         file.
         """
         self.require_no_pointer(*filter(None, [gguf_file]))
-        with_model = self.has_config or gguf_file is not None
-        if with_model and (self.path / ADAPTER_CONFIG).is_file():
+        if (self.has_config or gguf_file is not None) and (self.path / ADAPTER_CONFIG).is_file():
             raise ModelError(
                 f"{self.path} holds adapters beside a model.",
                 "Merge them into the model, or move their files to another folder.",
@@ -527,9 +526,8 @@ def compute_fingerprint(
     ``check_stop`` is called between blocks of a file, and may raise to give up.
     """
     ModelFolder(folder).require_own_files(gguf_file)
-    names = [gguf_file] if gguf_file else list_identity_files(folder)
     digest = hashlib.sha256()
-    for name in names:
+    for name in [gguf_file] if gguf_file else list_identity_files(folder):
         path = folder / name
         if not path.is_file():
             raise ModelError(f"{path} does not exist.", "Check teacher.gguf_file.")

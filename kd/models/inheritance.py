@@ -76,8 +76,7 @@ def cut_student(teacher: PreTrainedModel, plan: StudentFromTeacher) -> PreTraine
     picked = pick_layers(teacher.config.num_hidden_layers, plan)
     tensors = {name: tensor.detach() for name, tensor in teacher.state_dict().items()}
     if _is_narrower(teacher, plan, "intermediate_size"):
-        width = student.config.intermediate_size
-        tensors = _narrow_mlps(tensors, _choose_channels(teacher, width))
+        tensors = _narrow_mlps(tensors, _choose_channels(teacher, student.config.intermediate_size))
     if _is_narrower(teacher, plan, "hidden_size"):
         tensors = _narrow_stream(tensors, _measure_energy(teacher), student.config.hidden_size)
     taken = pick_tensors(teacher, tensors, student, picked)

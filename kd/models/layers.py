@@ -59,8 +59,7 @@ def find_body(model: nn.Module) -> nn.Module:
     if body is not model:
         return body
     # Llama 4 names its body for the model with images, and transformers does not find it.
-    inner = (child for child in model.children() if isinstance(child, PreTrainedModel))
-    return next(inner, model)
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
 
 def find_device(model: PreTrainedModel) -> torch.device:

@@ -109,16 +109,14 @@ def load_part(teacher: TeacherFiles, device: torch.device, leads: bool) -> PreTr
     size = torch.distributed.get_world_size()
     parallel = teacher.section.parallel
     require_shareable(parallel, hollow, size)
-    places = make_places(parallel, hollow, size)
-    model = read_model(teacher.folder, replace(how, places=places))
+    model = read_model(teacher.folder, replace(how, places=make_places(parallel, hollow, size)))
     settle_part(model.eval().requires_grad_(False), device, leads)
     return model
 
 
 def require_shareable_teacher(teacher: TeacherFiles, size: int) -> None:
     """Raise ``ConfigError`` if ``size`` processes cannot share the teacher as the job asks."""
-    hollow = outline_teacher(teacher, torch.float32)
-    require_shareable(teacher.section.parallel, hollow, size)
+    require_shareable(teacher.section.parallel, outline_teacher(teacher, torch.float32), size)
 
 
 def _plan_reading(
@@ -246,9 +244,8 @@ def _build_without_adapters(
     folder = resolve_source(teacher)
     if teacher.gguf_file is None:
         ModelFolder(folder).require_trainable_weights()
-    trusted = require_allowed_remote_code(teacher)
     # On the CPU, so that the cut does not depend on the device.
-    how = ReadingPlan(torch.float32, CPU, teacher.gguf_file, trusted)
+    how = ReadingPlan(torch.float32, CPU, teacher.gguf_file, require_allowed_remote_code(teacher))
     return cut(read(folder, how).eval(), config.from_teacher)
 
 
@@ -494,8 +491,7 @@ def outline_student(config: StudentConfig) -> PreTrainedModel:
     """Build the model that a student begins as from its configuration, on the device meta."""
     assert config.model is not None
     with torch.device("meta"):
-        folder = resolve_model(config.model, config.revision)
-        return load_hollow(folder, ReadingPlan(torch.float32))
+        return load_hollow(resolve_model(config.model, config.revision), ReadingPlan(torch.float32))
 
 
 def load_hollow(folder: Path, how: ReadingPlan) -> PreTrainedModel:

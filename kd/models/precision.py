@@ -263,8 +263,7 @@ class ScalerWatch:
         """Return a warning if the scale fell ``ALARM_FALLS`` times lately; then count anew."""
         if len(self.falls) < ALARM_FALLS:
             return None
-        first = self.falls[0]
-        last = self.falls[-1]
+        first, *_, last = self.falls
         self.falls = []
         return (
             f"The loss scale of float16 fell {ALARM_FALLS} times "

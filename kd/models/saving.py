@@ -147,8 +147,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
     model.generation_config = settings
-    written = read_json(folder / "config.json")
-    named = _add_old_names(written, model.config)
+    named = _add_old_names(read_json(folder / "config.json"), model.config)
     write_json(folder / "config.json", dict(sorted(named.items())))
 
 

@@ -81,11 +81,7 @@ def get_vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def get_special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Return the ids of the special tokens bos, eos and pad, as far as the tokenizer has them."""
-    special = {
-        "bos": tokenizer.bos_token_id,
-        "eos": tokenizer.eos_token_id,
-        "pad": tokenizer.pad_token_id,
-    }
+    special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     return {name: int(value) for name, value in special.items() if value is not None}
 
 
@@ -114,10 +110,8 @@ def take_chat_template(
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of the map from tokens to ids, and of the encoded probe texts."""
-    content = [
-        sorted(tokenizer.get_vocab().items()),
-        [each.ids for each in encode_probes(tokenizer, PROBE_TEXTS)],
-    ]
+    ids = [each.ids for each in encode_probes(tokenizer, PROBE_TEXTS)]
+    content = [sorted(tokenizer.get_vocab().items()), ids]
     return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
 
 

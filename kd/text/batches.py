@@ -102,8 +102,7 @@ class PlainText:
     @property
     def shard_sequences(self) -> int:
         """The sequences of a shard of the token store, or all training sequences if fewer."""
-        most = count_shard_sequences(self.corpus.train.length)
-        return max(min(self.train_count, most), 1)
+        return max(min(self.train_count, count_shard_sequences(self.corpus.train.length)), 1)
 
     @property
     def sequence_bytes(self) -> int:
@@ -166,8 +165,7 @@ class Batch:
     def count_targets(self) -> NDArray[np.int64]:
         """Count the targets of each sequence, (B,)."""
         count, length = self.tokens_BL.shape
-        row_N = self.rows_N.cpu().numpy() // length
-        return np.bincount(row_N, minlength=count)
+        return np.bincount(self.rows_N.cpu().numpy() // length, minlength=count)
 
     def drop_records(self) -> Batch:
         """Return the batch without records, for a rank that computes no loss."""
@@ -195,9 +193,7 @@ class Batch:
             packed=None if self.packed is None else self.packed.map(change),
             rows_N=change(self.rows_N),
             gold_N=change(self.gold_N),
-            teacher=None
-            if teacher is None
-            else {name: change(column) for name, column in teacher.items()},
+            teacher=teacher and {name: change(column) for name, column in teacher.items()},
         )
 
 

@@ -84,8 +84,7 @@ def _note_row(
     """Note what a row has that is not read, and control tokens; return whether there are such."""
     for name in unread:
         notes.add(Notice(f"rows with {name}, which is not read", 1, found.where), found.place)
-    pattern = compile_markers(tokenizer)
-    marker = next(filter(None, map(pattern.search, list_texts(held))), None)
+    marker = next(filter(None, map(compile_markers(tokenizer).search, list_texts(held))), None)
     if marker is not None:
         example = f"{marker[0]!r} in {found.where}"
         notes.add(Notice(_MARKED, 1, example, _MARKERS_REMEDY), found.place)
@@ -113,9 +112,8 @@ def encode_completion(
     and the end; None = all, if ``whole``. Raises ``DataError`` if there is none.
     """
     pair: Completion = found.content
-    _note_row(
-        name_columns(pair.unread_columns), [pair.prompt, pair.completion], found, tokenizer, notes
-    )
+    unread = name_columns(pair.unread_columns)
+    _note_row(unread, [pair.prompt, pair.completion], found, tokenizer, notes)
     if not pair.completion.strip():
         raise DataError(
             f"{found.where}: 'completion' is empty: there is nothing to learn.", "Remove the row."

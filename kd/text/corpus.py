@@ -144,12 +144,9 @@ def _count_wanted(config: DataConfig) -> int | None:
     fraction = config.held_out_fraction
     if kept is None or fraction == 0:
         return kept
-    streamed = config.streaming and has_dataset(config.train)
-    return (
-        next(n for n in itertools.count(kept) if n - count_held_out(n, fraction) >= kept)
-        if streamed
-        else None
-    )
+    if not (config.streaming and has_dataset(config.train)):
+        return None
+    return next(n for n in itertools.count(kept) if n - count_held_out(n, fraction) >= kept)
 
 
 @dataclass(frozen=True)
@@ -226,17 +223,13 @@ class _FieldText:
         if ended is None:
             return
         source = f"data.{self.field}.{ended} ({name_source(self.sources[ended])})"
-        self.monitor.emit(
-            "warning",
-            message=f"{source} has no more text: the mixture ends with it, after {count} "
-            "sequences of all sources.",
-        )
+        what = f"the mixture ends with it, after {count} sequences of all sources."
+        self.monitor.emit("warning", message=f"{source} has no more text: {what}")
 
 
 def _count_bytes(sources: TextSources, field: str) -> int:
     """Count the bytes of the files of ``field`` in ``sources``; 0 if ``datasets`` reads one."""
-    split = field.partition(".")[0]
-    found = [find_source_files(source, split=split) for source in sources]
+    found = [find_source_files(source, split=field.partition(".")[0]) for source in sources]
     if None in found:
         return 0
     return sum(file.stat().st_size for each in found if each for file in each.files)

@@ -175,8 +175,7 @@ def find_cut_points(tokenizer: PreTrainedTokenizerBase) -> CutPoints:
     if backend.model.__class__.__name__ == "BPE" and backend.model.dropout:
         raise NoCutError("its BPE drops merges at random")
     if _has_no_words(steps, normalizers):
-        known = _find_known_ends(backend)
-        return CutPoints(backend, False, prepends, False, ends, begins, known)
+        return CutPoints(backend, False, prepends, False, ends, begins, _find_known_ends(backend))
     if prepends:
         raise NoCutError("its normalizer puts a mark before each text")
     lines, words_only = _check_words(steps)

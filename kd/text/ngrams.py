@@ -50,7 +50,15 @@ class NGrams:
     @classmethod
     def of(cls, parts: Iterable[Sequences], vocabulary: int) -> NGrams | None:
         """Count the targets of ``parts``; None if there are none."""
-        before_N, gold_N = _take_targets(parts)
+        pairs = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        left = COUNTED_TARGETS
+        for part in parts:
+            before_N, gold_N = _find_pairs(part)
+            pairs.append((before_N[:left], gold_N[:left]))
+            left -= len(pairs[-1][1])
+            if not left:
+                break
+        before_N, gold_N = (np.concatenate(each) for each in zip(*pairs, strict=True))
         if not len(gold_N):
             return None
         pairs_P, count_P = np.unique(before_N * vocabulary + gold_N, return_counts=True)
@@ -88,9 +96,8 @@ class NGrams:
         """Compute the mean losses of unigram and bigram on the held-out text, in nats."""
         total = np.zeros(2)
         count = 0
-        end = source.train_count + source.validation_count
         # Few at once: the records are read with them, and those of profile hidden are large.
-        held_out = range(source.train_count, end)
+        held_out = range(source.train_count, source.train_count + source.validation_count)
         for part, _ in read_in_parts(source, held_out, _RECORDS_AT_ONCE):
             total += self.score_unigram(part).sum(), self.score_bigram(part).sum()
             count += part.positions
@@ -119,20 +126,6 @@ def _read_stored_tokens(source: Cache) -> Iterator[Sequences]:
         rows = range(first, min(first + source.shard_sequences, source.train_count))
         tokens, starts, targets = source.read_columns(rows, PER_SEQUENCE).values()
         yield Sequences(tokens.astype(np.uint32), starts, targets)
-
-
-def _take_targets(parts: Iterable[Sequences]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first targets of ``parts`` and the tokens before them, (N,) each."""
-    pairs = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-    left = COUNTED_TARGETS
-    for part in parts:
-        before_N, gold_N = _find_pairs(part)
-        pairs.append((before_N[:left], gold_N[:left]))
-        left -= len(pairs[-1][1])
-        if not left:
-            break
-    before, gold = (np.concatenate(each) for each in zip(*pairs, strict=True))
-    return before, gold
 
 
 def _find_pairs(sequences: Sequences) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

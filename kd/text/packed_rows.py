@@ -43,8 +43,7 @@ class PackedRows:
         begins_BL = torch.diff(positions_BL, dim=1, prepend=positions_BL[:, :1]) != 1
         starts_C = begins_BL.flatten().nonzero().flatten()
         bounds_C = torch.cat([starts_C, starts_C.new_tensor([positions_BL.numel()])]).int()
-        longest = _round_up(int(bounds_C.diff().max()))
-        return cls(positions_BL, bounds_C, bounds_C, longest, apart)
+        return cls(positions_BL, bounds_C, bounds_C, _round_up(int(bounds_C.diff().max())), apart)
 
     @classmethod
     def whole(cls, batch: int, length: int, device: torch.device) -> PackedRows:

@@ -43,12 +43,11 @@ class Document:
 
     def split(self, place: int) -> tuple[Document, Document]:
         """Return the document up to token ``place``, and the rest of it."""
-        parts = (slice(place), slice(place, None))
         first, rest = (
             replace(
                 self, ids=self.ids[i], trained=None if self.trained is None else self.trained[i]
             )
-            for i in parts
+            for i in (slice(place), slice(place, None))
         )
         return first, replace(rest, place=self.place.advance(place))
 
@@ -114,8 +113,7 @@ def pack_in_blocks(
     if not found:
         raise DataError(
             f"data.{field}: every token of the assistant is the first of its sequence, where "
-            "nothing "
-            "predicts it.",
+            "nothing predicts it.",
             "Raise data.sequence_length.",
         )
 
@@ -178,9 +176,8 @@ def _pack_block(documents: list[Document], config: DataConfig, pad_id: int) -> S
     start[:, 1:] |= real[:, :-1] & ~real[:, 1:]  # padding is a document of its own
     start[:, 0] = True
     target[:, :-1] = _lay_out([each.targets for each in documents], config)[:, 1:] & ~start[:, 1:]
-    return Sequences(
-        np.where(real, tokens, np.uint32(pad_id)), document_start=start, target_mask=target
-    )
+    padded = np.where(real, tokens, np.uint32(pad_id))
+    return Sequences(padded, document_start=start, target_mask=target)
 
 
 def _lay_out(
@@ -189,9 +186,8 @@ def _lay_out(
     """Lay ``parts`` end to end as (S, L); ``fill`` pads the last, or each without packing."""
     if not config.packing:
         parts = [_pad_to_multiple(part, config.sequence_length, fill) for part in parts]
-    return _pad_to_multiple(np.concatenate(parts), config.sequence_length, fill).reshape(
-        -1, config.sequence_length
-    )
+    whole = _pad_to_multiple(np.concatenate(parts), config.sequence_length, fill)
+    return whole.reshape(-1, config.sequence_length)
 
 
 def _mark_first(document: Document) -> np.ndarray:
@@ -232,5 +228,4 @@ def needs_isolation(positions: np.ndarray, target_mask: np.ndarray) -> np.ndarra
 def measure_text_lengths(sequences: Sequences) -> np.ndarray:
     """Count the tokens of each sequence up to its last predicted one, (S,)."""
     # A target at position t predicts the token at t + 1, so the text has t + 2 tokens.
-    places = np.arange(2, sequences.length + 2)
-    return np.max(np.where(sequences.target_mask, places, 0), axis=1)
+    return np.max(np.where(sequences.target_mask, np.arange(2, sequences.length + 2), 0), axis=1)

@@ -140,20 +140,12 @@ class TextRow:
 
     def suggest_format(self) -> str:
         """Return the remedy for a row that is not of its format: the one that its columns show."""
-        shown = next(
-            (
-                name
-                for name, columns in COLUMNS.items()
-                if name != self.format and all(self.cells.get(each) for each in columns)
-            ),
-            None,
-        )
-        if shown is not None:
-            return f"Set data.format: {shown}."
-        columns = COLUMNS.get(self.format)
-        if columns is None:
+        for name, columns in COLUMNS.items():
+            if name != self.format and all(self.cells.get(each) for each in columns):
+                return f"Set data.format: {name}."
+        if self.format not in COLUMNS:
             return "Set data.text_column."
-        need = " and ".join(columns)
+        need = " and ".join(COLUMNS[self.format])
         shape = " A chat is a list of {role, content}." if self.format == "messages" else ""
         return f"Format {self.format} reads the columns {need}: rename them.{shape}"
 
@@ -201,9 +193,8 @@ def _read_messages(row: TextRow) -> Chat:
 
 def _read_sharegpt(row: TextRow) -> Chat:
     turns = enumerate(row.read_list("conversations"), 1)
-    return _make_chat(
-        row, [_read_turn(row, turn, f"turn {number} of 'conversations'") for number, turn in turns]
-    )
+    said = [_read_turn(row, turn, f"turn {number} of 'conversations'") for number, turn in turns]
+    return _make_chat(row, said)
 
 
 def _read_alpaca(row: TextRow) -> Chat:
@@ -230,8 +221,7 @@ def _read_prompt_completion(row: TextRow) -> Chat | Completion:
         texts = (row.read_text("prompt"), row.read_text("completion"))
         return Completion(*texts, _find_unread(row, frozenset()))
     prompt = _read_chat(row, "prompt")
-    answer = _read_chat(row, "completion")
-    return _make_chat(row, prompt + answer, learned_from=len(prompt))
+    return _make_chat(row, prompt + _read_chat(row, "completion"), learned_from=len(prompt))
 
 
 _READERS: dict[str, Callable[[TextRow], str | Chat | Completion]] = {

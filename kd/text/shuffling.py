@@ -135,6 +135,5 @@ class EpochWindows:
         start = self._locate_window(window)
         size = self._locate_window(window + 1) - start
         mixing = KeyedPermutation.draw(size, self.seed, self.epoch, window + 1)
-        padded = self._pad(start + mixing[places - start])
-        turns, rows = np.divmod(padded, self.shard_size)
+        turns, rows = np.divmod(self._pad(start + mixing[places - start]), self.shard_size)
         return self._shards[turns] * self.shard_size + rows

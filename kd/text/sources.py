@@ -110,10 +110,9 @@ def _slice_files(
     except (ValueError, AssertionError) as error:
         detail = f"the slice {spec.split!r} of {spec.path!r} cannot be taken: {error}."
         raise DataError(detail, "Write it as train[:10%], or train[100:200].") from None
-    before = accumulate(counts, initial=0)
     return [
         (min(max(part.from_ - each, 0), count), min(max(part.to - each, 0), count))
-        for each, count in zip(before, counts, strict=False)
+        for each, count in zip(accumulate(counts, initial=0), counts, strict=False)
     ]
 
 
@@ -215,8 +214,7 @@ def name_copy(folder: Path) -> str:
 
     The library names it by the folder's last name and the patterns of its card alone.
     """
-    files = list(map(describe_file, list_all_files(folder)))
-    content = json.dumps([str(folder.resolve()), files])
+    content = json.dumps([str(folder.resolve()), list(map(describe_file, list_all_files(folder)))])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 

@@ -39,7 +39,8 @@ def count_target_bytes(sequences: Sequences, tokenizer: PreTrainedTokenizerBase)
     counts as the replacement character, three bytes.
     """
     return sum(
-        _count_run_bytes(tokens_L[start:stop], first - start, tokenizer)
+        len(_decode(tokens_L[start:stop], tokenizer))
+        - len(_decode(tokens_L[start:first], tokenizer))
         for tokens_L, start_L, mask_L in zip(
             sequences.tokens, sequences.document_start, sequences.target_mask, strict=True
         )
@@ -62,13 +63,6 @@ def _find_runs(start_L: NDArray[np.bool_], mask_L: NDArray[np.bool_]) -> list[tu
     # The document of a run is the last one that begins at or before it.
     begins = starts[np.searchsorted(starts, runs[:, 0], side="right") - 1]
     return list(zip(begins.tolist(), *(runs + 1).T.tolist(), strict=True))
-
-
-def _count_run_bytes(
-    tokens_L: NDArray[np.uint32], skip: int, tokenizer: PreTrainedTokenizerBase
-) -> int:
-    """Count the bytes of ``tokens_L`` without its first ``skip`` tokens."""
-    return len(_decode(tokens_L, tokenizer)) - len(_decode(tokens_L[:skip], tokenizer))
 
 
 def _decode(tokens_L: NDArray[np.uint32], tokenizer: PreTrainedTokenizerBase) -> bytes:

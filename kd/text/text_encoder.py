@@ -270,9 +270,8 @@ def _find_special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], li
     plain = list(tokenizer("a", add_special_tokens=False, **TOKENIZER_OPTIONS)["input_ids"])
     whole = list(tokenizer("a", **TOKENIZER_OPTIONS)["input_ids"])
     size = len(plain)
-    found = [
-        place for place in range(len(whole) - size + 1) if whole[place : place + size] == plain
-    ]
+    places = range(len(whole) - size + 1)
+    found = [place for place in places if whole[place : place + size] == plain]
     if size == 0 or len(found) != 1:
         raise NoCutError("its special tokens cannot be told from those of a text")
     return whole[: found[0]], whole[found[0] + size :]

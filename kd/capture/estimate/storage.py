@@ -89,15 +89,10 @@ def estimate_cache_size(codec: Codec, width: int = 0) -> CacheSize:
     if PROFILES[codec.profile].sampled:
         shard += _TABLE_BYTES * codec.vocabulary_size
         rest, tail, entries = _interpolate(codec.profile, codec.threshold)
-        longer = (
-            _BITS_PER_DOUBLING
-            * math.log2(codec.vocabulary_size / MEASURED_VOCABULARY)
-            / 8
-            * entries
-        )
-        return CacheSize(
-            max(rest + tail * codec.draws + longer, 1.0) + 2 * len(codec.always_keep), shard
-        )
+        doublings = math.log2(codec.vocabulary_size / MEASURED_VOCABULARY)
+        longer = _BITS_PER_DOUBLING * doublings / 8 * entries
+        position = max(rest + tail * codec.draws + longer, 1.0) + 2 * len(codec.always_keep)
+        return CacheSize(position, shard)
     id_bytes = choose_id_dtype(codec.vocabulary_size).itemsize
     # Every record has the next token, its log-probability (2 bytes) and the entropy (1 byte).
     every = id_bytes + 3

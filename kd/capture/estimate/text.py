@@ -89,8 +89,7 @@ class TokenCounter:
             inner = Tokenizer.from_file(str(folder.tokenizer_file))
         except Exception as error:  # the library has no class of its own for this
             detail = f"its tokenizer.json cannot be read: {error}."
-            problem = Problem("/teacher/model", detail, "Save the model again.")
-            raise ConfigError([problem]) from None
+            raise ConfigError.of_field("/teacher/model", detail, "Save the model again.") from None
         return cls(max(inner.get_vocab(with_added_tokens=True).values()) + 1, inner)
 
     def count(self, text: str) -> int:
@@ -152,9 +151,8 @@ def estimate_capture_size(config: JobConfig, root: Path, tokenizer: TokenCounter
     held = count_held if data.validation else count_held_out(count, data.held_out_fraction)
     kept = min(count if data.validation else count - held, data.max_train_samples or count)
     kept_held = count_kept_held_out(held, kept, data)
-    positions = (
-        _count_positions(train, count) * kept + _count_positions(held_out, count_held) * kept_held
-    )
+    positions = _count_positions(train, count) * kept
+    positions += _count_positions(held_out, count_held) * kept_held
     return CaptureSize(
         kept,
         kept_held,
@@ -189,8 +187,8 @@ class _TextSampler:
             name = name_source(source)
             if not isinstance(source, str) or is_saved_dataset(self.root / name):
                 detail = f"the size of dataset {name!r} is not known without reading it."
-                problem = Problem(f"/data/{field}/{number}", detail, "Estimate without --fast.")
-                raise ConfigError([problem])
+                where = f"/data/{field}/{number}"
+                raise ConfigError.of_field(where, detail, "Estimate without --fast.")
         # A source that comes again is looked for once, and counted as often as it comes.
         found = {source: find_files(source, self.root, field) for source in dict.fromkeys(sources)}
         files = [file for source in sources for file in found[source].files]
@@ -245,12 +243,8 @@ class _TextSampler:
         return self._measure_documents(sum(size for size, _ in parts), learned, 1.0)
 
     def _measure_documents(self, tokens: float, learned: float, count: float) -> _TextSize:
-        return _TextSize(
-            tokens,
-            learned,
-            count,
-            count * math.ceil(tokens / count / self.config.data.sequence_length),
-        )
+        unpacked = count * math.ceil(tokens / count / self.config.data.sequence_length)
+        return _TextSize(tokens, learned, count, unpacked)
 
 
 def _sum_file_sizes(files: Iterable[Path]) -> int:

@@ -78,10 +78,8 @@ def _measure_gold_error(
     gold_N1 = part.gold_N[:, None]
     log_N = kept.p_NV.gather(1, gold_N1)[:, 0].clamp(min=LEAST).log()
     if codec.k:
-        log_N = (
-            torch.from_numpy(part.stored["known"][:, 0].astype(np.float64)).to(log_N.device)
-            * -KNOWN_STEP
-        )
+        known_N = torch.from_numpy(part.stored["known"][:, 0].astype(np.float64))
+        log_N = known_N.to(log_N.device) * -KNOWN_STEP
     live_N = p_NV.gather(1, gold_N1)[:, 0].clamp(min=LEAST).log()
     # Both are clamped, so that a probability of 0 gives a large error and not an infinite one.
     return (log_N.clamp(min=math.log(LEAST)) - live_N).abs().clamp(max=20.0).expm1()

@@ -50,29 +50,25 @@ class KnownTokens:
     @classmethod
     def _of_entries(cls, target: SparseTarget, records: Records, like_NV: Tensor) -> KnownTokens:
         """Collect the known and head tokens, which come first among a position's entries."""
-        known_N = torch.from_numpy(
-            records["known"].shape[1] + records["head_count"].astype(np.int64)
-        )
+        heads_N = torch.from_numpy(records["head_count"].astype(np.int64))
+        known_N = heads_N + records["known"].shape[1]
         rows_E = find_rows(target)
         rank_E = torch.arange(len(rows_E), device=rows_E.device) - target.offsets_N1[rows_E]
         keeps_E = rank_E < known_N.to(rows_E.device)[rows_E]
         places = (rows_E[keeps_E], target.ids_E[keeps_E])
         weights = target.weights_E[keeps_E]
         p_NV = torch.zeros_like(like_NV).index_put_(places, weights, accumulate=True)
-        known_NV = torch.zeros_like(like_NV, dtype=torch.bool).index_put_(
-            places, torch.tensor(True).to(rows_E.device)
-        )
+        known_NV = torch.zeros_like(like_NV, dtype=torch.bool)
+        known_NV.index_put_(places, torch.tensor(True).to(rows_E.device))
         return cls(p_NV, known_NV, 1.0 - p_NV.sum(1))
 
     def compute_kl(self, p_NV: Tensor) -> Tensor:
         """Return KL(p || these probabilities), (N,), with all other tokens as one bucket."""
-        inside_N = (
-            p_NV * (p_NV.clamp(min=LEAST).log() - self.p_NV.clamp(min=LEAST).log()) * self.known_NV
-        ).sum(1)
+        ratio_NV = p_NV.clamp(min=LEAST).log() - self.p_NV.clamp(min=LEAST).log()
+        inside_N = (p_NV * ratio_NV * self.known_NV).sum(1)
         rest_N = p_NV.masked_fill(self.known_NV, 0.0).sum(1)
-        return inside_N + rest_N * (
-            rest_N.clamp(min=LEAST).log() - self.rest_N.clamp(min=LEAST).log()
-        )
+        ratio_N = rest_N.clamp(min=LEAST).log() - self.rest_N.clamp(min=LEAST).log()
+        return inside_N + rest_N * ratio_N
 
 
 def find_rows(target: SparseTarget) -> Tensor:
@@ -95,10 +91,7 @@ class RecordDecoder:
             name: torch.from_numpy(column).to(gold_N.device)
             for name, column in records.columns.items()
         }
-        teacher = (
-            TargetDecoder(self.codec, self.lm_head)
-            .decode(gold_N, columns, self.temperature)
-            .teacher
-        )
+        decoder = TargetDecoder(self.codec, self.lm_head)
+        teacher = decoder.decode(gold_N, columns, self.temperature).teacher
         assert teacher is not None
         return teacher.take_chunk(slice(0, len(gold_N)))

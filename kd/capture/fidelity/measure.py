@@ -69,26 +69,20 @@ def measure_fidelity(
     and may raise to give up.
     """
     codec = replace(store.codec, draws=1)  # one of the stored draws of each position is read
-    device = find_device(live.model)
-    lm_head = (
-        decode_lm_head(store.teacher_head(), codec.vocabulary_size, device)
-        if codec.rules.needs_lm_head
-        else None
-    )
-    decoders = [
-        RecordDecoder(codec, lm_head, temperature) for temperature in choose_temperatures(codec)
-    ]
+    lm_head = None
+    if codec.rules.needs_lm_head:
+        device = find_device(live.model)
+        lm_head = decode_lm_head(store.teacher_head(), codec.vocabulary_size, device)
+    decoders = [RecordDecoder(codec, lm_head, each) for each in choose_temperatures(codec)]
     found: list[list[Measurements]] = [[] for _ in decoders]
     squared: list[Tensor] = []
     for number, part in enumerate(read_samples(store, live, positions)):
         check_stop()
         again = part.measure_noise(live, [decoder.temperature for decoder in decoders])
         squared += again
-        fresh = (
-            part.redraw(codec, live.lm_head, number, redraws, check_stop)
-            if codec.rules.sampled
-            else None
-        )
+        fresh = None
+        if codec.rules.sampled:
+            fresh = part.redraw(codec, live.lm_head, number, redraws, check_stop)
         for decoder, list_ in zip(decoders, found, strict=True):
             check_stop()
             list_.append(compare_records(part, fresh, decoder, summarise_noise(again)))
@@ -117,9 +111,8 @@ def _make_row(found: list[Measurements], decoder: RecordDecoder, noise: float) -
     if sums:
         systematic = positions * LARGEST_LOG_MASS_ERROR if codec.rules.keeps_partition else 0.0
         noise_of_sums = math.sqrt(positions) * noise / decoder.temperature
-        bias_z, stored_z = map(
-            round_number, sum(sums[1:], sums[0]).compute_scores(systematic, noise_of_sums)
-        )
+        scores = sum(sums[1:], sums[0]).compute_scores(systematic, noise_of_sums)
+        bias_z, stored_z = map(round_number, scores)
     return FidelityRow(
         temperature=decoder.temperature,
         positions=positions,

@@ -77,11 +77,10 @@ class PositionSample:
         for recorder in recorders:
             check_stop()
             written.append(recorder.record(self.hidden_ND, self.gold_N, number, places))
-        joined = Records.concatenate(written).columns
         return Records(
             {
                 name: column[:, 0] if AXES[name] == "tail" else column
-                for name, column in joined.items()
+                for name, column in Records.concatenate(written).columns.items()
             }
         )
 

@@ -67,9 +67,8 @@ class SampledSums:
         mean_F = one_F / redraws + (self.event / redraws) ** 2 + systematic**2
         bias_F = (self.redrawn_RF.mean(0) - self.live_F).abs() / mean_F.sqrt()
         stored_F = one_F + self.event**2 + systematic**2 + noise**2
-        return float(bias_F.max()), float(
-            ((self.stored_F - self.live_F).abs() / stored_F.sqrt()).max()
-        )
+        own_F = (self.stored_F - self.live_F).abs() / stored_F.sqrt()
+        return float(bias_F.max()), float(own_F.max())
 
 
 @dataclass(frozen=True)
@@ -92,16 +91,14 @@ class _TokenFunctions:
         rank_V = (mass_V.cumsum(0) * _BUCKETS).long().clamp_(max=_BUCKETS - 1)
         below_NV = (threshold / size_NV.clamp(min=LEAST)).log10().floor() + 1
         level_NV = below_NV.clamp(0, _LEVELS - 1).long()
-        return cls(
-            sign_8V.to(p_NV.device), torch.empty_like(rank_V).scatter(0, order_V, rank_V), level_NV
-        )
+        bucket_V = torch.empty_like(rank_V).scatter(0, order_V, rank_V)
+        return cls(sign_8V.to(p_NV.device), bucket_V, level_NV)
 
     def evaluate(self, rows_E: Tensor, ids_E: Tensor) -> Tensor:
         """Return the functions at each entry, (E, F)."""
         kinds = (self.bucket_V[ids_E], _BUCKETS), (self.level_NV[rows_E, ids_E], _LEVELS)
-        return torch.cat(
-            [self.sign_8V[:, ids_E].T, *(torch.nn.functional.one_hot(*kind) for kind in kinds)], 1
-        )
+        ones = (torch.nn.functional.one_hot(*kind) for kind in kinds)
+        return torch.cat([self.sign_8V[:, ids_E].T, *ones], 1)
 
     def sum_all(self, weights_NV: Tensor, squared: bool = False) -> Tensor:
         """Return the sums (F,) over all tokens of a weight times the functions or their squares."""
@@ -134,16 +131,14 @@ def compute_sums(
     redrawn = decoder.decode(fresh, part.gold_N.repeat(redraws))
     stored = decoder.decode(part.stored, part.gold_N)
     assert isinstance(redrawn, SparseTarget) and isinstance(stored, SparseTarget)
-    variance_NV, largest = _compute_sampling_variance(
-        p_NV, size_NV, fresh.slice(0, len(p_NV)), part, decoder
-    )
-    step = max(KNOWN_STEP, codec.head_step) / decoder.temperature
+    one = fresh.slice(0, len(p_NV))
+    variance_NV, largest = _compute_sampling_variance(p_NV, size_NV, one, part, decoder)
     return SampledSums(
         live_F=functions.sum_all(p_NV),
         stored_F=functions.sum_entries(stored)[0],
         redrawn_RF=functions.sum_entries(redrawn),
         variance_F=functions.sum_all(variance_NV, squared=True),
-        event=2 * largest + step,
+        event=2 * largest + max(KNOWN_STEP, codec.head_step) / decoder.temperature,
     )
 
 

@@ -90,8 +90,7 @@ def differentiate_in_blocks(
     ``seed`` is that of the dropout in the forward pass.
     """
     with torch.autocast(q_KGlD.device.type, enabled=False):
-        work = _Work(q_KGlD, k_KlD, v_KlE, sink_KG, scoring, seed)
-        return work.differentiate(grad_KGlE, first_l)
+        return _Work(q_KGlD, k_KlD, v_KlE, sink_KG, scoring, seed).differentiate(grad_KGlE, first_l)
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,7 @@ def _cut_blocks(first_l: NDArray[np.int64], heads: int, device: torch.device) ->
         stop = min(start + min(max(fitting, LEAST_QUERIES), MOST_QUERIES), length)
         key_k = torch.arange(first, stop, device=device)
         query_q1 = torch.arange(start, stop, device=device)[:, None]
-        hidden_qk = (key_k > query_q1) | (key_k < first_l1[start:stop])
-        yield _Block(start, stop, first, hidden_qk)
+        yield _Block(start, stop, first, (key_k > query_q1) | (key_k < first_l1[start:stop]))
         start = stop
 
 

@@ -53,10 +53,9 @@ def _looks_ahead(model: PreTrainedModel, length: int) -> bool:
     random = torch.Generator().manual_seed(0)
     tokens_1L = torch.randint(LEAST_ID, MOST_ID, (1, length), generator=random)
     kept = length - max(length // CHANGED_SHARE, 1)
-    other_1L = tokens_1L + (torch.arange(length) >= kept)
     hidden, changed = (
         compute_hidden_states(model, each.to(find_device(model)))[:, :kept]
-        for each in (tokens_1L, other_1L)
+        for each in (tokens_1L, tokens_1L + (torch.arange(length) >= kept))
     )
     if torch.equal(hidden, changed):
         return False

@@ -182,8 +182,7 @@ _attend_spans.register_autograd(_backward, setup_context=_keep)
 
 
 def _make_mask(positions_BL: Tensor, host_bounds_C: Tensor, reach: Reach) -> DocumentMask:
-    length = positions_BL.shape[1]
-    packed = PackedRows(positions_BL, host_bounds_C, host_bounds_C, length)
+    packed = PackedRows(positions_BL, host_bounds_C, host_bounds_C, positions_BL.shape[1])
     return DocumentMask.of_packed(packed, reach)
 
 

@@ -49,8 +49,7 @@ class Reach:
         """
         if size == 0:
             return None
-        length = 2 * (size or 1) + 1
-        place_1P = torch.arange(length, device=device)[None]
+        place_1P = torch.arange(2 * (size or 1) + 1, device=device)[None]
         first_1P = find_first_keys(mask_function, torch.zeros_like(place_1P), known=False)
         for each in (cls(), cls(window=size), cls(chunk=size)):
             if torch.equal(first_1P, place_1P - each.count_before(place_1P)):
@@ -96,8 +95,7 @@ class Span:
         """The most keys that a query reads; None if the span is no sliding window of that width."""
         place_l = np.arange(len(self))
         width = int((place_l - self.first_l).max()) + 1
-        expected_l = np.maximum(place_l - width + 1, 0)
-        return width if np.array_equal(self.first_l, expected_l) else None
+        return width if np.array_equal(self.first_l, np.maximum(place_l - width + 1, 0)) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,13 +182,10 @@ class DocumentMask:
         starts = [number * length + span.start for number, row in enumerate(self.spans)
                   for span in row]  # fmt: skip
         bounds_C = torch.tensor([*starts, self.first_BL.numel()], dtype=torch.int32)
-        device = self.first_BL.device
+        if not self.first_BL.is_cuda:
+            return bounds_C
         # Only from pinned memory a copy does not wait for what the device still computes.
-        return (
-            bounds_C.pin_memory().to(device, non_blocking=True)
-            if device.type == "cuda"
-            else (bounds_C)
-        )
+        return bounds_C.pin_memory().to(self.first_BL.device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,12 +230,10 @@ def _compile_block_mask() -> Callable[..., BlockMask]:
 
 def _split_row(first_L: NDArray[np.int64]) -> tuple[Span, ...]:
     """Cut a row wherever no later query reads an earlier key."""
-    lowest_L = np.minimum.accumulate(first_L[::-1])[::-1]
-    starts = np.flatnonzero(lowest_L >= np.arange(len(first_L)))
-    stops = np.append(starts[1:], len(first_L))
+    starts = np.flatnonzero(np.minimum.accumulate(first_L[::-1])[::-1] >= np.arange(len(first_L)))
     return tuple(
         Span(int(start), int(stop), first_L[start:stop] - start)
-        for start, stop in zip(starts, stops, strict=True)
+        for start, stop in zip(starts, np.append(starts[1:], len(first_L)), strict=True)
     )
 
 
@@ -249,11 +242,9 @@ def find_document_starts(positions_BL: Tensor) -> Tensor:
 
     A document starts where ``positions_BL`` do not go up by one, as in transformers.
     """
-    place_BL = torch.arange(positions_BL.shape[1], device=positions_BL.device).expand_as(
-        positions_BL
-    )
+    place_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
     begins_BL = torch.diff(positions_BL, dim=1, prepend=positions_BL[:, :1] - 1) != 1
-    return torch.where(begins_BL, place_BL, 0).cummax(dim=1).values
+    return torch.where(begins_BL, place_L, 0).cummax(dim=1).values
 
 
 def find_first_keys(mask_function: MaskFunction, start_BL: Tensor, known: bool = True) -> Tensor:

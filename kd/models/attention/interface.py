@@ -146,8 +146,7 @@ def _is_usual(asked: dict[str, Any]) -> bool:
     Only causal masks are asked for with ``allow_is_causal_skip``.
     """
     packed = _reading.packed
-    shape = (asked["batch_size"], asked["q_length"])
-    known = packed is None or packed.positions_BL.shape == shape
+    known = packed is None or packed.positions_BL.shape == (asked["batch_size"], asked["q_length"])
     causal = asked.get("allow_is_causal_skip", False)
     return _reading.ours and causal and known and _is_of_rows(asked)
 
@@ -215,8 +214,7 @@ def _show_documents(asked: dict[str, Any]) -> dict[str, Any]:
     packed = _reading.packed
     if not _reading.ours or packed is None:
         return asked
-    document_BL = (packed.positions_BL == 0).cumsum(dim=1)
-    known = masking_utils.packed_sequence_mask_function(document_BL)
+    known = masking_utils.packed_sequence_mask_function((packed.positions_BL == 0).cumsum(dim=1))
     return asked | {
         "mask_function": masking_utils.and_masks(known, asked["mask_function"]),
         "allow_is_causal_skip": False,

@@ -142,7 +142,11 @@ def make_small(hollow: PreTrainedModel) -> PreTrainedModel | None:
         fields = cut_fields(hollow.config, tuple(picked)) | {"pad_token_id": 0}
         fields |= {name: 2 * MOST_ID for name in fields if name.startswith("vocab_size")}
         if _count_numbers(hollow, fields) > LARGE_LAYERS:
-            fields |= _narrow_mlps(fields)
+            fields |= {
+                name: min(value, NARROW)
+                for name, value in fields.items()
+                if isinstance(value, int) and any(part in name for part in MLP_WIDTHS)
+            }
             if _count_numbers(hollow, fields) > LARGE_LAYERS:
                 return None
         torch.manual_seed(0)
@@ -155,15 +159,6 @@ def _count_numbers(hollow: PreTrainedModel, fields: dict[str, Any]) -> int:
     with torch.device("meta"):
         made = type(hollow)(type(hollow.config).from_dict(fields))
     return sum(parameter.numel() for parameter in made.parameters())
-
-
-def _narrow_mlps(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of narrower MLPs: attention does not depend on their widths."""
-    return {
-        name: min(value, NARROW)
-        for name, value in fields.items()
-        if isinstance(value, int) and any(part in name for part in MLP_WIDTHS)
-    }
 
 
 @dataclass(frozen=True)
@@ -197,8 +192,7 @@ class _Trial:
 
     def read_alone(self, model: PreTrainedModel) -> Tensor:
         """Return the hidden states of the documents, read one after the other."""
-        tokens_L = self.tokens_L.to(find_device(model))
-        documents = tokens_L.tensor_split([self.first])
+        documents = self.tokens_L.to(find_device(model)).tensor_split([self.first])
         return torch.cat([compute_hidden_states(model, each[None]) for each in documents], dim=1)
 
     def read_beside(self, model: PreTrainedModel, change: int = 0) -> Tensor:

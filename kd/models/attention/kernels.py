@@ -91,9 +91,7 @@ def shares_keys(traits: AttentionTraits) -> bool:
 
     On a GPU only its flash kernel does; the others need a copy of the keys for each query head.
     """
-    if traits.capability is None:
-        return True
-    return _fits_flash(traits)
+    return traits.capability is None or _fits_flash(traits)
 
 
 def _fits_flash(traits: AttentionTraits) -> bool:
@@ -112,8 +110,7 @@ def _needs_blocks(traits: AttentionTraits) -> bool:
 
     On a CPU it does with dropout, and where values are wider or narrower than keys.
     """
-    on_cpu = traits.capability is None
-    return on_cpu and (traits.dropout or traits.width != traits.value_width)
+    return traits.capability is None and (traits.dropout or traits.width != traits.value_width)
 
 
 def attend(

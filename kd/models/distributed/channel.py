@@ -56,8 +56,7 @@ class Channel:
     def receive(self) -> ReadingOrder:
         """Wait for the next order."""
         length = int(self._pass_on(torch.zeros(1, dtype=torch.int64)))
-        text = self._pass_on(torch.zeros(length, dtype=torch.uint8))
-        found = json.loads(bytes(text.tolist()))
+        found = json.loads(bytes(self._pass_on(torch.zeros(length, dtype=torch.uint8)).tolist()))
         tensors = [torch.zeros(shape, dtype=torch.int64) for shape in found["shapes"]]
         for each in tensors:
             self._pass_on(each)

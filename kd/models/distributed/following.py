@@ -24,8 +24,7 @@ def follow() -> None:
         while (order := channel.receive()).do != "end":
             if order.do == "load":
                 model = None  # two parts need not fit into memory
-                teacher = TeacherFiles.from_json(order.words)
-                model = load_part(teacher, pick_device(), leads=False)
+                model = load_part(TeacherFiles.from_json(order.words), pick_device(), leads=False)
             else:
                 assert model is not None, "rank 0 reads what it has loaded"
                 _read(model, order, channel)

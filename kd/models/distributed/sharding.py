@@ -40,8 +40,7 @@ def make_places(parallel: str, hollow: PreTrainedModel, size: int) -> dict[str, 
 
     if parallel == "tensor":
         return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
-    plan = _plan_layers(hollow)
-    return {"distributed_config": DistributedConfig(fsdp_size=size, fsdp_plan=plan)}
+    return {"distributed_config": DistributedConfig(fsdp_size=size, fsdp_plan=_plan_layers(hollow))}
 
 
 def _plan_layers(hollow: PreTrainedModel) -> dict[str, str]:
@@ -54,8 +53,7 @@ def _plan_layers(hollow: PreTrainedModel) -> dict[str, str]:
     names = {module: name for name, module in hollow.named_modules()}
     layer = names[find_decoder_layers(hollow)[0]]
     head = names[hollow.get_output_embeddings()]
-    known = names.values()
-    plan = {name: _FREE for name in hollow.fsdp_plan if name in known}
+    plan = {name: _FREE for name in hollow.fsdp_plan if name in names.values()}
     plan |= {f"{layer.rpartition('.')[0]}.*": _FREE, find_trunk(hollow)[0]: _KEEP}
     tied = hollow.get_output_embeddings().weight is hollow.get_input_embeddings().weight
     return plan | {head: _KEEP if tied else _FREE}
@@ -72,8 +70,7 @@ def settle_part(model: PreTrainedModel, device: torch.device, leads: bool) -> No
     bias_V = None if head.bias is None else _gather(head.bias)
     # FSDP2 takes the module that runs first for the whole model. That must be the model, although
     # later passes begin at its body.
-    token_BL = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    model(input_ids=token_BL, use_cache=False)
+    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
     if leads:
         put_head_whole(model, weight_VD, bias_V, device)
     mark_shared_modules(find_trunk(model)[1])

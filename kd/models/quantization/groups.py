@@ -22,8 +22,7 @@ _PREFIX = "int4-group-"
 
 def choose_int4_group(width: int, smallest: int = INT4_GROUPS[-1]) -> int | None:
     """Choose the largest group that divides a row of ``width`` numbers; None if none does."""
-    fitting = (each for each in INT4_GROUPS if each >= smallest and width % each == 0)
-    return next(fitting, None)
+    return next((each for each in INT4_GROUPS if each >= smallest and width % each == 0), None)
 
 
 def name_quantization(quantization: str, widths: Iterable[int]) -> str:

@@ -199,8 +199,7 @@ def _find_parts(student: PreTrainedModel) -> _Parts:
     with removing(each.register_forward_pre_hook(note) for each in (*layers, *outside)):
         _run_trial(student)
     # The loss calls the LM head itself.
-    head = student.get_output_embeddings()
-    places[head] = {"back"}
+    places[student.get_output_embeddings()] = {"back"}
     names = {module: name for name, module in student.named_modules()}
     for module, found in places.items():
         if found not in ({"front"}, {"back"}):

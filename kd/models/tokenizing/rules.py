@@ -149,8 +149,7 @@ def decode_probes(
     """
     cuts = np.array([*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder], np.int64)
     for tokens, starts in zip(sequences.tokens, sequences.document_start, strict=True):
-        begins = np.flatnonzero(starts | np.isin(tokens, cuts))
-        for part in np.split(tokens, begins):
+        for part in np.split(tokens, np.flatnonzero(starts | np.isin(tokens, cuts))):
             ids = tuple(part[np.isin(part, cuts).sum() :].tolist())
             if len(ids) > 2 * _EDGE:
                 text = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
@@ -180,8 +179,7 @@ def find_other_word(
                 before = tokenizer.decode(list(probe.ids[:begin]), skip_special_tokens=not cut)
                 word = _find_word(probe.text, len(before))
                 expected = list(probe.ids[begin:end])
-                other = list(got[first:last])
-                return f"{word!r} becomes {other}, but expected {expected}", tokens
+                return f"{word!r} becomes {list(got[first:last])}, but expected {expected}", tokens
     return "", tokens
 
 

@@ -52,9 +52,8 @@ class TokenMap:
         cls, vocabulary: Mapping[str, int], size: int, rules: dict[str, str] | None = None
     ) -> TokenMap:
         """Make the map of the ids below ``size``, V, from a map of tokens to ids."""
-        return cls.from_pairs(
-            sorted((number, token) for token, number in vocabulary.items() if number < size), rules
-        )
+        pairs = sorted((number, token) for token, number in vocabulary.items() if number < size)
+        return cls.from_pairs(pairs, rules)
 
     @classmethod
     def from_pairs(

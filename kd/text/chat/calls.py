@@ -28,9 +28,8 @@ def read_tools(tools: Any, place: str) -> list[Any] | None:
 def read_calls(calls: Any, what: str) -> list[dict[str, Any]]:
     """Return the calls of a message; ``what`` names it. Each has its arguments as an object."""
     calls = _parse(calls)
-    return [
-        _read_call(_parse(call), what) for call in (calls if isinstance(calls, list) else [calls])
-    ]
+    several = calls if isinstance(calls, list) else [calls]
+    return [_read_call(_parse(call), what) for call in several]
 
 
 def write_arguments(function: dict[str, Any]) -> str:

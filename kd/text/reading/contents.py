@@ -130,8 +130,7 @@ def name_rows(rows: Iterable[Row], where: str, remedy: str) -> Iterator[Row]:
 def open_rows(path: Path, config: DataConfig) -> Iterable[Row]:
     """Open the rows of a file that is not plain text."""
     require_content(path)
-    kinds = (choose_format(path, config), find_suffix(path)[1:])
-    if "parquet" in kinds:
+    if "parquet" in (choose_format(path, config), find_suffix(path)[1:]):
         return read_parquet_rows(path, config)
     return read_json_rows(path)
 

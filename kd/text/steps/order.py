@@ -88,14 +88,12 @@ def choose_epoch_order(source: Source, options: TrainConfig, steps: range) -> Ep
             measure_text_lengths(sequences)
             for sequences, _ in read_in_parts(source, range(source.train_count), batch)
         ]
-        return functools.lru_cache(maxsize=4)(
-            partial(order_by_length, np.concatenate(lengths), batch)
-        )
+        by_length = partial(order_by_length, np.concatenate(lengths), batch)
+        return functools.lru_cache(maxsize=4)(by_length)
     if is_by_difficulty(source, options, steps.start):
         _require_listable(source, options)
-        return functools.lru_cache(maxsize=4)(
-            partial(order_by_difficulty, compute_mean_entropies(source, batch))
-        )
+        by_difficulty = partial(order_by_difficulty, compute_mean_entropies(source, batch))
+        return functools.lru_cache(maxsize=4)(by_difficulty)
     return shuffle_epoch
 
 
@@ -193,19 +191,16 @@ def compute_mean_entropies(source: Source, block: int = 8) -> NDArray[np.float64
 
 def _average_entropies(sequences: Sequences, records: Records | None) -> NDArray[np.float64]:
     rows = np.nonzero(sequences.target_mask)[0]
-    codes = (
-        np.full(len(rows), UNKNOWN_ENTROPY)
-        if records is None
-        else records["entropy"].astype(np.int64)
-    )
+    codes = np.full(len(rows), UNKNOWN_ENTROPY)
+    if records is not None:
+        codes = records["entropy"].astype(np.int64)
     known = codes != UNKNOWN_ENTROPY
     count = np.bincount(rows[known], minlength=len(sequences))
     if (count[rows] == 0).any():
-        detail = (
-            "a curriculum needs the teacher's entropy, but the records of this job do not hold it."
-        )
-        raise ConfigError(
-            [Problem("/train/order", detail, "Set it to shuffled, or capture the teacher again.")]
+        raise ConfigError.of_field(
+            "/train/order",
+            "a curriculum needs the teacher's entropy, but the records of this job do not hold it.",
+            "Set it to shuffled, or capture the teacher again.",
         )
     sums = np.bincount(rows[known], codes[known] * ENTROPY_STEP, minlength=len(sequences))
     return sums / np.maximum(count, 1)

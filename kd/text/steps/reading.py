@@ -101,8 +101,7 @@ def read_step_sequences(
 ) -> Iterator[tuple[int, Batch]]:
     """Yield the number of each sequence of optimiser step ``step``, and a batch of only it."""
     arrange = choose_epoch_order(source, options, range(step, step + 1))
-    slots = _list_step_slots(source, options, arrange, step)
-    for index, epoch in zip(*slots, strict=True):
+    for index, epoch in zip(*_list_step_slots(source, options, arrange, step), strict=True):
         yield int(index), make_batch(*source.read(np.array([index]), np.array([epoch])))
 
 
@@ -152,9 +151,8 @@ def _read_ahead(load: Callable[[int], Item], steps: range, workers: int) -> Iter
         coming = deque(pool.submit(load, step) for step in steps[:ahead])
         for number in range(len(steps)):
             ready = coming.popleft()
-            coming.extend(
-                pool.submit(load, step) for step in steps[number + ahead : number + ahead + 1]
-            )
+            later = steps[number + ahead : number + ahead + 1]
+            coming.extend(pool.submit(load, step) for step in later)
             yield ready.result()
     finally:
         # A consumer that stops early must not wait for steps that nobody will use.

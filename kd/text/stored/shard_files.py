@@ -76,9 +76,8 @@ class Layout:
 
     def count_bytes(self, sequences: int) -> int:
         """Count the bytes of a shard of ``sequences`` sequences."""
-        return sequences * (
-            self.sequence_length * np.dtype(self.dtype).itemsize + 2 * self._count_bit_bytes()
-        )
+        tokens = self.sequence_length * np.dtype(self.dtype).itemsize
+        return sequences * (tokens + 2 * self._count_bit_bytes())
 
     def _count_bit_bytes(self) -> int:
         return -(-self.sequence_length // 8)
@@ -93,8 +92,7 @@ class Layout:
         """Map the file of a shard into memory."""
         whole = np.memmap(path, np.uint8, mode="r")
         cut = sequences * self.sequence_length * np.dtype(self.dtype).itemsize
-        width = self._count_bit_bytes()
-        starts, mask = whole[cut:].reshape(2, sequences, width)
+        starts, mask = whole[cut:].reshape(2, sequences, self._count_bit_bytes())
         tokens = whole[:cut].view(self.dtype).reshape(sequences, self.sequence_length)
         return ShardArrays(tokens, starts, mask)
 
@@ -128,8 +126,7 @@ class TokenSeal:
     @classmethod
     def of(cls, data: bytes, sequences: Sequences) -> TokenSeal:
         """Seal a shard whose file holds ``data``."""
-        digest = hashlib.sha256(data).hexdigest()
-        return cls(len(sequences), sequences.positions, len(data), digest)
+        return cls(len(sequences), sequences.positions, len(data), hashlib.sha256(data).hexdigest())
 
     @classmethod
     def read(cls, folder: Path, index: int) -> TokenSeal:
@@ -169,12 +166,11 @@ class StoreProgress:
 
     def add(self, seal: TokenSeal, cursor: Cursor, notes: list[Any]) -> StoreProgress:
         """Return the progress after one more shard."""
-        chained = hashlib.sha256(bytes.fromhex(self.sha256 + seal.sha256)).hexdigest()
         return StoreProgress(
             self.shards + 1,
             self.sequences + seal.sequences,
             self.targets + seal.targets,
-            chained,
+            hashlib.sha256(bytes.fromhex(self.sha256 + seal.sha256)).hexdigest(),
             cursor,
             notes,
         )
@@ -229,8 +225,7 @@ def locate_lock(folder: Path) -> Path:
 
 def locate_shard(folder: Path, index: int) -> Path:
     """Return the path of shard ``index``; its seal has the suffix ``.json``."""
-    name = f"{index:06d}"
-    return folder / "shards" / f"{index // _SHARDS_OF_FOLDER:03d}" / f"{name}.tokens"
+    return folder / "shards" / f"{index // _SHARDS_OF_FOLDER:03d}" / f"{index:06d}.tokens"
 
 
 def locate_seal(folder: Path, index: int) -> Path:
@@ -281,8 +276,7 @@ class StoreSummary:
 
 def list_stores(texts: Path) -> Iterator[StoreSummary]:
     """List the token stores below ``texts``; the last use is the last reading or writing."""
-    folders = sorted(texts.iterdir()) if texts.is_dir() else []
-    for folder in folders:
+    for folder in sorted(texts.iterdir()) if texts.is_dir() else ():
         if folder.name.startswith(TEMPORARY_PREFIX) or not (folder / INPUTS).is_file():
             continue
         size = sum_file_sizes(folder)

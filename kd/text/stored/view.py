@@ -52,8 +52,7 @@ class TokenStore:
     def _map_shard(self, index: int) -> ShardArrays:
         layout = self.manifest.layout
         path = locate_shard(self.folder, index)
-        first = index * layout.shard_sequences
-        count = min(layout.shard_sequences, len(self) - first)
+        count = min(layout.shard_sequences, len(self) - index * layout.shard_sequences)
         name = path.relative_to(self.folder)
         try:
             size = path.stat().st_size
@@ -95,8 +94,7 @@ class StoredSequences:
         if self.count == len(self.store):
             return self.store.manifest.targets
         size = self.store.manifest.layout.shard_sequences
-        stop = self.first + self.count
-        whole = range(-(-self.first // size), stop // size)
+        whole = range(-(-self.first // size), (self.first + self.count) // size)
         if not whole:
             return self._count_targets(range(self.count))
         ends = (
@@ -128,8 +126,7 @@ class StoredSequences:
         # Shard by shard, each once.
         for index in np.unique(shards_S).tolist():
             places = np.flatnonzero(shards_S == index)
-            rows = numbers_S[places] - index * size
-            part = self.store.read_shard(index).read(_to_slice(rows))
+            part = self.store.read_shard(index).read(_to_slice(numbers_S[places] - index * size))
             fields = (part.tokens, part.document_start, part.target_mask)
             for array, some in zip(found, fields, strict=True):
                 array[_to_slice(places)] = some

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from kd.memory.devices import DEVICE_KINDS
+from services.terminal.commands.before import forecast
 from tests.support.commands import kd
 
 
@@ -25,6 +27,10 @@ def job_file(tiny_teacher: Path, tiny_text: Path, tmp_path: Path) -> Path:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(job))
     return path
+
+
+def test_the_help_names_every_kind_of_device() -> None:
+    assert ", ".join(DEVICE_KINDS) == forecast._KINDS
 
 
 def test_kd_plan_prints_the_strategies_that_fit(job_file: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kd.memory.devices import DEVICE_KINDS
 from services.terminal.console import (
     Home,
     JobFile,
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
 
 #: Rows in the table of `kd lr`, besides that of the highest rate.
 RATE_ROWS = 12
-_KINDS = ", ".join(DEVICE_KINDS)
+#: The names of ``DEVICE_KINDS``, so that help imports nothing else.
+_KINDS = "v100, t4, a10, l4, l40s, rtx3090, rtx4090, a100-40gb, a100-80gb, h100, h200, b200"
 Fast = Annotated[
     bool,
     typer.Option(
@@ -87,6 +87,7 @@ def estimate(
     model runs: only tokens and bytes of the capture are estimated, by a table.
     """
     from kd.capture.estimate.job import estimate_by_table
+    from kd.memory.devices import DEVICE_KINDS
     from kd.preflight.problems import Folders, require_no_problems
     from services.store.costs import find_price
 
