@@ -177,10 +177,8 @@ class Client:
                     return seen
                 headers = {"If-None-Match": answer.headers.get("etag", "")}
             if time.monotonic() >= deadline:
-                raise TimedOut(
-                    f"{seen.id} has not ended after {timeout:g} s: it is {seen.status}.",
-                    "Wait again, or cancel it.",
-                )
+                detail = f"{seen.id} has not ended after {timeout:g} s: it is {seen.status}."
+                raise TimedOut(detail, "Wait again, or cancel it.")
             time.sleep(min(AGAIN_SECONDS, max(deadline - time.monotonic(), 0.0)))
 
     def events(

@@ -81,8 +81,6 @@ def _fill(caller: Retrier, file: BinaryIO, url: str) -> Content:
                     backoff.reset()
             if content.size is None:
                 return content
-            continue
         except (Refused, Unreachable) as error:
-            pause = backoff.next_pause(error)
-        time.sleep(pause)
+            time.sleep(backoff.next_pause(error))
     return content

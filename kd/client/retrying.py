@@ -75,8 +75,7 @@ class Retrier:
                 raise make_refused(answer)
             except (Refused, Unreachable) as error:
                 lost = lost or isinstance(error, Unreachable)
-                pause = backoff.next_pause(error)
-            time.sleep(pause)
+                time.sleep(backoff.next_pause(error))
 
     def fetch(self, model: type[Model], request: Request) -> Model:
         """Send a request; return the answer as a ``model``."""

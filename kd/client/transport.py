@@ -51,10 +51,9 @@ class Transport:
         except httpx.InvalidURL:
             url = httpx.URL()
         if url.scheme not in ("http", "https") or not url.host:
-            raise Unreachable(
-                f"The address of the server is {self.server!r}, which is not a URL.",
-                f"Write it like {DEFAULT_SERVER}: the argument server, or KD_SERVER.",
-            )
+            detail = f"The address of the server is {self.server!r}, which is not a URL."
+            remedy = f"Write it like {DEFAULT_SERVER}: the argument server, or KD_SERVER."
+            raise Unreachable(detail, remedy)
         key = key or os.environ.get("KD_API_KEY")
         # A proxy could not reach a server on this machine, so its variables are ignored then.
         local = any(host in self.server for host in ("127.0.0.1", "localhost", "[::1]"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from kd.config.kinds import CAPTURE, TRAIN
 from kd.errors import Interrupted, format_first_line
 from kd.experiments.ablation_page import render_ablation
 from kd.experiments.child import StageOrder, run_in_child
-from kd.experiments.plan import AblationJob, AblationPlan, AblationRow
+from kd.experiments.plan import AblationJob, AblationPlan
 from kd.files import read_json, write_json, write_text
 from kd.progress import Event, Monitor
 from kd.stages.source import select_cache_inputs
@@ -140,10 +140,7 @@ class _Ablation:
             "steps": train.max_steps,
             "seed": train.seed,
             "base": self.plan.base_digest,
-            "axes": [
-                {"name": axis.name, "why": axis.why, "rows": list(map(_describe_row, axis.rows))}
-                for axis in self.plan.axes
-            ],
+            "axes": [asdict(axis) for axis in self.plan.axes],
             "runs": {digest: self.describe(job) for digest, job in self.plan.jobs.items()},
         }
 
@@ -163,10 +160,6 @@ class _Ablation:
         if outcome["state"] == "finished":
             found |= read_figures(folder)
         return found
-
-
-def _describe_row(row: AblationRow) -> dict[str, Any]:
-    return {"label": row.label, "run": row.digest, "refusal": row.refusal}
 
 
 def read_figures(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +18,15 @@ _CURVES = {
     "loss": ("Training loss", "nats per token"),
     "perplexity": ("Held-out perplexity", ""),
     "kl": ("Held-out KL(teacher ‖ student)", "nats per token"),
+}
+#: The columns of figures: each with the key of a run, and what formats its value.
+_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "held-out perplexity": ("held_out_perplexity", "{:,.2f}".format),
+    "KL to the teacher": ("held_out_kl", "{:.4f}".format),
+    "same best token": ("held_out_agreement", "{:.1%}".format),
+    "training time": ("train_seconds", "{:,.1f} s".format),
+    "tokens/s": ("tokens_per_second", "{:,.0f}".format),
+    "peak memory": ("peak_memory_bytes", format_bytes),
 }
 #: An axis of seeds shows by how much runs differ that have the same settings.
 _SEED_AXIS = "train.seed"
@@ -197,27 +206,11 @@ def _make_axis_table(report: Facts, rows: list[tuple[str, Facts, str]]) -> str:
         key = f'<span class="key" style="background: {color}"></span>{html.escape(label + itself)}'
         cells.append([key, *_format_figures(run)])
         marks.append("best" if best is not None and run.get("held_out_loss") == best else "")
-    columns = [
-        "", "held-out perplexity", "KL to the teacher", "same best token", "training time",
-        "tokens/s", "peak memory",
-    ]  # fmt: skip
-    return make_table(columns, cells, marks)
+    return make_table(["", *_FIGURES], cells, marks)
 
 
 def _format_figures(run: Facts) -> list[str]:
     if run["state"] != "finished":
-        return [make_element("td", run["state"], "quiet")] + [_EMPTY] * 5
-    return [
-        _format(run["held_out_perplexity"], "{:,.2f}"),
-        _format(run["held_out_kl"], "{:.4f}"),
-        _format(run["held_out_agreement"], "{:.1%}"),
-        _format(run["train_seconds"], "{:,.1f} s"),
-        _format(run["tokens_per_second"], "{:,.0f}"),
-        _format(run["peak_memory_bytes"], format_bytes),
-    ]
-
-
-def _format(value: float | None, form: Any) -> str:
-    if value is None:
-        return _EMPTY
-    return str(form.format(value) if isinstance(form, str) else form(value))
+        return [make_element("td", run["state"], "quiet")] + [_EMPTY] * (len(_FIGURES) - 1)
+    shown = [(run[name], form) for name, form in _FIGURES.values()]
+    return [_EMPTY if value is None else form(value) for value, form in shown]

@@ -84,16 +84,11 @@ def run_in_child(order: StageOrder, monitor: Monitor) -> None:
     if error is not None:
         raise error
     if code < 0:
-        name = signal.Signals(-code).name
-        raise RankLost(
-            f"The process of this run was killed by {name}.",
-            "SIGKILL often means that memory ran out.",
-            -code,
-        )
+        detail = f"The process of this run was killed by {signal.Signals(-code).name}."
+        raise RankLost(detail, "SIGKILL often means that memory ran out.", -code)
     if code:
-        raise TrainingError(
-            f"The process of this run ended with code {code}.", f"Its end is in {LOG}."
-        )
+        detail = f"The process of this run ended with code {code}."
+        raise TrainingError(detail, f"Its end is in {LOG}.")
 
 
 def main() -> None:

@@ -16,12 +16,9 @@ from typing import Any
 INK, QUIET, LINE, PAPER = "#010101", "#020202", "#030303", "#050505"
 #: Lines beside each other. The eighth and later ones are dashed.
 SERIES = tuple(f"#04040{number}" for number in range(1, 8))
-_VARIABLES = {
-    INK: "var(--ink)",
-    QUIET: "var(--quiet)",
-    LINE: "var(--line)",
-    PAPER: "var(--paper)",
-} | {color: f"var(--series-{number})" for number, color in enumerate(SERIES, start=1)}
+#: The name of the page's colour for each stand-in.
+_NAMES = {INK: "ink", QUIET: "quiet", LINE: "line", PAPER: "paper"}
+_NAMES |= {color: f"series-{number}" for number, color in enumerate(SERIES, start=1)}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it has the page's font and can be searched
     "font.size": 9,
@@ -71,8 +68,8 @@ def draw_svg(
     # Elements are found by the hashed names alone, and a page has several drawings.
     text = re.sub(r' id="[a-zA-Z]+\d*_\d+"', "", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
-    for color, variable in _VARIABLES.items():
-        text = text.replace(color, variable)
+    for color, name in _NAMES.items():
+        text = text.replace(color, f"var(--{name})")
     label = html.escape(title, quote=True)
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 

@@ -118,10 +118,8 @@ def read_run_job(run_dir: Path) -> JobConfig:
     """Return the job of a finished run. Raises ``ModelError`` where it has no student."""
     content = read_json(run_dir / "config.json")
     if content is None or not (run_dir / "student").is_dir():
-        raise ModelError(
-            f"the run {run_dir} has no student, or no config.json.",
-            "Name a run whose training has finished.",
-        )
+        detail = f"the run {run_dir} has no student, or no config.json."
+        raise ModelError(detail, "Name a run whose training has finished.")
     return read_record(content)
 
 

@@ -74,8 +74,7 @@ def _draw_plane(found: dict[str, Any], name: str, title: str) -> str:
     finite = sorted({value for row in grid for value in row if math.isfinite(value)})
     if len(finite) < 2:
         return ""
-    low = finite[0]
-    high = finite[-1]
+    low, high = finite[0], finite[-1]
     # The levels are close near the minimum and wide above.
     levels = [low + (high - low) * (number / _LEVELS) ** 2 for number in range(_LEVELS + 1)]
 

@@ -45,10 +45,10 @@ class AblationJob:
 
 @dataclass(frozen=True)
 class AblationRow:
-    """One setting of an axis: its run, or why there is none."""
+    """One setting of an axis: the digest of its run, or why there is none."""
 
     label: str
-    digest: str | None
+    run: str | None
     refusal: str = ""
 
 
@@ -77,7 +77,7 @@ class AblationPlan:
     def list_refused(self) -> Iterator[tuple[str, AblationRow]]:
         """Yield the settings that no job can have, each with the name of its axis."""
         for axis in self.axes:
-            yield from ((axis.name, row) for row in axis.rows if row.digest is None)
+            yield from ((axis.name, row) for row in axis.rows if row.run is None)
 
 
 def make_plan_of_axes(
@@ -106,12 +106,12 @@ def make_plan_of_axes(
             job = AblationJob(f"{axis.name} {setting.label}", config)
             job = jobs.setdefault(job.digest, job)
             rows.append(AblationRow(setting.label, job.digest))
-        if all(row.digest is None for row in rows):
+        if all(row.run is None for row in rows):
             why = " ".join(dict.fromkeys(row.refusal for row in rows))
             detail = f"axis {axis.name} has no setting that can run: {why}"
             remedy = "Name other settings with --axis, or change the job."
             raise ConfigError([Problem("", detail, remedy)])
-        if first.digest not in {row.digest for row in rows}:
+        if first.digest not in {row.run for row in rows}:
             rows.insert(0, AblationRow(ITSELF, first.digest))
         found.append(AblationAxis(axis.name, axis.why, tuple(rows)))
     return AblationPlan(base, jobs, tuple(found))

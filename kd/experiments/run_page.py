@@ -28,9 +28,8 @@ def read_report(run_dir: Path) -> Facts:
     """Read the report of the run in ``run_dir``. Raises ``DataError`` where it has none."""
     report: Facts | None = read_json(run_dir / "report.json")
     if report is None or "steps" not in report:
-        raise DataError(
-            f"{run_dir} has no report of a training.", "Name a run whose training has finished."
-        )
+        remedy = "Name a run whose training has finished."
+        raise DataError(f"{run_dir} has no report of a training.", remedy)
     return report
 
 

@@ -184,11 +184,9 @@ class Admission:
         left = None if config.cache.fingerprint is not None or not captures else account.bytes.left
         found = self._ask_process("check" if left is None else "size", config)
         if left is not None and (needed := found["bytes"]) is not None and needed > left:
-            raise make_bytes_problem(
-                account,
-                f"The cache of this job needs about {format_bytes(needed)}.",
-                "If its cache is on the disk already, name it: cache.fingerprint.",
-            )
+            more = f"The cache of this job needs about {format_bytes(needed)}."
+            remedy = "If its cache is on the disk already, name it: cache.fingerprint."
+            raise make_bytes_problem(account, more, remedy)
         return found
 
 

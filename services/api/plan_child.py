@@ -46,9 +46,8 @@ def answer_order(
             return {"result": {"least_memory": least_memory, "bytes": size}}
         if order["wish"] == "estimate":
             caches = settings.locate_caches(config.cache.store)
-            return {
-                "result": estimate_by_table(config, settings.root, caches).model_dump(mode="json")
-            }
+            estimate = estimate_by_table(config, settings.root, caches)
+            return {"result": estimate.model_dump(mode="json")}
         plan = plan_job(config, settings, store.list_workers(), kept)
         return {"result": plan.model_dump(mode="json")}
     except ConfigError as error:

@@ -180,9 +180,8 @@ def worker(
     names = [name.strip() for name in queues.split(",")]
     stages = list_stage_names("worker")
     if unknown := set(names) - set(stages):
-        raise typer.BadParameter(
-            f"{', '.join(unknown)}: the stages are {', '.join(stages)}", param_hint="--queues"
-        )
+        detail = f"{', '.join(unknown)}: the stages are {', '.join(stages)}"
+        raise typer.BadParameter(detail, param_hint="--queues")
     run_worker(_require_store(make_settings(log_format="json" if as_json else None)), names)
 
 
@@ -282,10 +281,8 @@ def _require_store(settings: Settings) -> Settings:
     One that does not answer yet is waited for later.
     """
     if settings.redis_url is None:
-        raise PotstillError(
-            "KD_REDIS_URL is not set.",
-            "Set it to the address of the job store, or use `kd up`, which brings one.",
-        )
+        remedy = "Set it to the address of the job store, or use `kd up`, which brings one."
+        raise PotstillError("KD_REDIS_URL is not set.", remedy)
     from redis.exceptions import RedisError
 
     from services.store.connection import connect_redis, find_volatility, require_suitable_store
@@ -315,10 +312,8 @@ def main() -> None:
         invalid = getattr(error, "status", None) == 422
         sys.exit(INVALID if invalid else EXIT_OF_ERROR.get(error.type, FAILED))
     except ModuleNotFoundError as error:  # the base install has what the API needs, and no torch
-        print_error(
-            f"{error.name} is not installed.",
-            "pip install 'potstill[worker]' installs all that a run needs.",
-        )
+        remedy = "pip install 'potstill[worker]' installs all that a run needs."
+        print_error(f"{error.name} is not installed.", remedy)
         sys.exit(FAILED)
     except Exception as error:
         print_error(

@@ -119,9 +119,8 @@ def write_new_file(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise PotstillError(
-            f"{path} cannot be written: {error.strerror}.", "Give the name of a new file."
-        ) from None
+        detail = f"{path} cannot be written: {error.strerror}."
+        raise PotstillError(detail, "Give the name of a new file.") from None
 
 
 def load_job_file(job_file: Path, overrides: list[str] | None) -> JobConfig:

@@ -63,8 +63,7 @@ class Display:
 
     def _on_progress(self, data: dict[str, Any]) -> None:
         note = _format_progress(data, self._metrics)
-        done = data.get("done")
-        total = data.get("total")
+        done, total = data.get("done"), data.get("total")
         self._progress.update(self._find_bar(), completed=done or 0, total=total, note=note)
         if done == total or time.monotonic() - self._line_at > LINE_SECONDS:
             self._print_line(note)
@@ -141,12 +140,10 @@ def _format_progress(progress: dict[str, Any], metrics: dict[str, Any]) -> str:
 
 def _format_perplexity(data: dict[str, Any]) -> str:
     """The held-out perplexity with its tokens, and with its interval where they are few."""
-    perplexity = data.get("validation_perplexity")
-    tokens = data.get("validation_tokens")
+    perplexity, tokens = data.get("validation_perplexity"), data.get("validation_tokens")
     if perplexity is None or tokens is None:
         return _format_number("held-out perplexity", perplexity, ".2f")
-    low = data.get("validation_perplexity_low")
-    high = data.get("validation_perplexity_high")
+    low, high = (data.get(f"validation_perplexity_{end}") for end in ("low", "high"))
     ends = "" if low is None or high is None else f", 95 % interval {low:,.2f} to {high:,.2f}"
     return f"held-out perplexity {perplexity:.2f} ({tokens:,} tokens{ends})"
 

@@ -17,12 +17,10 @@ class QuotaUse(View):
     used: float
     left: float | None = Field(description="Null = no limit.")
     frees_up: str = Field(description="When or how the quota is freed.")
-    resets_at: datetime | None = Field(
-        None, description="Time at which nothing is used any more; null if no time frees it up."
-    )
-    measured_at: datetime | None = Field(
-        None, description="Time of the measurement; null if it is exact, or not measured yet."
-    )
+    resets_at: datetime | None = None
+    """Time at which nothing is used any more; null if no time frees it up."""
+    measured_at: datetime | None = None
+    """Time of the measurement; null if it is exact, or not measured yet."""
 
 
 class DiskUse(View):
@@ -80,11 +78,8 @@ class AuditEntry(View):
     request_id: str | None = None
     address: str | None = Field(None, description="Address of a refused client.")
     why: str | None = Field(None, description="Why a request was refused.")
-    left_out: int | None = Field(
-        None,
-        description="Refused requests before this one that were not written, because there "
-        "were too many.",
-    )
+    left_out: int | None = None
+    """Refused requests before this one that were not written, because there were too many."""
 
 
 class AuditList(View):

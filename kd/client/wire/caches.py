@@ -24,9 +24,8 @@ class CacheEntry(View):
     bytes_per_token: float | None = None
     teacher: str | None = Field(None, description="Name of the teacher.")
     text: str | None = Field(None, description="What its run read; null where that is not known.")
-    made_by: str | None = Field(
-        None, description="The run that captured it; null if it is gone, or is another key's."
-    )
+    made_by: str | None = None
+    """The run that captured it; null if it is gone, or is another key's."""
 
 
 class CacheList(View):
@@ -46,9 +45,8 @@ class Fidelity(View):
     bias_z: float | None = Field(None, description="Largest z of the mean of redrawn samples.")
     stored_z: float | None = Field(None, description="Largest z of the stored samples.")
     gold_error: float = Field(description="Mean relative error of the next token's probability.")
-    top1_agreement: float | None = Field(
-        None, description="Share of positions with the same most probable token."
-    )
+    top1_agreement: float | None = None
+    """Share of positions with the same most probable token."""
     entropy_error: float = Field(description="Mean decoded minus live entropy, nats.")
 
 
@@ -63,15 +61,12 @@ class OverruledVerdict(View):
 class CacheDetail(CacheEntry):
     """One cache, with its identity and its fidelity."""
 
-    identity: dict[str, Any] | None = Field(
-        None, description="Everything that its bytes depend on; null while incomplete."
-    )
-    fidelity: list[Fidelity] = Field(
-        default_factory=list, description="One row for each temperature; empty if not measured."
-    )
-    overruled: OverruledVerdict | None = Field(
-        None, description="Present if the cache was sealed although it differs from its teacher."
-    )
+    identity: dict[str, Any] | None = None
+    """Everything that its bytes depend on; null while incomplete."""
+    fidelity: list[Fidelity] = Field(default_factory=list)
+    """One row for each temperature; empty if not measured."""
+    overruled: OverruledVerdict | None = None
+    """Present if the cache was sealed although it differs from its teacher."""
 
 
 class SampledHistogram(View):
@@ -117,24 +112,18 @@ class ShardStates(View):
     shards: int = Field(description="Shards; while the cache is captured, those known so far.")
     shard_sequences: int | None = Field(None, description="Sequences in a shard; null = unsealed.")
     cell_shards: int = Field(description="Consecutive shards that one cell stands for.")
-    cells: str = Field(
-        description="A digit for each cell, for its worst shard: 0 sealed, 1 missing, 2 in work, "
-        "3 corrupt."
-    )
-    counts: dict[str, int] = Field(
-        description="Shards by state: sealed, missing, in_work, corrupt."
-    )
+    cells: str
+    """A digit for each cell, for its worst shard: 0 sealed, 1 missing, 2 in work, 3 corrupt."""
+    counts: dict[str, int]
+    """Shards by state: sealed, missing, in_work, corrupt."""
     corrupt: list[int] = Field(description="The first corrupt shards, 100 at most.")
     in_work: list[int] = Field(description="The first shards in work, 100 at most.")
     measured: bool = Field(
         description="Whether the sizes of all files were compared with the seals. Only a job of "
         "kind verify reads every byte."
     )
-    verified_at: datetime | None = Field(
-        None,
-        description="Time at which the last job of kind verify ended; the states show what it "
-        "found.",
-    )
+    verified_at: datetime | None = None
+    """Time at which the last job of kind verify ended; the states show what it found."""
 
 
 class RecordEntry(View):
@@ -202,9 +191,8 @@ class CacheCheck(View):
 class CacheUsage(View):
     """Who uses a cache, and when it was checked."""
 
-    jobs: list[CacheUser] = Field(
-        description="Jobs that the caller sees, newest first, 100 at most; without trials."
-    )
+    jobs: list[CacheUser]
+    """Jobs that the caller sees, newest first, 100 at most; without trials."""
     trials: int = Field(description="Trials of searches among its newest 1,000 jobs.")
     kept_by: list[str] = Field(
         description="Why `kd gc` keeps the cache, whatever its age: unfinished jobs, students that "
@@ -212,6 +200,5 @@ class CacheUsage(View):
     )
     last_used: datetime | None = Field(None, description="When a run last read it; null = never.")
     verify: CacheCheck | None = Field(None, description="The last check of all bytes.")
-    fidelity: CacheCheck | None = Field(
-        None, description="The last comparison with the live teacher after the capture."
-    )
+    fidelity: CacheCheck | None = None
+    """The last comparison with the live teacher after the capture."""

@@ -14,9 +14,8 @@ class CheckpointFile(View):
 
     name: str
     bytes: int
-    sha256: str | None = Field(
-        None, description="The sha256 at the time of writing; null for the state file itself."
-    )
+    sha256: str | None = None
+    """The sha256 at the time of writing; null for the state file itself."""
     url: str
 
 
@@ -46,9 +45,8 @@ class Artifact(View):
     bytes: int
     media_type: str
     modified_at: datetime
-    sha256: str | None = Field(
-        None, description="Null until the file was fetched once; from then on it is the ETag."
-    )
+    sha256: str | None = None
+    """Null until the file was fetched once; from then on it is the ETag."""
     url: str
 
 

@@ -15,10 +15,8 @@ class JobEvent(View):
 
     id: str = Field(description="Its place in the job's stream: milliseconds, a dash and a number.")
     ts: datetime = Field(description="The time, by the server's clock.")
-    type: str = Field(
-        description="status, stage, progress, metrics, evaluation, checkpoint, artifact, warning, "
-        "..."
-    )
+    type: str
+    """status, stage, progress, metrics, evaluation, checkpoint, artifact, warning, ..."""
     step: int | None = Field(
         None,
         description="The optimiser step of the run at the time; null before the first one, and in "
@@ -49,10 +47,8 @@ class MetricsHistory(View):
 
     series: list[MetricSeries]
     last_step: int | None = Field(None, description="Send it as ?after_step= to get the next.")
-    thinning: Literal["min-max"] = Field(
-        "min-max",
-        description="The steps are cut into equal spans; each keeps its lowest and highest point.",
-    )
+    thinning: Literal["min-max"] = "min-max"
+    """The steps are cut into equal spans; each keeps its lowest and highest point."""
 
 
 class JobCurve(View):

@@ -50,26 +50,22 @@ class Metrics(View):
     model_config = ConfigDict(extra="allow")
 
     step: int | None = Field(None, description="Optimiser steps done.")
-    loss: float | None = Field(
-        None, description="(1 - alpha) kd_loss + alpha ce_loss, nats per token."
-    )
+    loss: float | None = None
+    """(1 - alpha) kd_loss + alpha ce_loss, nats per token."""
     kd_loss: float | None = Field(None, description="Divergence from the teacher, nats per token.")
     ce_loss: float | None = Field(None, description="Cross-entropy of the text, nats per token.")
     train_perplexity: float | None = Field(None, description="exp(ce_loss) of the training text.")
-    validation_perplexity: float | None = Field(
-        None, description="Perplexity on the held-out text, of the newest evaluation."
-    )
+    validation_perplexity: float | None = None
+    """Perplexity on the held-out text, of the newest evaluation."""
     student_perplexity: float | None = Field(
         None,
         description="Perplexity of the finished student on the held-out text. Compare it only with "
         "perplexities of the same text and vocabulary.",
     )
-    student_bits_per_byte: float | None = Field(
-        None, description="Bits that the finished student needs for a byte of the held-out text."
-    )
-    teacher_perplexity: float | None = Field(
-        None, description="Perplexity of the teacher on the held-out text."
-    )
+    student_bits_per_byte: float | None = None
+    """Bits that the finished student needs for a byte of the held-out text."""
+    teacher_perplexity: float | None = None
+    """Perplexity of the teacher on the held-out text."""
     teacher_bits_per_byte: float | None = Field(None, description="The same of the teacher.")
     held_out_tokens: int | None = Field(None, description="Tokens of the held-out text.")
     held_out_bytes: int | None = Field(None, description="Bytes of the held-out text, in UTF-8.")
@@ -83,9 +79,8 @@ class JobCache(View):
 
     model_config = ConfigDict(extra="allow")
 
-    fingerprint: str | None = Field(
-        None, description="Content address, which is also the folder's name under caches/."
-    )
+    fingerprint: str | None = None
+    """Content address, which is also the folder's name under caches/."""
     bytes_per_token: float | None = Field(None, description="Disk bytes per token with a record.")
 
 
@@ -126,13 +121,11 @@ class JobError(View):
 class Cost(View):
     """What a job costs, in the currency of the operator's prices."""
 
-    amount: float = Field(
-        description="Cost of the device time so far, at the price of each device when it was used."
-    )
+    amount: float
+    """Cost of the device time so far, at the price of each device when it was used."""
     final: bool = Field(description="Whether the job has ended, so that only a retry costs more.")
-    estimated: float | None = Field(
-        None, description="Estimated cost of the whole job; null if it has ended, or if unknown."
-    )
+    estimated: float | None = None
+    """Estimated cost of the whole job; null if it has ended, or if unknown."""
     basis: Literal["pace", "earlier_jobs"] | None = Field(
         None,
         description="pace: from the job's own pace; earlier_jobs: from the mean of the jobs of "
@@ -180,19 +173,14 @@ class Job(View):
     )
     stage: str = Field(description="The present or next stage: precompute, train or search.")
     phase: str | None = Field(None, description="The present phase of the stage, in a word or two.")
-    priority: int = Field(
-        5,
-        description="0 to 9. Of a team's queued jobs the one with the highest priority goes first.",
-    )
-    depends_on: list[str] = Field(
-        default_factory=list, description="Jobs that must succeed before this job is queued."
-    )
-    waits_for: list[str] = Field(
-        default_factory=list, description="Jobs of depends_on that have not succeeded yet."
-    )
-    resources: JobResources = Field(
-        default_factory=JobResources, description="Resources that a worker must have."
-    )
+    priority: int = 5
+    """0 to 9. Of a team's queued jobs the one with the highest priority goes first."""
+    depends_on: list[str] = Field(default_factory=list)
+    """Jobs that must succeed before this job is queued."""
+    waits_for: list[str] = Field(default_factory=list)
+    """Jobs of depends_on that have not succeeded yet."""
+    resources: JobResources = Field(default_factory=JobResources)
+    """Resources that a worker must have."""
     least_memory: int | None = Field(
         None,
         description=(
@@ -200,10 +188,8 @@ class Job(View):
             "that is unknown."
         ),
     )
-    queue_position: int | None = Field(
-        None,
-        description="Jobs before this job in the queue, if teams take turns; null unless queued.",
-    )
+    queue_position: int | None = None
+    """Jobs before this job in the queue, if teams take turns; null unless queued."""
     estimated_start_at: datetime | None = Field(
         None,
         description=(
@@ -222,23 +208,20 @@ class Job(View):
     progress: Progress
     metrics: Metrics
     cache: JobCache | None = Field(None, description="Null until it is known.")
-    capture: Capture | None = Field(
-        None, description="Null unless several workers capture the cache now; not in a list."
-    )
+    capture: Capture | None = None
+    """Null unless several workers capture the cache now; not in a list."""
     error: JobError | None = Field(None, description="Null unless the job failed.")
     attempt: int = Field(description="Attempts that have started; more follow only if one died.")
-    max_attempts: int = Field(
-        3, description="Attempts that may die before the job fails. A retry starts the count again."
-    )
+    max_attempts: int = 3
+    """Attempts that may die before the job fails. A retry starts the count again."""
     version: int = Field(description="Grows with every change of the record.")
     created_at: datetime
     queued_at: datetime | None = None
     started_at: datetime | None = None
     finished_at: datetime | None = None
     heartbeat_at: datetime | None = Field(None, description="Time of the worker's last heartbeat.")
-    deadline_at: datetime | None = Field(
-        None, description="Time at which the job fails if it has not ended; null = never."
-    )
+    deadline_at: datetime | None = None
+    """Time at which the job fails if it has not ended; null = never."""
     request_id: str | None = Field(None, description="The request that created it, as in the logs.")
     links: JobLinks
     artifacts: dict[str, str] = Field(description="Names and paths of products: student, report.")

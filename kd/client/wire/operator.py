@@ -17,9 +17,8 @@ class KeyEntry(View):
     team: str
     scopes: list[str]
     created_at: datetime | None = Field(None, description="Null if the key file does not say.")
-    last_used_at: datetime | None = Field(
-        None, description="To the minute; null if it was not used since this has been recorded."
-    )
+    last_used_at: datetime | None = None
+    """To the minute; null if it was not used since this has been recorded."""
     expires_at: datetime | None = Field(None, description="Null = never.")
     expired: bool = False
 
@@ -36,9 +35,8 @@ class DiskSpace(View):
 
     total_bytes: int
     free_bytes: int
-    free_files: int | None = Field(
-        None, description="How many more files the disk takes (inodes); null = any number."
-    )
+    free_files: int | None = None
+    """How many more files the disk takes (inodes); null = any number."""
     floor_bytes: int = Field(description="Free bytes below which no job is accepted.")
 
 
@@ -74,20 +72,17 @@ class StorageReport(View):
     """What is on the disk, and what `kd gc` would remove now."""
 
     disk: DiskSpace = Field(description="The disk of the data folder.")
-    caches_disk: DiskSpace | None = Field(
-        None, description="The disk of the caches, where KD_STORE names a folder."
-    )
+    caches_disk: DiskSpace | None = None
+    """The disk of the caches, where KD_STORE names a folder."""
     kinds: list[StoredKind]
     rules: list[RetentionRule] = Field(description="The rules that are set.")
-    nightly_hour: int | None = Field(
-        None, description="Hour in UTC in which the service applies them; null = it does not."
-    )
+    nightly_hour: int | None = None
+    """Hour in UTC in which the service applies them; null = it does not."""
     removable: list[StoredItem] = Field(description="What `kd gc` would remove, the largest first.")
     removable_items: int
     removable_bytes: int
-    protected: list[StoredItem] = Field(
-        description="What the rules name, but something needs; the largest first."
-    )
+    protected: list[StoredItem]
+    """What the rules name, but something needs; the largest first."""
     protected_items: int
 
 
@@ -121,13 +116,11 @@ class ServiceHealth(View):
     record_format: int
     host: str
     redis: RedisHealth
-    reconciler_age_seconds: float | None = Field(
-        None, description="Seconds since the reconciler's last round; null = it never ran."
-    )
+    reconciler_age_seconds: float | None = None
+    """Seconds since the reconciler's last round; null = it never ran."""
     disk: DiskSpace = Field(description="The disk of the data folder.")
-    caches_disk: DiskSpace | None = Field(
-        None, description="The disk of the caches, where KD_STORE names a folder."
-    )
+    caches_disk: DiskSpace | None = None
+    """The disk of the caches, where KD_STORE names a folder."""
     queues: list[QueueHealth]
     jobs: dict[str, int] = Field(description="Jobs by status.")
     worker_versions: dict[str, int] = Field(description="Workers by their version.")

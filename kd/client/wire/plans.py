@@ -14,9 +14,8 @@ from kd.client.wire.view import View
 class JobEstimate(View):
     """The estimated size and time of a job's capture."""
 
-    method: Literal["table", "trial"] = Field(
-        description="table: from a table of bytes per token; trial: the teacher read a few batches."
-    )
+    method: Literal["table", "trial"]
+    """table: from a table of bytes per token; trial: the teacher read a few batches."""
     tokens: int = Field(description="Tokens of all sequences.")
     tokens_counted: bool = Field(description="Whether all of the text was read, or only a sample.")
     train_sequences: int
@@ -25,34 +24,27 @@ class JobEstimate(View):
     shards: int
     bytes_per_token: float = Field(description="All bytes on disk per token with a record.")
     bytes: int = Field(description="Bytes of the whole cache.")
-    local_bytes: int | None = Field(
-        None,
-        description="Bytes of it on the disk of the caches: all, or what the disk keeps of a cache "
-        "in a bucket.",
-    )
+    local_bytes: int | None = None
+    """Bytes of it on the disk of the caches: all, or what the disk keeps of a cache in a bucket."""
     free_bytes: int = Field(description="Free bytes on the disk of the caches.")
     fits: bool = Field(description="Whether the disk has space for these, with a margin.")
-    seconds: float | None = Field(
-        None, description="Time of the capture on the present device; null without a trial."
-    )
+    seconds: float | None = None
+    """Time of the capture on the present device; null without a trial."""
     hours: float | None = None
     device: str | None = Field(None, description="Device of the trial.")
     held_out: str = Field("", description="Which sequences are held out, and why this many.")
     bucket: str = Field("", description="What is not known of the bucket of the cache.")
-    cost: Cost | None = Field(
-        None, description="Estimated cost of the job; null without a price or an earlier job."
-    )
-    account: TeamAccount | None = Field(
-        None, description="What the caller's team uses, and its quotas; null outside of a service."
-    )
+    cost: Cost | None = None
+    """Estimated cost of the job; null without a price or an earlier job."""
+    account: TeamAccount | None = None
+    """What the caller's team uses, and its quotas; null outside of a service."""
 
 
 class MemoryEstimate(View):
     """The least bytes that the models take on a device; activations and the framework need more."""
 
-    teacher_bytes: int | None = Field(
-        None, description="The teacher's weights; null if none runs, or if its size is unknown."
-    )
+    teacher_bytes: int | None = None
+    """The teacher's weights; null if none runs, or if its size is unknown."""
     student_parameters: int | None = Field(None, description="Null if its shape is unknown.")
     student_bytes: int | None = Field(None, description="Weights, gradients, optimiser; float32.")
 
@@ -76,22 +68,18 @@ class JobPlan(View):
 
     stages: list[str] = Field(description="The stages of the job, in order.")
     config: dict[str, Any] = Field(description="The job with its defaults filled in.")
-    capture: JobEstimate | None = Field(
-        None, description="Null if nothing is captured, or if the server cannot read the text."
-    )
+    capture: JobEstimate | None = None
+    """Null if nothing is captured, or if the server cannot read the text."""
     steps: int | None = Field(None, description="Optimiser steps; null = none, or not known.")
     tokens: int | None = Field(None, description="Tokens that training will read.")
     memory: MemoryEstimate
     free_bytes: int = Field(description="Bytes left on the disk of the data folder.")
-    cost: Cost | None = Field(
-        None, description="Estimated cost; null without a price, or if no time is known."
-    )
+    cost: Cost | None = None
+    """Estimated cost; null without a price, or if no time is known."""
     account: TeamAccount | None = Field(None, description="What the team uses, and its quotas.")
     warnings: list[str] = Field(default_factory=list, description="Settings that may be mistakes.")
-    learned: list[LearnedText] = Field(
-        default_factory=list,
-        description="What is learned of the first rows of chats, or of prompts and completions.",
-    )
+    learned: list[LearnedText] = Field(default_factory=list)
+    """What is learned of the first rows of chats, or of prompts and completions."""
 
 
 class Template(View):

@@ -33,9 +33,8 @@ class ProblemDocument(View):
 class QuotaProblem(View):
     """The quota that a request would exceed."""
 
-    what: Literal["open_jobs", "record_bytes", "bytes"] = Field(
-        description="open_jobs and record_bytes are quotas of a key, bytes of a team."
-    )
+    what: Literal["open_jobs", "record_bytes", "bytes"]
+    """open_jobs and record_bytes are quotas of a key, bytes of a team."""
     limit: float
     used: float
     frees_up: str = Field(description="What frees the quota.")
@@ -46,14 +45,9 @@ class ProblemDetails(ProblemDocument):
 
     help: str = Field(description="The entry of this error in the documentation.")
     request_id: str | None = Field(None, description="The id of the request in the server's log.")
-    job_status: Status | None = Field(
-        None, description="For a refused action: the job's status, which forbids it."
-    )
-    allowed: list[str] | None = Field(
-        None, description="For a refused action: the actions that the status allows."
-    )
-    quota: QuotaProblem | None = Field(
-        None,
-        description="For a job above a quota: which quota, how much of it is used, and what "
-        "frees it.",
-    )
+    job_status: Status | None = None
+    """For a refused action: the job's status, which forbids it."""
+    allowed: list[str] | None = None
+    """For a refused action: the actions that the status allows."""
+    quota: QuotaProblem | None = None
+    """For a job above a quota: which quota, how much of it is used, and what frees it."""

@@ -18,9 +18,8 @@ class Device(View):
     index: str = Field("", description="Numbers of the GPUs, for example 0 or 0,1; empty for cpu.")
     count: int = Field(0, description="Number of GPUs.")
     memory_bytes: int = Field(0, description="Memory of each GPU, or of the host.")
-    price: float | None = Field(
-        None, description="Price of an hour of one device; null if the operator has set none."
-    )
+    price: float | None = None
+    """Price of an hour of one device; null if the operator has set none."""
 
     @property
     def total_bytes(self) -> int:
@@ -42,9 +41,8 @@ class WorkerState(View):
     device: Device = Field(default_factory=Device)
     job: str | None = Field(None, description="The worker's present job; null while idle.")
     attempt: int | None = None
-    helping: bool = Field(
-        False, description="Whether it helps with the capture of a job that another worker holds."
-    )
+    helping: bool = False
+    """Whether it helps with the capture of a job that another worker holds."""
     stopping: bool = False
     version: str = ""
     started_at: datetime | None = None
@@ -54,9 +52,8 @@ class WorkerState(View):
 class Worker(WorkerState):
     """A worker, by its last heartbeat."""
 
-    busy: bool = Field(
-        description="Whether it has a job. Only a caller who may see the job gets its id."
-    )
+    busy: bool
+    """Whether it has a job. Only a caller who may see the job gets its id."""
     beat_age_seconds: float | None = Field(None, description="Seconds since its last heartbeat.")
 
 
@@ -80,9 +77,8 @@ class Limits(View):
     record_bytes: int = Field(description="Bytes of the records of all jobs, including ended ones.")
     posts_a_minute: int = Field(description="Requests a minute that change something.")
     gets_a_minute: int = Field(description="Requests a minute that only read.")
-    validations_a_minute: int = Field(
-        description="Validations and dry runs a minute; each is also a changing request."
-    )
+    validations_a_minute: int
+    """Validations and dry runs a minute; each is also a changing request."""
     event_streams: int = Field(description="Event streams open at one time.")
     body_bytes: int = Field(description="Bytes of the body of one request.")
 

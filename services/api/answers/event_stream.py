@@ -40,6 +40,8 @@ PING_SECONDS = 15.0
 
 #: The id of an event as Redis compares it: milliseconds and a number.
 Place = tuple[int, int]
+#: An event as Redis returns it: its id and its fields.
+Entry = tuple[str, dict[str, str]]
 
 
 class EventStreamResponse(StreamingResponse):
@@ -184,9 +186,7 @@ class JobTail:
         self._release()
         return ended and len(entries) < PAGE_EVENTS
 
-    async def _read(
-        self, place: Place, block: int | None = None
-    ) -> list[tuple[str, dict[str, str]]]:
+    async def _read(self, place: Place, block: int | None = None) -> list[Entry]:
         after = f"{place[0]}-{place[1]}"
         streams: Any = await self._client.xread(
             {self._stream: after}, count=PAGE_EVENTS, block=block
@@ -214,7 +214,7 @@ def parse_place(event_id: str) -> Place:
     return int(milliseconds), int(number or 0)
 
 
-def _serialise(entry: tuple[str, dict[str, str]]) -> bytes:
+def _serialise(entry: Entry) -> bytes:
     event_id, fields = entry
     # The data is JSON in Redis already, on one line.
     return format_sse_event(data_str=fields["data"], event=fields["type"], id=event_id)

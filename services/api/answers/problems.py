@@ -124,6 +124,12 @@ def describe_header(text: str) -> dict[str, Any]:
     return {"description": text, "schema": {"type": "string"}}
 
 
+def describe_text(description: str, media_type: str = "text/plain") -> dict[str, Any]:
+    """Describe an answer that is text, for the OpenAPI document."""
+    content = {media_type: {"schema": {"type": "string"}}}
+    return {"content": content, "description": description}
+
+
 def add_error_handlers(app: FastAPI, routes: Iterable[APIRoute]) -> None:
     """Make ``app`` answer every error with a problem document.
 
@@ -180,18 +186,13 @@ def _translate_validation_error(error: RequestValidationError) -> ApiProblem:
     if items[0]["type"] == "json_invalid":
         reason = items[0]["ctx"]["error"]
         place = items[0]["loc"][-1]
-        return ApiProblem(
-            400,
-            f"The body is not JSON: {reason} at character {place}.",
-            "Send a JSON object; `kd submit` sends a YAML file as one.",
-        )
+        detail = f"The body is not JSON: {reason} at character {place}."
+        remedy = "Send a JSON object; `kd submit` sends a YAML file as one."
+        return ApiProblem(400, detail, remedy)
     # FastAPI hands the body over as bytes if the Content-Type is not JSON.
     if any(isinstance(item.get("input"), bytes) for item in items):
-        return ApiProblem(
-            415,
-            "The body is not declared as JSON.",
-            "Send it with the header Content-Type: application/json.",
-        )
+        remedy = "Send it with the header Content-Type: application/json."
+        return ApiProblem(415, "The body is not declared as JSON.", remedy)
     problems = []
     inside = []
     for item in items:
@@ -297,9 +298,6 @@ async def _on_unexpected_error(request: Request, error: Exception) -> Response:
         slug = error.type.replace("_", "-")
         return respond_with_problem(request, ApiProblem(500, error.detail, error.remedy, slug))
     log.error("%s %s failed", request.method, path, exc_info=error)
-    problem = ApiProblem(
-        500,
-        f"{type(error).__name__} while answering {request.method} {request.url.path}.",
-        "The server's log has the traceback.",
-    )
+    detail = f"{type(error).__name__} while answering {request.method} {request.url.path}."
+    problem = ApiProblem(500, detail, "The server's log has the traceback.")
     return respond_with_problem(request, problem)

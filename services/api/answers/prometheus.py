@@ -46,80 +46,70 @@ class Description:
     labels: tuple[str, ...] = ()
 
 
+def _counter(help: str, *labels: str) -> Description:
+    return Description("counter", help, labels)
+
+
+def _gauge(help: str, *labels: str) -> Description:
+    return Description("gauge", help, labels)
+
+
+def _histogram(help: str, *labels: str) -> Description:
+    return Description("histogram", help, labels)
+
+
 #: Every metric, in the order of the page. docs/observability lists them too, and a test compares.
 METRICS = {
-    "kd_build_info": Description("gauge", "Always 1; the label holds the version.", ("version",)),
-    "kd_store_up": Description("gauge", "Whether Redis answered this scrape."),
-    "kd_store_memory_bytes": Description("gauge", "Memory that Redis uses."),
-    "kd_store_memory_limit_bytes": Description(
-        "gauge", "Memory at which Redis refuses to write; 0 = no limit."
+    "kd_build_info": _gauge("Always 1; the label holds the version.", "version"),
+    "kd_store_up": _gauge("Whether Redis answered this scrape."),
+    "kd_store_memory_bytes": _gauge("Memory that Redis uses."),
+    "kd_store_memory_limit_bytes": _gauge("Memory at which Redis refuses to write; 0 = no limit."),
+    "kd_disk_free_bytes": _gauge("Free bytes on the disk of KD_HOME, and of KD_STORE.", "folder"),
+    "kd_disk_free_files": _gauge("Files that the disk still takes.", "folder"),
+    "kd_disk_floor_bytes": _gauge("Free bytes below which no job is accepted."),
+    "kd_jobs": _gauge("Jobs by their present status.", "status"),
+    "kd_jobs_total": _counter("How often a job reached a status.", "kind", "status"),
+    "kd_job_duration_seconds": _histogram(
+        "Seconds from a job's first start to its end.", "kind", "status"
     ),
-    "kd_disk_free_bytes": Description(
-        "gauge", "Free bytes on the disk of KD_HOME, and of KD_STORE.", ("folder",)
+    "kd_job_device_seconds": _histogram("Device-seconds of the jobs that have succeeded.", "kind"),
+    "kd_job_worker_seconds": _histogram(
+        "Seconds for which workers had the jobs that have succeeded.", "kind"
     ),
-    "kd_disk_free_files": Description("gauge", "Files that the disk still takes.", ("folder",)),
-    "kd_disk_floor_bytes": Description("gauge", "Free bytes below which no job is accepted."),
-    "kd_jobs": Description("gauge", "Jobs by their present status.", ("status",)),
-    "kd_jobs_total": Description(
-        "counter", "How often a job reached a status.", ("kind", "status")
+    "kd_job_queue_wait_seconds": _histogram("Seconds that a stage waited in the queue.", "stage"),
+    "kd_job_attempts_total": _counter("Attempts that died, by the type of the error.", "reason"),
+    "kd_lease_expirations_total": _counter(
+        "Leases that expired because a worker sent no heartbeat."
     ),
-    "kd_job_duration_seconds": Description(
-        "histogram", "Seconds from a job's first start to its end.", ("kind", "status")
+    "kd_fenced_writes_total": _counter(
+        "Writes that were refused because the worker had lost its job."
     ),
-    "kd_job_device_seconds": Description(
-        "histogram", "Device-seconds of the jobs that have succeeded.", ("kind",)
+    "kd_reconciler_republished_total": _counter("Hints to workers that were sent again."),
+    "kd_reconciler_last_run_timestamp_seconds": _gauge(
+        "Time of the last round of a reconciler; 0 = never."
     ),
-    "kd_job_worker_seconds": Description(
-        "histogram", "Seconds for which workers had the jobs that have succeeded.", ("kind",)
+    "kd_loop_restarts_total": _counter(
+        "Loops of the service that died of an error and were started again.", "loop"
     ),
-    "kd_job_queue_wait_seconds": Description(
-        "histogram", "Seconds that a stage waited in the queue.", ("stage",)
+    "kd_queue_depth": _gauge("Stages that wait for a worker.", "queue"),
+    "kd_webhooks_waiting": _gauge("Webhooks that are not yet delivered."),
+    "kd_workers": _gauge("Workers with a heartbeat in the last 30 s.", "state"),
+    "kd_worker_heartbeat_age_seconds": _gauge(
+        "Age of the oldest heartbeat of a host's workers.", "host"
     ),
-    "kd_job_attempts_total": Description(
-        "counter", "Attempts that died, by the type of the error.", ("reason",)
+    "kd_gpu_memory_bytes": _gauge("Memory of each GPU that a worker holds.", "host", "device"),
+    "kd_train_tokens_total": _counter("Tokens that students were trained on."),
+    "kd_cache_written_bytes_total": _counter("Bytes written into caches."),
+    "kd_cache_chunk_write_seconds": _histogram("Time to write one chunk of a cache."),
+    "kd_cache_verify_failures_total": _counter("Caches that failed their verification."),
+    "kd_retention_freed_bytes_total": _counter(
+        "Bytes that the retention rules and `kd gc` have freed.", "kind"
     ),
-    "kd_lease_expirations_total": Description(
-        "counter", "Leases that expired because a worker sent no heartbeat."
+    "kd_http_requests_total": _counter("Answered requests.", "method", "route", "status"),
+    "kd_http_request_duration_seconds": _histogram(
+        "Seconds until the answer was complete; for a stream, until it began.", "method", "route"
     ),
-    "kd_fenced_writes_total": Description(
-        "counter", "Writes that were refused because the worker had lost its job."
-    ),
-    "kd_reconciler_republished_total": Description(
-        "counter", "Hints to workers that were sent again."
-    ),
-    "kd_reconciler_last_run_timestamp_seconds": Description(
-        "gauge", "Time of the last round of a reconciler; 0 = never."
-    ),
-    "kd_loop_restarts_total": Description(
-        "counter", "Loops of the service that died of an error and were started again.", ("loop",)
-    ),
-    "kd_queue_depth": Description("gauge", "Stages that wait for a worker.", ("queue",)),
-    "kd_webhooks_waiting": Description("gauge", "Webhooks that are not yet delivered."),
-    "kd_workers": Description("gauge", "Workers with a heartbeat in the last 30 s.", ("state",)),
-    "kd_worker_heartbeat_age_seconds": Description(
-        "gauge", "Age of the oldest heartbeat of a host's workers.", ("host",)
-    ),
-    "kd_gpu_memory_bytes": Description(
-        "gauge", "Memory of each GPU that a worker holds.", ("host", "device")
-    ),
-    "kd_train_tokens_total": Description("counter", "Tokens that students were trained on."),
-    "kd_cache_written_bytes_total": Description("counter", "Bytes written into caches."),
-    "kd_cache_chunk_write_seconds": Description("histogram", "Time to write one chunk of a cache."),
-    "kd_cache_verify_failures_total": Description(
-        "counter", "Caches that failed their verification."
-    ),
-    "kd_retention_freed_bytes_total": Description(
-        "counter", "Bytes that the retention rules and `kd gc` have freed.", ("kind",)
-    ),
-    "kd_http_requests_total": Description(
-        "counter", "Answered requests.", ("method", "route", "status")
-    ),
-    "kd_http_request_duration_seconds": Description(
-        "histogram",
-        "Seconds until the answer was complete; for a stream, until it began.",
-        ("method", "route"),
-    ),
-    "kd_sse_clients": Description("gauge", "Open event streams."),
+    "kd_sse_clients": _gauge("Open event streams."),
 }
 
 

@@ -108,11 +108,8 @@ def require_scope(scope: str) -> Callable[..., Awaitable[Caller]]:
     ) -> Caller:
         if not request.state.key.may(scope):
             _audit(request, caller.name, "auth.forbidden", f"no scope {scope}")
-            raise ApiProblem(
-                403,
-                f"the key of {caller.name} has no scope {scope}.",
-                f"Ask the operator for one: kd keys new {caller.name} --scopes {scope}.",
-            )
+            remedy = f"Ask the operator for one: kd keys new {caller.name} --scopes {scope}."
+            raise ApiProblem(403, f"the key of {caller.name} has no scope {scope}.", remedy)
         return caller
 
     return caller_with_scope

@@ -75,22 +75,16 @@ class HostOriginGuard:
         host = headers.get("host", "")
         origin = headers.get("origin")
         if not self._is_known(host):
-            return ApiProblem(
-                400,
-                f"This server does not answer to the name {_strip_port(host)!r}.",
-                "Call it by a name in KD_ALLOWED_HOSTS, or ask the operator to add this one.",
-                "bad-host",
-            )
+            detail = f"This server does not answer to the name {_strip_port(host)!r}."
+            remedy = "Call it by a name in KD_ALLOWED_HOSTS, or ask the operator to add this one."
+            return ApiProblem(400, detail, remedy, "bad-host")
         # A request without an Origin header does not come from a page.
         harmless = method in SAFE_METHODS or origin is None
         if harmless or origin in self._origins or _is_same_site(origin or "", host):
             return None
-        return ApiProblem(
-            403,
-            f"A page of {origin} may not change anything here.",
-            "To allow it, the operator adds that origin to KD_ALLOWED_ORIGINS.",
-            "foreign-origin",
-        )
+        detail = f"A page of {origin} may not change anything here."
+        remedy = "To allow it, the operator adds that origin to KD_ALLOWED_ORIGINS."
+        return ApiProblem(403, detail, remedy, "foreign-origin")
 
     def _is_known(self, host: str) -> bool:
         name = _strip_port(host)

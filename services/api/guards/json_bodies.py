@@ -64,9 +64,6 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         (twice, _), *_ = counts.most_common(1)
-        raise ApiProblem(
-            400,
-            f"The body has the key {twice!a} twice in one object.",
-            "Send each key once: parsers differ in which of the two they take.",
-        )
+        remedy = "Send each key once: parsers differ in which of the two they take."
+        raise ApiProblem(400, f"The body has the key {twice!a} twice in one object.", remedy)
     return found

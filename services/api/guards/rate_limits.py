@@ -134,12 +134,9 @@ class Limiter:
         request.state.headers = {**getattr(request.state, "headers", {}), **headers}
         if not taken:
             seconds = max(1, math.ceil(wait_ms / 1000))
-            raise ApiProblem(
-                429,
-                f"{name} may send {rate} requests of this kind a minute.",
-                f"Try again in {seconds} s.",
-                headers={"Retry-After": str(seconds)},
-            )
+            detail = f"{name} may send {rate} requests of this kind a minute."
+            pause = {"Retry-After": str(seconds)}
+            raise ApiProblem(429, detail, f"Try again in {seconds} s.", headers=pause)
 
     @asynccontextmanager
     async def streaming(
@@ -153,12 +150,10 @@ class Limiter:
         stream = uuid.uuid4().hex
         key = f"kd:streams:{name}"
         if await self._renew(key, stream, self._streams) == 0:
-            raise ApiProblem(
-                429,
-                f"{name} holds {self._streams} event streams open, and may not open more.",
-                "Close one, or read GET /jobs/{id}/events page by page.",
-                headers={"Retry-After": str(math.ceil(STREAM_LEASE_SECONDS))},
-            )
+            detail = f"{name} holds {self._streams} event streams open, and may not open more."
+            remedy = "Close one, or read GET /jobs/{id}/events page by page."
+            pause = {"Retry-After": str(math.ceil(STREAM_LEASE_SECONDS))}
+            raise ApiProblem(429, detail, remedy, headers=pause)
         lease = StreamLease()
         keep = partial(self._keep, key, stream, lease, may_go_on)
         keeper = asyncio.create_task(keep_running_async("stream-leases", keep))

@@ -52,11 +52,9 @@ class ReadingProcess(OrderProcess):
     def _look(self, wish: str, folder: Path, **order: Any) -> dict[str, Any]:
         answer = self.fetch({"wish": wish, "folder": str(folder), **order})
         if "no_sequence" in answer:
-            raise ApiProblem(
-                404,
-                f"The cache {folder.name} has no such sequence: it has {answer['no_sequence']}.",
-                "Numbers of sequences begin at 0.",
-            )
+            count = answer["no_sequence"]
+            detail = f"The cache {folder.name} has no such sequence: it has {count}."
+            raise ApiProblem(404, detail, "Numbers of sequences begin at 0.")
         if "failure" in answer:
             gone = answer["failure"]["type"] == "cache_missing"
             raise make_failure_problem(404 if gone else 409, answer["failure"])

@@ -104,12 +104,7 @@ def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> Ca
     return CacheUsage(
         jobs=[
             CacheUser(
-                id=job.id,
-                name=job.name,
-                kind=job.kind,
-                status=job.status,
-                created_at=job.created_at,
-                finished_at=job.finished_at,
+                **job.model_dump(include={*CacheUser.model_fields}),
                 student="student" in job.artifacts,
             )
             for job in own[:SHOWN_JOBS]

@@ -114,12 +114,8 @@ def delete_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> 
     users = service.store.find_cache_users(folder.name)
     visible = [job_id for job_id in users if service.store.get(job_id, caller) is not None]
     if visible:
-        raise ApiProblem(
-            409,
-            f"The cache {folder.name} is used by unfinished jobs: {', '.join(visible[:5])}.",
-            "Wait for them, or cancel them.",
-            "in-use",
-        )
+        detail = f"The cache {folder.name} is used by unfinished jobs: {', '.join(visible[:5])}."
+        raise ApiProblem(409, detail, "Wait for them, or cancel them.", "in-use")
     if caller.sees_all:
         # The folder goes first: if its removal is refused, every caller still sees the cache.
         _remove(folder, service)
@@ -135,29 +131,26 @@ def _remove(folder: Path, service: Service) -> None:
 
     def require_unused() -> None:
         if service.store.find_cache_users(folder.name):  # created since the request was checked
-            raise ApiProblem(
-                409,
-                f"A job that has not ended uses the cache {folder.name}.",
-                "Wait for its end, or cancel it.",
-                "in-use",
-            )
+            detail = f"A job that has not ended uses the cache {folder.name}."
+            raise ApiProblem(409, detail, "Wait for its end, or cancel it.", "in-use")
 
     try:
         remove_cache(folder, require_unused)
     except FileNotFoundError:
         raise _make_no_cache_problem(folder.name) from None
     except CacheError as error:
-        raise ApiProblem(
-            409, f"The cache {folder.name} is being captured or read.", error.remedy, "in-use"
-        ) from None
+        detail = f"The cache {folder.name} is being captured or read."
+        raise ApiProblem(409, detail, error.remedy, "in-use") from None
 
 
-@router.post(
-    "/caches/{fingerprint}/verify",
-    status_code=202,
-    response_model=Job,
+_CHECK: dict[str, Any] = {
+    "status_code": 202,
+    "response_model": Job,
     **guard(WRITE, 404, 409, 422, 429, 507, answers=ACCEPTED_RESPONSES),
-)
+}
+
+
+@router.post("/caches/{fingerprint}/verify", **_CHECK)
 def verify_cache(
     folder: KnownCache,
     response: Response,
@@ -169,12 +162,7 @@ def verify_cache(
     return accept_job(admission, _make_check("verify", folder), idempotency_key, response)
 
 
-@router.post(
-    "/caches/{fingerprint}/fidelity",
-    status_code=202,
-    response_model=Job,
-    **guard(WRITE, 404, 409, 422, 429, 507, answers=ACCEPTED_RESPONSES),
-)
+@router.post("/caches/{fingerprint}/fidelity", **_CHECK)
 def measure_fidelity(
     folder: KnownCache,
     service: TheService,

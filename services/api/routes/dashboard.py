@@ -71,11 +71,8 @@ class ViewRouter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Change the path of such a request, and say that the answer depends on Accept."""
         path = scope.get("path", "")
-        if (
-            scope["type"] != "http"
-            or scope["method"] not in ("GET", "HEAD")
-            or not VIEWS.fullmatch(path)
-        ):
+        is_read = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
+        if not is_read or not VIEWS.fullmatch(path):
             await self._app(scope, receive, send)
             return
         accept = dict(scope["headers"]).get(b"accept", b"")

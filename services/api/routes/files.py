@@ -146,9 +146,8 @@ def _is_real(folder: Path, service: Service) -> bool:
 
 
 def _make_no_checkpoint_problem(job: Job, step: int) -> ApiProblem:
-    return ApiProblem(
-        404, f"{job.id} has no such checkpoint at step {step}.", f"See {job.links.checkpoints}."
-    )
+    detail = f"{job.id} has no such checkpoint at step {step}."
+    return ApiProblem(404, detail, f"See {job.links.checkpoints}.")
 
 
 def read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
@@ -258,11 +257,8 @@ def get_artifact(
         file = stored.file
         answer = _send_object(request, stored.run, file.object, file.bytes, file.sha256)
     else:
-        raise ApiProblem(
-            404,
-            f"{job.id} has no artifact {name!r}.",
-            f"{job.links.artifacts} lists the artifacts.",
-        )
+        remedy = f"{job.links.artifacts} lists the artifacts."
+        raise ApiProblem(404, f"{job.id} has no artifact {name!r}.", remedy)
     # A file in a folder is one of the student. The others are reports, which a page shows.
     if "/" in name and name not in _ADDED_LATER and _begins_download(request, answer):
         service.audit.record(caller, "student.download", job.id, file=name)
@@ -332,9 +328,8 @@ def _send_file(request: Request, path: Path, name: str, service: Service) -> Res
     try:
         handle = open_run_file(service.settings.runs, path)
     except OSError as error:
-        raise ApiProblem(
-            404, f"{name} no longer exists: {error.strerror}.", "Read the list again."
-        ) from None
+        detail = f"{name} no longer exists: {error.strerror}."
+        raise ApiProblem(404, detail, "Read the list again.") from None
     state = os.fstat(handle)
     if not stat.S_ISREG(state.st_mode):
         os.close(handle)

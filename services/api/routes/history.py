@@ -34,7 +34,7 @@ from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail
 from services.api.answers.masked_log import MaskedLog
 from services.api.answers.metrics_file import read_metrics_file
-from services.api.answers.problems import Answers
+from services.api.answers.problems import Answers, describe_text
 from services.api.answers.thinning import Point, thin_points
 from services.api.guards.authentication import hold_stream
 from services.api.guards.json_bodies import StrictRoute
@@ -62,10 +62,7 @@ _STREAM_RESPONSES: Answers = {
     200: {"content": {"text/event-stream": {"itemSchema": _EVENT_SCHEMA}}}
 }
 _EVENTS_RESPONSES: Answers = {
-    200: {
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-        "description": "A page of events, or the stream.",
-    }
+    200: describe_text("A page of events, or the stream.", "text/event-stream")
 }
 
 
@@ -136,11 +133,8 @@ class EventStreamRouter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Change the path of such a request."""
-        if (
-            scope["type"] == "http"
-            and scope["method"] == "GET"
-            and scope["path"].endswith("/events")
-        ):
+        is_get = scope["type"] == "http" and scope["method"] == "GET"
+        if is_get and scope["path"].endswith("/events"):
             accept = dict(scope["headers"]).get(b"accept", b"")
             if b"text/event-stream" in accept.lower():
                 scope = {
@@ -264,14 +258,8 @@ def list_runs(service: TheService, caller: TheCaller) -> RunList:
 # ---------------------------------------------------------------------- log
 
 _LOG: Answers = {
-    200: {
-        "content": {"text/plain": {"schema": {"type": "string"}}},
-        "description": "The log; empty before the job runs.",
-    },
-    206: {
-        "content": {"text/plain": {"schema": {"type": "string"}}},
-        "description": "The bytes that Range names.",
-    },
+    200: describe_text("The log; empty before the job runs."),
+    206: describe_text("The bytes that Range names."),
 }
 
 

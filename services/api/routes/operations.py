@@ -101,19 +101,16 @@ def readyz(service: TheService) -> Ready:
     redis.set("kd:ready", "1", ex=60)
     last = float(redis.get("kd:reconciler") or 0)
     if service.store.read_clock_ms() / 1000 - last > READY_SECONDS:
-        raise _make_unready_problem(
-            "The reconciler has not run for a minute.", "reconciler-stopped"
-        )
+        detail = "The reconciler has not run for a minute."
+        raise _make_unready_problem(detail, "reconciler-stopped")
     if full := service.settings.find_full_disk():
         raise _make_unready_problem(full, "disk-full")
     return Ready(warnings=service.store.find_lost_records(service.settings.runs))
 
 
 def _make_unready_problem(detail: str, slug: str) -> ApiProblem:
-    headers = {"Retry-After": RETRY_SECONDS}
-    return ApiProblem(
-        503, detail, "The server's log and GET /metrics show more.", slug, headers=headers
-    )
+    remedy = "The server's log and GET /metrics show more."
+    return ApiProblem(503, detail, remedy, slug, headers={"Retry-After": RETRY_SECONDS})
 
 
 _METRICS_RESPONSES: Answers = {

@@ -74,18 +74,13 @@ async def put_file(
     team has is a conflict, unless the content is the same.
     """
     if _PLAIN_NAME.fullmatch(name) is None:
-        raise ApiProblem(
-            400,
-            f"{name!a} is not a plain name of a file.",
-            "Choose 1 to 255 characters without folders; the first one is no dot.",
-        )
+        remedy = "Choose 1 to 255 characters without folders; the first one is no dot."
+        raise ApiProblem(400, f"{name!a} is not a plain name of a file.", remedy)
     declared = request.headers.get("content-type", JSON_LINES).partition(";")[0].strip().lower()
     if declared not in _MEDIA_TYPES:
-        raise ApiProblem(
-            415,
-            f"The file is declared as {declared!a}, which is not JSON lines.",
-            f"Send its bytes as they are, without a form, as Content-Type: {JSON_LINES}.",
-        )
+        detail = f"The file is declared as {declared!a}, which is not JSON lines."
+        remedy = f"Send its bytes as they are, without a form, as Content-Type: {JSON_LINES}."
+        raise ApiProblem(415, detail, remedy)
     await run_in_threadpool(_admit, request, name, service, caller)
     checker = RowChecker()
     with service.files.receiving(caller.team) as pending:
@@ -166,9 +161,8 @@ async def _receive(
                 pending.flush()
                 await to_thread(_require_room, service, caller)
     except ClientDisconnect:
-        raise ApiProblem(
-            400, "The upload ended before the whole file had arrived.", "Send it again."
-        ) from None
+        detail = "The upload ended before the whole file had arrived."
+        raise ApiProblem(400, detail, "Send it again.") from None
     await to_thread(write)
 
 
@@ -178,11 +172,8 @@ def _make_size_problem(limit: int) -> ApiProblem:
 
 
 def _make_taken_problem(name: str) -> ApiProblem:
-    return ApiProblem(
-        409,
-        f"Your team has a file {name} with other content, and a file never changes.",
-        "Delete it first, or choose another name.",
-    )
+    detail = f"Your team has a file {name} with other content, and a file never changes."
+    return ApiProblem(409, detail, "Delete it first, or choose another name.")
 
 
 def _describe(file: TrainingFile, service: Service, caller: Caller) -> UploadedFile:
@@ -234,12 +225,9 @@ def delete_file(name: FileName, service: TheService, caller: TheCaller) -> Respo
     if users := service.store.find_open_users(file.id):
         # Another key of the team may own the job, whose id is not shown then.
         visible = (each for each in users if service.store.get(each, caller) is not None)
-        raise ApiProblem(
-            409,
-            f"The job {next(visible, 'of another key')} needs the file {name} and has not ended.",
-            "Wait for its end, or cancel it.",
-            "in-use",
-        )
+        user = next(visible, "of another key")
+        detail = f"The job {user} needs the file {name} and has not ended."
+        raise ApiProblem(409, detail, "Wait for its end, or cancel it.", "in-use")
     service.files.remove(caller.team, file.id)
     service.audit.record(caller, "file.delete", file.id, name=file.filename)
     return Response(status_code=204)

@@ -88,13 +88,8 @@ def audit(
         ]
     if print_as_json(entries):
         return
-    rows = [
-        [
-            format_time(entry["time"]),
-            *(entry[name] for name in _COLUMNS[2:]),
-            format_value({name: entry[name] for name in entry if name not in _COLUMNS}),
-        ]
-        for entry in entries
-    ]
-    columns = ["TIME", "ACTOR", "ACTION", "TARGET", "OUTCOME", "MORE"]
-    print_table(columns, rows, spare=("MORE",))
+    rows = []
+    for entry in entries:
+        more = format_value({name: entry[name] for name in entry if name not in _COLUMNS})
+        rows.append([format_time(entry["time"]), *(entry[name] for name in _COLUMNS[2:]), more])
+    print_table(["TIME", "ACTOR", "ACTION", "TARGET", "OUTCOME", "MORE"], rows, spare=("MORE",))

@@ -68,14 +68,12 @@ def cache_info(fingerprint: Fingerprint, home: Home = None) -> None:
             print_facts(summary)
         return
     manifest = read_manifest(folder)
-    identity = manifest.identity.to_json()
     fidelity = [asdict(row) for row in manifest.fidelity]
     overruled = manifest.overruled.to_json() if manifest.overruled else None
-    more = {"identity": identity, "fidelity": fidelity, "overruled": overruled}
+    more = {"identity": manifest.identity.to_json(), "fidelity": fidelity, "overruled": overruled}
     if print_as_json({**summary, **more}):
         return
-    precision = manifest.teacher.identity.describe_precision()
-    print_facts({**summary, "teacher_precision": precision})
+    print_facts({**summary, "teacher_precision": manifest.teacher.identity.describe_precision()})
     _print_fidelity(fidelity)
     if manifest.overruled:
         err.print(f"warning: {manifest.overruled.describe()}")
@@ -148,10 +146,8 @@ def _print_fidelity(rows: list[dict[str, Any]]) -> None:
     if rows:
         out.print()
         names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
-        print_table(
-            [""] * (1 + len(rows)),
-            [[name, *(format_value(row[name]) for row in rows)] for name in names],
-        )
+        lines = [[name, *(format_value(row[name]) for row in rows)] for name in names]
+        print_table([""] * (1 + len(rows)), lines)
 
 
 def find_cache_folder(fingerprint: str, home: Path | None) -> Path:

@@ -279,13 +279,10 @@ def jobs_events(
 
     wanted = None if types is None else types.split(",")
     with connect(server) as client:
-        found = client.past_events(find_job(client, job), types=wanted)
-        events = [dump(event) for event in found]
+        events = [dump(each) for each in client.past_events(find_job(client, job), types=wanted)]
     if print_as_json(events):
         return
-    rows = [
-        [format_time(event["ts"]), event["type"], format_value(event["data"])] for event in events
-    ]
+    rows = [[format_time(each["ts"]), each["type"], format_value(each["data"])] for each in events]
     print_table(["TIME", "TYPE", "DATA"], rows)
 
 
@@ -303,15 +300,14 @@ def _place_paths(
     root = make_settings().root
     known = list_relative_paths(original, root) if original is not None else []
     relative = [each for each in list_relative_paths(config, root) if each not in known]
-    if not relative:
-        return config.model_dump(mode="json")
-    if client.version().file_view == identify_file_view():
+    if relative and client.version().file_view == identify_file_view():
         return make_paths_absolute(config, root)
-    notes.print(
-        f"The service does not see the files of this machine: {relative[0].name} and other relative"
-        " paths of the job start in the folder of the service (KD_ROOT).",
-        markup=False,
-    )
+    if relative:
+        notes.print(
+            f"The service does not see the files of this machine: {relative[0].name} and other"
+            " relative paths of the job start in the folder of the service (KD_ROOT).",
+            markup=False,
+        )
     return config.model_dump(mode="json")
 
 

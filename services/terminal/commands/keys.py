@@ -163,9 +163,8 @@ def _parse_size(text: str) -> int:
     try:
         found: int = TypeAdapter(size).validate_python(text)
     except ValidationError:
-        raise typer.BadParameter(
-            f"{text!r} is not a size: write 500GiB, or a number of bytes.", param_hint="--bytes"
-        ) from None
+        detail = f"{text!r} is not a size: write 500GiB, or a number of bytes."
+        raise typer.BadParameter(detail, param_hint="--bytes") from None
     return found
 
 
@@ -187,7 +186,6 @@ def _describe_key(key: ApiKey) -> dict[str, str | list[str] | None]:
 def _find_key_file(given: Path | None) -> Path:
     file = given or make_settings().api_keys_file
     if file is None:
-        raise typer.BadParameter(
-            "no key file is named: set KD_API_KEYS_FILE, or use --file", param_hint="--file"
-        )
+        detail = "no key file is named: set KD_API_KEYS_FILE, or use --file"
+        raise typer.BadParameter(detail, param_hint="--file")
     return file.expanduser()

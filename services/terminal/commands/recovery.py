@@ -46,10 +46,8 @@ def adopt(
     home_runs = settings.runs.resolve()
     for folder in folders:
         if folder.resolve().parent != home_runs or not folder.is_dir():
-            raise RunFolderError(
-                f"{folder} is not a folder below {home_runs}.",
-                "Name the folder of a job there, or another data folder with --home.",
-            )
+            remedy = "Name the folder of a job there, or another data folder with --home."
+            raise RunFolderError(f"{folder} is not a folder below {home_runs}.", remedy)
     runs = [read_run(folder.resolve()) for folder in folders]
     found = []
     with connect_store(settings) as store:

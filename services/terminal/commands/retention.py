@@ -146,9 +146,8 @@ def _choose_limits(settings: Settings, given: Mapping[str, Any]) -> AgeLimits:
     for kind in named:
         if kind not in limits.kinds:
             needed = "--keep" if kind == "checkpoints" else "--older-than"
-            raise typer.BadParameter(
-                f"the settings have no rule for {kind}: add {needed}", param_hint=f"--{kind}"
-            )
+            detail = f"the settings have no rule for {kind}: add {needed}"
+            raise typer.BadParameter(detail, param_hint=f"--{kind}")
     return limits
 
 
@@ -167,16 +166,11 @@ def _print_items(free: list[Item], kept: list[Item], local: dict[str, int]) -> N
         stay = "{number} runs of `kd run` stay, {bytes} bytes".format(**local)
         err.print(f"{stay}: `kd runs rm` removes them", markup=False)
     if free:
-        rows = [
-            [
-                item.kind,
-                format_value(item.bytes, "bytes"),
-                format_value(item.age_seconds, "age_seconds"),
-                str(item.path),
-                item.reason,
-            ]
-            for item in free
-        ]
+        rows = []
+        for item in free:
+            size = format_value(item.bytes, "bytes")
+            age = format_value(item.age_seconds, "seconds")
+            rows.append([item.kind, size, age, str(item.path), item.reason])
         print_table(["KIND", "BYTES", "AGE", "WHAT", "REASON"], rows)
         out.print(f"together {format_value(sum(item.bytes for item in free), 'bytes')}")
     else:

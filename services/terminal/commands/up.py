@@ -163,10 +163,9 @@ def _require_port(port: int, host: str) -> None:
             f"Port {port} of {host} is in use.",
             "Stop the program that listens there, or use another port: --port 0 finds a free one.",
         )
-    raise StartError(
-        f"The API cannot listen on port {port} of {host}: {error.strerror}.",
-        "Give an address of this machine with --host, or another port with --port.",
-    )
+    detail = f"The API cannot listen on port {port} of {host}: {error.strerror}."
+    remedy = "Give an address of this machine with --host, or another port with --port."
+    raise StartError(detail, remedy)
 
 
 def _require_store(url: str) -> None:
@@ -176,10 +175,8 @@ def _require_store(url: str) -> None:
             require_suitable_store(client)
             require_known_records(client)
     except (RedisError, ValueError) as error:  # ValueError: not the URL of a server
-        raise StoreUnavailable(
-            f"The server of KD_REDIS_URL {describe_failure(error)}.",
-            "Start the server, or unset the variable.",
-        ) from None
+        detail = f"The server of KD_REDIS_URL {describe_failure(error)}."
+        raise StoreUnavailable(detail, "Start the server, or unset the variable.") from None
 
 
 def _list_processes(settings: Settings, workers: int) -> list[ServiceProcess]:

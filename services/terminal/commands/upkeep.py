@@ -129,10 +129,8 @@ def _require_unused(settings: Settings, fingerprint: str) -> None:
         with suppress(RedisError), connect_redis(url, STORE_TIMEOUT) as client:
             users = JobStore(client).find_cache_users(fingerprint)
     if users:
-        raise CacheError(
-            f"The cache {fingerprint} is used by unfinished jobs: {', '.join(users[:5])}.",
-            "Wait for them, or cancel them with `kd jobs cancel`.",
-        )
+        detail = f"The cache {fingerprint} is used by unfinished jobs: {', '.join(users[:5])}."
+        raise CacheError(detail, "Wait for them, or cancel them with `kd jobs cancel`.")
 
 
 def find_embedded_url(folder: Path) -> str | None:

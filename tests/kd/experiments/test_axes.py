@@ -110,9 +110,9 @@ def test_equal_jobs_share_a_run_and_the_job_itself_is_a_row_of_each_axis() -> No
     first, second, third = plan.axes
     assert len(plan.jobs) == 3
     assert [row.label for row in first.rows] == ["0", "0.1"]
-    assert first.rows[1].digest == plan.base_digest
+    assert first.rows[1].run == plan.base_digest
     assert [row.label for row in second.rows] == [ITSELF, "1"]
-    assert third.rows[1].digest == first.rows[0].digest
+    assert third.rows[1].run == first.rows[0].run
     (refused,) = plan.list_refused()
     assert refused[0] == "loss.alpha" and "got 1.5" in refused[1].refusal
     other = plan_axes(load_base("name=other"), "train.seed=1")

@@ -16,7 +16,6 @@ from services.terminal.console import (
     format_value,
     load_job_file,
     make_settings,
-    notes,
     out,
     print_as_json,
     print_error,
@@ -139,16 +138,12 @@ def _rehearse(
     """Run the teacher and take a few steps, and print what happens meanwhile."""
     from kd.forecast.rehearsal import estimate_job
     from kd.models.loading import hide_progress_bars
-    from kd.progress import Event, Monitor
-
-    def show(event: Event) -> None:
-        if event.data.get("phase"):
-            notes.print(event.data["phase"])
+    from services.terminal.in_process import make_phase_monitor
 
     hide_progress_bars()
     os.chdir(settings.root)  # a job's relative paths start there
     os.environ.update(settings.environment())
-    return estimate_job(config, settings.home, Monitor(show), kind, price)
+    return estimate_job(config, settings.home, make_phase_monitor(), kind, price)
 
 
 def _print_device(device: dict[str, Any]) -> None:
@@ -157,19 +152,13 @@ def _print_device(device: dict[str, Any]) -> None:
     scaled = "scaled from the rehearsal here, by its maker's figures"
     how = scaled if device["scaled"] else "as it was rehearsed"
     out.print(f"\nOn {device['device']} with {size} ({how}):", markup=False, soft_wrap=True)
-    print_table(
-        ["", "memory", "fits", "time", "cost"],
-        [
-            [
-                phase["phase"],
-                format_value(phase["memory_bytes"], "bytes"),
-                format_value(phase["fits"]),
-                format_value(phase["seconds"], "seconds"),
-                "-" if phase["cost"] is None else f"{phase['cost']:.4g}",
-            ]
-            for phase in device["phases"]
-        ],
-    )
+    rows = []
+    for phase in device["phases"]:
+        memory = format_value(phase["memory_bytes"], "bytes")
+        time = format_value(phase["seconds"], "seconds")
+        cost = "-" if phase["cost"] is None else f"{phase['cost']:.4g}"
+        rows.append([phase["phase"], memory, format_value(phase["fits"]), time, cost])
+    print_table(["", "memory", "fits", "time", "cost"], rows)
 
 
 @app.command()
@@ -310,12 +299,10 @@ def lr(
     # Even distances with both ends, and the highest rate.
     shown = {round(part * (steps - 1) / (RATE_ROWS - 1)) for part in range(RATE_ROWS)}
     shown.add(max(range(steps), key=lambda step: rates[step]))
-    print_table(
-        ["step", "learning rate", "of the peak"],
-        [
-            [f"{step + 1:,}", f"{rates[step]:.4g}", f"{rates[step] / options.learning_rate:.1%}"]
-            for step in sorted(shown)
-        ],
-    )
+    rows = [
+        [f"{step + 1:,}", f"{rates[step]:.4g}", f"{rates[step] / options.learning_rate:.1%}"]
+        for step in sorted(shown)
+    ]
+    print_table(["step", "learning rate", "of the peak"], rows)
     if picture is not None:
         out.print(f"\nplot: {picture}", markup=False, soft_wrap=True)

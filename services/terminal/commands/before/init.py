@@ -41,10 +41,8 @@ def init(
 
     given = {"teacher": teacher, "student": student, "train": train, "validation": validation}
     if template not in list_templates():
-        raise typer.BadParameter(
-            f"{template!r}: the templates are {', '.join(list_templates())}",
-            param_hint="--template",
-        )
+        detail = f"{template!r}: the templates are {', '.join(list_templates())}"
+        raise typer.BadParameter(detail, param_hint="--template")
     answers = {**given, **_ask(given)}
     answers["gguf_file"] = _find_gguf_file(Path(answers["teacher"] or ""))
     write_new_file(file, fill_template(template, file.stem, answers))
@@ -78,7 +76,6 @@ def _ask(given: Mapping[str, str | None]) -> dict[str, str]:
             for name in missing
         }
     if needed := [f"--{name}" for name in missing if name not in OPTIONAL]:
-        raise typer.BadParameter(
-            f"Missing {', '.join(needed)}: without a terminal nothing can be asked."
-        )
+        detail = f"Missing {', '.join(needed)}: without a terminal nothing can be asked."
+        raise typer.BadParameter(detail)
     return {}

@@ -57,10 +57,8 @@ def landscape(
     enter_root(settings)
     run_dir = Path(run) if Path(run).is_dir() else find_run(run, settings.runs)
     if run_dir is None:
-        raise ModelError(
-            f"there is no run {run!r} under {settings.runs}.",
-            "Name a finished run, its folder, or `last`.",
-        )
+        detail = f"there is no run {run!r} under {settings.runs}."
+        raise ModelError(detail, "Name a finished run, its folder, or `last`.")
     folder = folder or run_dir / "landscape"
     from kd.experiments.landscape import LandscapeOptions, survey
 
@@ -72,10 +70,8 @@ def landscape(
     parts = (found["plane"]["centre"], found["plane"]["rise"], found["line"]["barrier"])
     rows = []
     for name in found["plane"]["centre"]:
-        values = [part[name] for part in parts]
-        figures = ["" if value is None else f"{value:.4f}" for value in values]
+        figures = ["" if part[name] is None else f"{part[name]:.4f}" for part in parts]
         rows.append([name.replace("_", "-"), *figures])
-    print_table(
-        ["", "loss of the student", "mean rise half way out", "barrier from start to end"], rows
-    )
+    titles = ["loss of the student", "mean rise half way out", "barrier from start to end"]
+    print_table(["", *titles], rows)
     out.print(f"\npage: {folder / 'index.html'}", markup=False, soft_wrap=True)

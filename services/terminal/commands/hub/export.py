@@ -53,9 +53,8 @@ def export(
     if to not in FORMS:
         raise typer.BadParameter(f"{to!r} is none of {', '.join(FORMS)}", param_hint="--to")
     if outtype not in PRECISIONS:
-        raise typer.BadParameter(
-            f"{outtype!r} is none of {', '.join(PRECISIONS)}", param_hint="--outtype"
-        )
+        detail = f"{outtype!r} is none of {', '.join(PRECISIONS)}"
+        raise typer.BadParameter(detail, param_hint="--outtype")
     from kd.exchange.students import StudentExport
     from kd.models.loading import hide_progress_bars
     from services.terminal.in_process import showing_events

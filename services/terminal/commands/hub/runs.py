@@ -74,12 +74,10 @@ def runs_rm(
     sizes = {folder: summarise_run(folder).bytes for folder in folders}
     if not yes:
         for folder, size in sizes.items():
-            shown = format_value(size, "bytes")
-            out.print(f"{folder}: {shown}", markup=False, soft_wrap=True)
+            out.print(f"{folder}: {format_value(size, 'bytes')}", markup=False, soft_wrap=True)
         typer.confirm("Remove them?", abort=True, err=True)
     for folder, size in sizes.items():
         remove_run(folder)
         audit_command(settings, "run.remove", folder.name, bytes=size)
     gone = [{"name": folder.name, "bytes": size} for folder, size in sizes.items()]
-    whole = format_value(sum(sizes.values()), "bytes")
-    print_result(gone, f"{len(gone)} removed, {whole}")
+    print_result(gone, f"{len(gone)} removed, {format_value(sum(sizes.values()), 'bytes')}")
