@@ -95,7 +95,17 @@ class AuditLog:
         with storage_errors(self.folder):
             make_folder(self.folder)
             with self._locked():
-                self._append(known)
+                path = self.folder / FILE
+                ids = (_read_last_id(self._number(place)) for place in range(self._most_files))
+                last = next(filter(None, ids), 0)
+                number = max(_to_microseconds(datetime.now(UTC)), last + 1)
+                moment = datetime.fromtimestamp(number / 1e6, UTC)
+                time = moment.isoformat(timespec="microseconds")
+                entry = {"id": number, "time": time, **known}
+                size = len(json.dumps(entry)) + 1
+                if path.exists() and path.stat().st_size + size > self._most_bytes:
+                    self._rotate()
+                append_line(path, entry)
 
     @contextmanager
     def _locked(self, shared: bool = False) -> Iterator[None]:
@@ -105,18 +115,6 @@ class AuditLog:
             yield
         finally:
             os.close(handle)
-
-    def _append(self, facts: dict[str, Any]) -> None:
-        path = self.folder / FILE
-        ids = (_read_last_id(self._number(place)) for place in range(self._most_files))
-        last = next(filter(None, ids), 0)
-        number = max(_to_microseconds(datetime.now(UTC)), last + 1)
-        moment = datetime.fromtimestamp(number / 1e6, UTC).isoformat(timespec="microseconds")
-        entry = {"id": number, "time": moment, **facts}
-        size = len(json.dumps(entry)) + 1
-        if path.exists() and path.stat().st_size + size > self._most_bytes:
-            self._rotate()
-        append_line(path, entry)
 
     def _number(self, number: int) -> Path:
         return self.folder / (f"{FILE}.{number}" if number else FILE)

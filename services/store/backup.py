@@ -441,7 +441,11 @@ def restore_backup(
     Files come before records, so that no record names a missing file. An interrupted restore must
     be repeated.
     """
-    _require_stopped(client)
+    if alive := JobStore(client).list_workers():
+        names = ", ".join(worker.id for worker in alive[:5])
+        raise BackupError(
+            f"Workers use this job store: {names}.", "Stop them and the API, then try again."
+        )
     if not force:
         _require_empty(settings, client)
     with storage_errors(settings.home):
@@ -456,14 +460,6 @@ def restore_backup(
     with (folder / STORE).open(encoding="ascii") as lines:
         write_store(client, (json.loads(line) for line in lines))
     return release_all_jobs(client)
-
-
-def _require_stopped(client: Redis) -> None:
-    if alive := JobStore(client).list_workers():
-        names = ", ".join(worker.id for worker in alive[:5])
-        raise BackupError(
-            f"Workers use this job store: {names}.", "Stop them and the API, then try again."
-        )
 
 
 def _require_empty(settings: Settings, client: Redis) -> None:
