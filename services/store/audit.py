@@ -174,18 +174,12 @@ class AuditLog:
 def _parse_lines(file: IO[bytes]) -> Iterator[dict[str, Any]]:
     """The whole entries of a file, oldest first. A line that a crash cut off is left out."""
     for line in file:
-        if (entry := _parse(line)) is not None:
+        try:
+            entry = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("id"), int):
             yield entry
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("id"), int) else None
 
 
 def _read_last_id(path: Path) -> int | None:
@@ -193,7 +187,7 @@ def _read_last_id(path: Path) -> int | None:
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            entries = [entry for line in file if (entry := _parse(line)) is not None]
+            entries = list(_parse_lines(file))
     except FileNotFoundError:
         return None
     return entries[-1]["id"] if entries else None

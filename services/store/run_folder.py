@@ -97,9 +97,7 @@ def read_run(folder: Path) -> FoundRun:
 def has_ended(folder: Path, config: JobConfig) -> bool:
     """Return whether the run wrote the file that comes last."""
     last: dict[str, Any] | None = read_json(folder / config.own_kind.last_file)
-    if config.checks_cache:
-        return last is not None and not last["problems"]
-    return last is not None
+    return last is not None and not (config.checks_cache and last["problems"])
 
 
 def is_held(folder: Path) -> bool:
