@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 
@@ -33,13 +33,6 @@ from services.terminal.cli import app
 
 DOCS = Path(__file__).parents[1] / "docs"
 Row = tuple[str, ...]
-
-
-class ReferencePage(NamedTuple):
-    """Where the descriptions of a page are, and the blocks that are made from them."""
-
-    source: str
-    list_blocks: Callable[[], Iterable[str]]
 
 
 def render_page(name: str) -> str:
@@ -375,12 +368,13 @@ def _list_members(thing: type) -> Iterator[str]:
             yield f"- `{call}`: {_list_paragraphs(prose)[0]}"
 
 
-PAGES = {
-    "configuration.md": ReferencePage("kd/config", list_configuration),
-    "settings.md": ReferencePage("services/settings.py", list_settings),
-    "cli.md": ReferencePage("services/terminal", list_commands),
-    "api.md": ReferencePage("services/api", list_api),
-    "python.md": ReferencePage("kd/__init__.py and the docstrings of its names", list_python),
+#: The pages: where the descriptions of each are, and what lists the blocks made from them.
+PAGES: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {
+    "configuration.md": ("kd/config", list_configuration),
+    "settings.md": ("services/settings.py", list_settings),
+    "cli.md": ("services/terminal", list_commands),
+    "api.md": ("services/api", list_api),
+    "python.md": ("kd/__init__.py and the docstrings of its names", list_python),
 }
 
 if __name__ == "__main__":

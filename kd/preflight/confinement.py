@@ -81,7 +81,12 @@ def find_confinement_problems(config: JobConfig, root: Path, limits: Confinement
     # What comes again is looked up once.
     first = {(each.kind, each.name, each.pointer.rpartition("/")[0]): each for each in named[::-1]}
     refused = (_find_refusals(each, root, limits) for each in reversed(first.values()))
-    found = [*chain.from_iterable(refused), *_check_store(config, limits)]
+    found = list(chain.from_iterable(refused))
+    if config.cache.store not in (None, limits.store):
+        own = limits.store or "the folder caches of KD_HOME"
+        detail = f"a job of this service keeps its cache in {own}, not in {config.cache.store}."
+        remedy = "Remove cache.store, or use `kd run`."
+        found.append(Problem("/cache/store", detail, remedy))
     for field, name in config.cache.named.items():
         if not limits.may_read_cache(name):
             found.append(describe_missing_cache(name, limits.home, field))
@@ -224,14 +229,6 @@ def _check_links(name: str, files: Iterable[Path], limits: Confinement) -> Reaso
         if (file.is_symlink() and not limits.permits(file)) or file in service:
             return f"{name!r} includes {file.name!r}, which jobs may not read.", _OUTSIDE
     return None
-
-
-def _check_store(config: JobConfig, limits: Confinement) -> Iterator[Problem]:
-    """Find that a job of a service would keep its cache in another place than the operator's."""
-    if config.cache.store not in (None, limits.store):
-        own = limits.store or "the folder caches of KD_HOME"
-        detail = f"a job of this service keeps its cache in {own}, not in {config.cache.store}."
-        yield Problem("/cache/store", detail, "Remove cache.store, or use `kd run`.")
 
 
 def describe_missing_cache(name: str, home: Path, field: str = "fingerprint") -> Problem:

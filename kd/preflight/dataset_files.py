@@ -49,12 +49,15 @@ def open_confined(
 
     Raises ``DataError`` if they are not in the dataset's own files.
     """
-    from datasets import load_dataset_builder
+    from datasets import config, load_dataset_builder
 
     if is_saved_dataset(Path(spec.path)):
         return _open_saved(spec, limits)
     _require(spec, _check_own_cards(spec, limits))
-    copies = _find_copies_folder(spec)
+    # The library's copy of a folder has a place of its own.
+    copies, folder = Path(config.HF_DATASETS_CACHE), Path(spec.path)
+    if folder.is_dir():
+        copies = copies / "confined" / name_copy(folder)
     builder = load_dataset_builder(
         spec.path, spec.name, revision=spec.revision, cache_dir=str(copies)
     )
@@ -102,15 +105,6 @@ def require_permitted(spec: DatasetSpec, files: Iterable[Path], limits: Confinem
 def _require(spec: DatasetSpec, reason: Reason) -> None:
     if reason is not None:
         raise DataError(f"dataset {spec.path!r} {reason[0]}", reason[1])
-
-
-def _find_copies_folder(spec: DatasetSpec) -> Path:
-    """Return the folder for the library's copy of a dataset."""
-    from datasets import config
-
-    copies = Path(config.HF_DATASETS_CACHE)
-    folder = Path(spec.path)
-    return copies / "confined" / name_copy(folder) if folder.is_dir() else copies
 
 
 # ---------------------------------------------------------------------- the card

@@ -44,7 +44,17 @@ def list_named_resources(config: JobConfig) -> Iterator[NamedResource]:
             teacher.gguf_file,
             teacher.trust_remote_code,
         )
-    yield from _list_student_names(config)
+    student = config.student
+    if student is not None and student.model is not None:
+        yield NamedResource("/student/model", student.model, "model", student.revision)
+    if student is not None and student.init is not None and student.init.tokenizer is not None:
+        yield NamedResource("/student/init/tokenizer", student.init.tokenizer, "model")
+    space = config.search.space if config.search is not None else {}
+    # A trial's student keeps the job's revision; a tokenizer has none.
+    revision = student.revision if student is not None else None
+    for name, own in (("student.model", revision), ("student.init.tokenizer", None)):
+        for choice in (space[name].choices or ()) if name in space else ():
+            yield NamedResource(f"/search/space/{name}", str(choice), "model", own)
     for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for number, source in enumerate(sources):
             pointer = f"/data/{field}/{number}"
@@ -60,21 +70,6 @@ def point_at_teacher(source: ModelSource) -> str:
     """Return the pointer to the field that names the files of a teacher."""
     # A remote teacher's model is a name on its server, and only its tokenizer is read here.
     return "/teacher/model" if source.has_weights else "/teacher/tokenizer"
-
-
-def _list_student_names(config: JobConfig) -> Iterator[NamedResource]:
-    student = config.student
-    if student is not None and student.model is not None:
-        yield NamedResource("/student/model", student.model, "model", student.revision)
-    if student is not None and student.init is not None and student.init.tokenizer is not None:
-        yield NamedResource("/student/init/tokenizer", student.init.tokenizer, "model")
-    space = config.search.space if config.search is not None else {}
-    revision = student.revision if student is not None else None
-    for field in ("student.model", "student.init.tokenizer"):
-        for choice in (space[field].choices or ()) if field in space else ():
-            # A trial's student keeps the job's revision; a tokenizer has none.
-            of_model = revision if field == "student.model" else None
-            yield NamedResource(f"/search/space/{field}", str(choice), "model", of_model)
 
 
 def find_url_problems(config: JobConfig) -> Iterator[Problem]:

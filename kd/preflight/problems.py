@@ -131,8 +131,15 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
             return [*urls, *(each for each in refused if each.pointer not in named)]
     if folders.home is None:
         return urls
-    looked_up = [
-        *_check_teacher_files(config, folders.root),
+    looked_up = list[Problem]()
+    # The tokenizer of a server's teacher is read also by a job that does not ask the server.
+    teacher = config.active_teacher or config.served_teacher
+    if teacher is not None:
+        # A sealed cache fixes the length of its sequences.
+        is_open = config.active_teacher is not None and config.cache.fingerprint is None
+        length = config.data.sequence_length if is_open else None
+        looked_up += find_teacher_problems(teacher, folders.root, config.cuts_teacher, length)
+    looked_up += [
         *find_student_problems(config, folders.root),
         *find_text_problems(config, folders.root, folders.note),
         *find_cache_problems(config, folders.home),
@@ -146,18 +153,6 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
     if folders.opened and not found:
         found += find_first_problems(config, folders.root, folders.home, folders.note)
     return found
-
-
-def _check_teacher_files(config: JobConfig, root: Path) -> Iterator[Problem]:
-    runs = config.active_teacher is not None
-    # The tokenizer of a server's teacher is read also by a job that does not ask the server.
-    teacher = config.active_teacher or config.served_teacher
-    if teacher is None:
-        return
-    # A sealed cache fixes the length of its sequences.
-    is_open = runs and config.cache.fingerprint is None
-    length = config.data.sequence_length if is_open else None
-    yield from find_teacher_problems(teacher, root, config.cuts_teacher, length)
 
 
 def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
@@ -204,7 +199,18 @@ def _find_training_problems(
                 "Set it to auto, ddp, fsdp or pipeline, or resources.gpus to 1.",
             )
     elif train.strategy == "pipeline":
-        yield from _find_stage_problems(config, train, devices)
+        # Fewer micro-batches than stages, and what stages cannot do.
+        count = train.gradient_accumulation_steps
+        if count < devices:
+            yield Problem(
+                "/train/gradient_accumulation_steps",
+                f"train.strategy is pipeline, which needs a micro-batch for each of {devices} "
+                f"stages, but a step has {count}.",
+                f"Set it to {devices} or more, with a smaller train.batch_size.",
+            )
+        remedy = "Change it, or set train.strategy to ddp or fsdp."
+        for pointer, why in list_unstaged_fields(config, train):
+            yield Problem(pointer, f"train.strategy is pipeline, but {why}.", remedy)
     elif (sequences := train.batch_size * train.gradient_accumulation_steps) % devices:
         yield Problem(
             "/train/batch_size",
@@ -214,33 +220,14 @@ def _find_training_problems(
             f"Make the product a multiple of {devices}, or change resources.gpus.",
         )
     elif train.strategy == "fsdp":
-        yield from _find_sharding_problems(config, train)
-
-
-def _find_sharding_problems(config: JobConfig, train: TrainConfig) -> Iterator[Problem]:
-    """Refuse what cannot be done where each device holds a part of every parameter."""
-    remedy = "Change it, or set train.strategy to ddp."
-    for name, why in list_unsharded_fields(train):
-        yield Problem(f"/train/{name}", f"train.strategy is fsdp, but {why}.", remedy)
-    if needs_whole_gradients(config.loss):
-        mode = getattr(config.loss.temperature, "mode", "")
-        detail = f"train.strategy is fsdp, but {mode} needs gradients of whole weights."
-        yield Problem("/loss/temperature/mode", detail, remedy)
-
-
-def _find_stage_problems(config: JobConfig, train: TrainConfig, devices: int) -> Iterator[Problem]:
-    """Refuse fewer micro-batches than stages, and what stages cannot do."""
-    count = train.gradient_accumulation_steps
-    if count < devices:
-        yield Problem(
-            "/train/gradient_accumulation_steps",
-            f"train.strategy is pipeline, which needs a micro-batch for each of {devices} stages, "
-            f"but a step has {count}.",
-            f"Set it to {devices} or more, with a smaller train.batch_size.",
-        )
-    remedy = "Change it, or set train.strategy to ddp or fsdp."
-    for pointer, why in list_unstaged_fields(config, train):
-        yield Problem(pointer, f"train.strategy is pipeline, but {why}.", remedy)
+        # What cannot be done where each device holds a part of every parameter.
+        remedy = "Change it, or set train.strategy to ddp."
+        for name, why in list_unsharded_fields(train):
+            yield Problem(f"/train/{name}", f"train.strategy is fsdp, but {why}.", remedy)
+        if needs_whole_gradients(config.loss):
+            mode = getattr(config.loss.temperature, "mode", "")
+            detail = f"train.strategy is fsdp, but {mode} needs gradients of whole weights."
+            yield Problem("/loss/temperature/mode", detail, remedy)
 
 
 def _find_device_problems(config: JobConfig, device: torch.device | None) -> list[Problem]:

@@ -142,7 +142,12 @@ def _check_names(
         found = ModelFolder(locate_model(model, root))
         yield from _refuse("/teacher/gguf_file", partial(found.require_own_files, gguf_file))
         return
-    suggested = _suggest_gguf(pointer, ggufs)
+    suggested = f"Set teacher.gguf_file: {' or '.join(ggufs)}." if ggufs else ""
+    if ggufs and pointer == "/student/model":
+        suggested = (
+            "A student must be the folder of a Hugging Face model with safetensors: GGUF is for "
+            "teachers only."
+        )
     if "config.json" not in names:
         remedy = suggested or "Give the folder of a Hugging Face model."
         yield Problem(pointer, f"{model!r} holds no config.json.", remedy)
@@ -177,16 +182,6 @@ def ask_folder(
         is_readable = False
     if is_readable:
         yield from _refuse(pointer, partial(require, folder))
-
-
-def _suggest_gguf(pointer: str, names: list[str]) -> str:
-    """Return the remedy for a folder that holds only GGUF files; empty if it holds none."""
-    if names and pointer == "/student/model":
-        return (
-            "A student must be the folder of a Hugging Face model with safetensors: GGUF is for "
-            "teachers only."
-        )
-    return f"Set teacher.gguf_file: {' or '.join(names)}." if names else ""
 
 
 def _explain_root(root: Path) -> str:
@@ -234,22 +229,15 @@ def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
     known = yield from _read_identity(config, home, name, "extends")
     if known is None:
         return
-    for difference in _list_setting_differences(config, known):
-        detail = f"the cache {name} has another setting: {difference}."
-        remedy = "Set it as in that cache, or remove cache.extends to capture all of the text."
-        yield Problem("/cache/extends", detail, remedy)
-
-
-def _list_setting_differences(config: JobConfig, known: CacheIdentity) -> list[str]:
-    """List the settings of a job that differ from those of a cache which it could extend.
-
-    The codec's version depends on the teacher's precision too, which only loading shows.
-    """
+    # The codec's version depends on the teacher's precision too, which only loading shows.
     codec = replace(make_codec_identity(config.cache), version=known.codec.version)
     asked = config.data
     packing = known.data.packing if asked.packing == "auto" else asked.packing
     data = replace(known.data, sequence_length=asked.sequence_length, packing=packing)
-    return list_differences(replace(known, codec=codec, data=data), known)
+    for difference in list_differences(replace(known, codec=codec, data=data), known):
+        detail = f"the cache {name} has another setting: {difference}."
+        remedy = "Set it as in that cache, or remove cache.extends to capture all of the text."
+        yield Problem("/cache/extends", detail, remedy)
 
 
 # ---------------------------------------------------------------------- text

@@ -191,8 +191,11 @@ class Driver:
                 self._announce(trial, None)
                 self._report_progress()
             return
+        record = self._store.get(self.claim.id)
+        assert record is not None and record.cache is not None
+        assert record.cache.fingerprint is not None
         try:
-            job = make_trial_job(self._config, values, self._read_fingerprint(), trial.number)
+            job = make_trial_job(self._config, values, record.cache.fingerprint, trial.number)
         except ConfigError as error:
             self._end(trial, None, "failed", str(error))
             return
@@ -211,7 +214,12 @@ class Driver:
         if job is None:  # a client deleted it after the search had ended, before its retry
             self._end(trial, None, "failed", "Its job was deleted.")
             return
-        self._report_losses(trial, job_id)
+        after = self._read_up_to.get(trial.number, "0")
+        for event_id, kind, data in self._store.read_events(job_id, after):
+            self._read_up_to[trial.number] = event_id
+            if kind == "evaluation":
+                note_held_out_tokens(self._study, data.get("validation_tokens"))
+                report_loss(self._study, trial, data["step"], data.get("validation_loss"))
         if trial.user_attrs.get("stopped") or (not job.ended and should_prune(trial)):
             # A later driver must know why the job was cancelled.
             trial.set_user_attr("stopped", True)
@@ -228,14 +236,6 @@ class Driver:
             self._end(trial, job_id, OUTCOME_OF_STATUS[job.status], reason)
         elif job.status == "paused":
             self._paused.add(trial.number)
-
-    def _report_losses(self, trial: Trial, job_id: str) -> None:
-        after = self._read_up_to.get(trial.number, "0")
-        for event_id, kind, data in self._store.read_events(job_id, after):
-            self._read_up_to[trial.number] = event_id
-            if kind == "evaluation":
-                note_held_out_tokens(self._study, data.get("validation_tokens"))
-                report_loss(self._study, trial, data["step"], data.get("validation_loss"))
 
     def _end(self, trial: Trial, job_id: str | None, outcome: Outcome, reason: str = "") -> None:
         best = outcome == "complete" and keeps_best(self._config, trial.params)
@@ -290,10 +290,3 @@ class Driver:
             self._outbox.put({"type": "artifact", "data": {"name": name, "path": path}})
         self._flush()
         self._store.finish(self.claim, "succeeded")
-
-    def _read_fingerprint(self) -> str:
-        record = self._store.get(self.claim.id)
-        assert (
-            record is not None and record.cache is not None and record.cache.fingerprint is not None
-        )
-        return record.cache.fingerprint

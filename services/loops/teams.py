@@ -78,21 +78,16 @@ class TeamRules:
     def step(self) -> None:
         """Write the rules if they have changed."""
         settings = self._settings
-        half_life = settings.fair_share_half_life_seconds
-        history = settings.retain_events_days * DAY_SECONDS
-        quotas = self._collect_quotas()
-        if quotas is not None and self._store.write_policy(half_life, quotas, history):
-            log.info("the rules of fair share, quotas and events have changed")
-
-    def _collect_quotas(self) -> dict[str, Quota] | None:
-        """The quotas by team; None while the key file cannot be read: the old rules stay."""
-        default = Quota(self._settings.quota_device_seconds, self._settings.quota_bytes)
+        default = Quota(settings.quota_device_seconds, settings.quota_bytes)
         try:
             own = {} if self._keys is None else self._keys.list_quotas()
-        except KeysError as error:
+        except KeysError as error:  # the old rules stay
             log.warning("%s", error)
-            return None
-        return {EVERY_TEAM: default, **own}
+            return
+        half_life = settings.fair_share_half_life_seconds
+        history = settings.retain_events_days * DAY_SECONDS
+        if self._store.write_policy(half_life, {EVERY_TEAM: default, **own}, history):
+            log.info("the rules of fair share, quotas and events have changed")
 
     def measure(self) -> dict[str, TeamBytes]:
         """Bytes of each team: the caches of its jobs, the folders of its runs, and its files.

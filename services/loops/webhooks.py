@@ -227,33 +227,28 @@ def read_signer(file: Path | None) -> Signer:
             f"KD_WEBHOOK_SECRET_FILE {file} has mode {mode & 0o777:o}: others may use it.",
             f"chmod 600 {file}",
         )
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
-    secrets = tuple(
-        _parse_secret(file, number, line)
-        for number, line in lines
-        if line and not line.startswith("#")
-    )
+    secrets = list[bytes]()
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if not line or line.startswith("#"):
+            continue
+        try:
+            secret = base64.b64decode(line.removeprefix(PREFIX), validate=True)
+        except binascii.Error:
+            secret = b""
+        if not line.startswith(PREFIX) or len(secret) not in SECRET_BYTES:
+            sizes = f"{SECRET_BYTES[0]} to {SECRET_BYTES[-1]}"
+            raise _make_config_error(
+                f"{file}, line {number}: this is not a secret, which is whsec_ and {sizes} bytes.",
+                _MAKE_ONE,
+            )
+        secrets.append(secret)
     if not secrets:
         raise _make_config_error(f"KD_WEBHOOK_SECRET_FILE {file} holds no secret.", _MAKE_ONE)
-    return Signer(secrets)
-
-
-def _parse_secret(file: Path, number: int, line: str) -> bytes:
-    try:
-        secret = base64.b64decode(line.removeprefix(PREFIX), validate=True)
-    except binascii.Error:
-        secret = b""
-    if not line.startswith(PREFIX) or len(secret) not in SECRET_BYTES:
-        sizes = f"{SECRET_BYTES[0]} to {SECRET_BYTES[-1]}"
-        raise _make_config_error(
-            f"{file}, line {number}: this is not a secret, which is whsec_ and {sizes} bytes.",
-            _MAKE_ONE,
-        )
-    return secret
+    return Signer(tuple(secrets))
 
 
 def _make_config_error(detail: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem("", detail, remedy)])
+    return ConfigError.of_field("", detail, remedy)
 
 
 # ---------------------------------------------------------------------- sending

@@ -95,7 +95,17 @@ class AuditLog:
         with storage_errors(self.folder):
             make_folder(self.folder)
             with self._locked():
-                self._append(known)
+                path = self.folder / FILE
+                ids = (_read_last_id(self._number(place)) for place in range(self._most_files))
+                last = next(filter(None, ids), 0)
+                number = max(_to_microseconds(datetime.now(UTC)), last + 1)
+                moment = datetime.fromtimestamp(number / 1e6, UTC)
+                time = moment.isoformat(timespec="microseconds")
+                entry = {"id": number, "time": time, **known}
+                size = len(json.dumps(entry)) + 1
+                if path.exists() and path.stat().st_size + size > self._most_bytes:
+                    self._rotate()
+                append_line(path, entry)
 
     @contextmanager
     def _locked(self, shared: bool = False) -> Iterator[None]:
@@ -105,18 +115,6 @@ class AuditLog:
             yield
         finally:
             os.close(handle)
-
-    def _append(self, facts: dict[str, Any]) -> None:
-        path = self.folder / FILE
-        ids = (_read_last_id(self._number(place)) for place in range(self._most_files))
-        last = next(filter(None, ids), 0)
-        number = max(_to_microseconds(datetime.now(UTC)), last + 1)
-        moment = datetime.fromtimestamp(number / 1e6, UTC).isoformat(timespec="microseconds")
-        entry = {"id": number, "time": moment, **facts}
-        size = len(json.dumps(entry)) + 1
-        if path.exists() and path.stat().st_size + size > self._most_bytes:
-            self._rotate()
-        append_line(path, entry)
 
     def _number(self, number: int) -> Path:
         return self.folder / (f"{FILE}.{number}" if number else FILE)
@@ -176,18 +174,12 @@ class AuditLog:
 def _parse_lines(file: IO[bytes]) -> Iterator[dict[str, Any]]:
     """The whole entries of a file, oldest first. A line that a crash cut off is left out."""
     for line in file:
-        if (entry := _parse(line)) is not None:
+        try:
+            entry = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("id"), int):
             yield entry
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("id"), int) else None
 
 
 def _read_last_id(path: Path) -> int | None:
@@ -195,7 +187,7 @@ def _read_last_id(path: Path) -> int | None:
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            entries = [entry for line in file if (entry := _parse(line)) is not None]
+            entries = list(_parse_lines(file))
     except FileNotFoundError:
         return None
     return entries[-1]["id"] if entries else None

@@ -199,21 +199,6 @@ def make_backup(
     folder: Path, settings: Settings, client: Redis, pause_seconds: float = PAUSE_SECONDS
 ) -> Backup:
     """Write a backup to ``folder``. After an error there is no such folder."""
-    _require_new(folder, settings)
-    temporary = folder.with_name(TEMPORARY_PREFIX + folder.name)
-    with storage_errors(folder.parent):
-        make_folder(folder.parent)
-        remove_path(temporary)
-        temporary.mkdir(mode=0o700)
-        try:
-            made = _fill(temporary, settings, client, pause_seconds)
-            _publish(temporary, folder)
-        finally:
-            remove_path(temporary)
-    return made
-
-
-def _require_new(folder: Path, settings: Settings) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BackupError(
             f"{folder} exists and is not empty.", "Name a folder that does not exist yet."
@@ -230,6 +215,17 @@ def _require_new(folder: Path, settings: Settings) -> None:
     if free < needed:
         detail = f"{folder.parent}: a backup needs {needed} bytes, and {free} are free."
         raise StorageError(detail, "Free space there, or name a folder on another disk.")
+    temporary = folder.with_name(TEMPORARY_PREFIX + folder.name)
+    with storage_errors(folder.parent):
+        make_folder(folder.parent)
+        remove_path(temporary)
+        temporary.mkdir(mode=0o700)
+        try:
+            made = _fill(temporary, settings, client, pause_seconds)
+            _publish(temporary, folder)
+        finally:
+            remove_path(temporary)
+    return made
 
 
 def _fill(folder: Path, settings: Settings, client: Redis, pause_seconds: float) -> Backup:
@@ -441,7 +437,11 @@ def restore_backup(
     Files come before records, so that no record names a missing file. An interrupted restore must
     be repeated.
     """
-    _require_stopped(client)
+    if alive := JobStore(client).list_workers():
+        names = ", ".join(worker.id for worker in alive[:5])
+        raise BackupError(
+            f"Workers use this job store: {names}.", "Stop them and the API, then try again."
+        )
     if not force:
         _require_empty(settings, client)
     with storage_errors(settings.home):
@@ -456,14 +456,6 @@ def restore_backup(
     with (folder / STORE).open(encoding="ascii") as lines:
         write_store(client, (json.loads(line) for line in lines))
     return release_all_jobs(client)
-
-
-def _require_stopped(client: Redis) -> None:
-    if alive := JobStore(client).list_workers():
-        names = ", ".join(worker.id for worker in alive[:5])
-        raise BackupError(
-            f"Workers use this job store: {names}.", "Stop them and the API, then try again."
-        )
 
 
 def _require_empty(settings: Settings, client: Redis) -> None:

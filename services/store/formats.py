@@ -111,7 +111,14 @@ def rewrite(data: Data, formats: Sequence[Format] | None = None) -> list[FoundFo
 
     Raises ``UpgradeError`` while a worker or a run is alive.
     """
-    _require_stopped(data)
+    alive = [] if data.client is None else JobStore(data.client).list_workers()
+    busy = [worker.id for worker in alive]
+    busy += [run.name for run in (data.settings.home / "runs").glob("*") if is_held(run)]
+    if busy:
+        raise UpgradeError(
+            f"Workers or runs are alive: {', '.join(busy[:5])}.",
+            "Stop the service, wait for runs of `kd run`, and try again.",
+        )
     rewritten = []
     for each in FORMATS if formats is None else formats:
         for place in each.find(data):
@@ -133,17 +140,6 @@ def _rewrite_place(each: Format, place: Place) -> None:
                 f"The rewriter of {each.name} {before} left it at {number}.",
                 "This is a bug in Potstill. Continue with the earlier version, and report it.",
             )
-
-
-def _require_stopped(data: Data) -> None:
-    alive = [] if data.client is None else JobStore(data.client).list_workers()
-    busy = [worker.id for worker in alive]
-    busy += [run.name for run in (data.settings.home / "runs").glob("*") if is_held(run)]
-    if busy:
-        raise UpgradeError(
-            f"Workers or runs are alive: {', '.join(busy[:5])}.",
-            "Stop the service, wait for runs of `kd run`, and try again.",
-        )
 
 
 # ---------------------------------------------------------------------- where formats lie

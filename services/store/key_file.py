@@ -207,28 +207,23 @@ def create_key(
         raise KeysError(
             f"the scopes {', '.join(wanted) or '(none)'} are unknown.", f"Use {', '.join(SCOPES)}."
         )
-    team = _choose_team(path, name, team)
+    _require_team(team)
+    # A file with errors raises here, and gets no more lines.
+    teams = {key.team for key in read_keys(path) if key.name == name} if path.exists() else set()
+    if team is None:
+        team = next(iter(teams), None)
+    elif teams - {team}:
+        other = next(iter(teams - {team})) or name
+        raise KeysError(
+            f"the keys of {name} are of team {other}, and cannot be of team {team} too.",
+            f"Leave --team out, or revoke them first: kd keys revoke {name}.",
+        )
     text = PREFIX + secrets.token_urlsafe(32)
     end = None if lifetime is None else datetime.now(UTC).replace(microsecond=0) + lifetime
     key = ApiKey(name, hash_key(text), wanted, _format_now(), end, team)
     entry = asdict(key) | {"expires_at": end and end.isoformat()}
     _append(path, {name: value for name, value in entry.items() if value is not None})
     return text, key
-
-
-def _choose_team(path: Path, name: str, team: str | None) -> str | None:
-    """The team of a new key. A file with errors raises ``KeysError``, and gets no more lines."""
-    _require_team(team)
-    teams = {key.team for key in read_keys(path) if key.name == name} if path.exists() else set()
-    if team is None:
-        return next(iter(teams), None)
-    if teams - {team}:
-        other = next(iter(teams - {team})) or name
-        raise KeysError(
-            f"the keys of {name} are of team {other}, and cannot be of team {team} too.",
-            f"Leave --team out, or revoke them first: kd keys revoke {name}.",
-        )
-    return team
 
 
 def _require_team(team: str | None) -> None:
@@ -267,7 +262,13 @@ def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str | tuple[str
     try:
         entry = json.loads(line)
         if "format" in entry:
-            return _require_known_format(path, int(entry["format"]))
+            if int(entry["format"]) > FORMAT:
+                raise KeysError(
+                    f"{path} has key file format {int(entry['format'])}, but this version reads "
+                    f"{FORMAT}.",
+                    "Use the version that wrote it, or a newer one.",
+                )
+            return ""  # the digest of no key
         if "quota_of" in entry:
             return _require(entry["quota_of"], NAME), _parse_quota(entry)
         if "revoked" in entry:
@@ -288,16 +289,6 @@ def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str | tuple[str
         raise KeysError(
             f"{path}, line {number}: this is not a key ({type(error).__name__}: {error}).", remedy
         ) from None
-
-
-def _require_known_format(path: Path, found: int) -> str:
-    """Refuse a file of a newer version. The text is the digest of no key."""
-    if found > FORMAT:
-        raise KeysError(
-            f"{path} has key file format {found}, but this version reads {FORMAT}.",
-            "Use the version that wrote it, or a newer one.",
-        )
-    return ""
 
 
 def _parse_quota(entry: dict[str, Any]) -> Quota:

@@ -78,6 +78,11 @@ def read_run(folder: Path) -> FoundRun:
     # A stage that has been done is done again, and finds its work.
     stage, turn = turns[-1] if ended else turns[1] if summary and len(turns) > 1 else turns[0]
     names = [*ARTIFACTS, *sorted(path.name for path in folder.glob("*.png"))]
+    error = {
+        "type": "record_lost",
+        "detail": "The record of this job was lost before its run had ended, and was restored.",
+        "remedy": f"`kd jobs retry {folder.name}` continues the run from what its folder holds.",
+    }
     return FoundRun(
         id=folder.name,
         config=config,
@@ -85,16 +90,14 @@ def read_run(folder: Path) -> FoundRun:
         turn=turn,
         fingerprint=summary.get("fingerprint") or config.cache.fingerprint,
         artifacts={name: folder / name for name in names if (folder / name).exists()},
-        error=None if ended else _make_error(folder.name),
+        error=None if ended else error,
     )
 
 
 def has_ended(folder: Path, config: JobConfig) -> bool:
     """Return whether the run wrote the file that comes last."""
     last: dict[str, Any] | None = read_json(folder / config.own_kind.last_file)
-    if config.checks_cache:
-        return last is not None and not last["problems"]
-    return last is not None
+    return last is not None and not (config.checks_cache and last["problems"])
 
 
 def is_held(folder: Path) -> bool:
@@ -123,11 +126,3 @@ def _read_best_step(paths: list[Path]) -> str | None:
             progress = json.loads((path / "state.json").read_bytes())["progress"]
             return f"step-{int(progress['best_step']):08d}"
     return None
-
-
-def _make_error(job_id: str) -> dict[str, str]:
-    return {
-        "type": "record_lost",
-        "detail": "The record of this job was lost before its run had ended, and was restored.",
-        "remedy": f"`kd jobs retry {job_id}` continues the run from what its folder holds.",
-    }

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from kd.config.placement import JOB_ID_PATTERN
-from kd.preflight.limits import AllowedModel, Confinement, read_allow_list
+from kd.preflight.limits import Confinement, read_allow_list
 from services.settings import Settings
 from services.store.callers import LOCAL_CALLER, Caller
 from services.store.jobs.store import JobStore
@@ -27,6 +27,16 @@ def build_confinement(
     models = read_allow_list(settings.model_allow_list)
     secret = (settings.api_keys_file, settings.webhook_secret_file, settings.model_allow_list)
 
+    unlimited = settings.api_keys_file is None and not settings.data_roots
+    if unlimited:  # without keys, the caller is a user of this host
+        # The root itself too: it may lie in a hidden folder, as a wheel in .venv does.
+        roots = [Path(settings.root.anchor), settings.root]
+    else:
+        # The folders in the list of models may lie anywhere: the operator listed them.
+        named = (Path(model.name).expanduser() for model in models or ())
+        folders = (path.resolve() for path in named if path.is_absolute())
+        roots = [settings.root, *settings.data_roots, *folders]
+
     def may_read_run(name: str) -> bool:
         if caller.sees_all:
             return True
@@ -41,30 +51,14 @@ def build_confinement(
 
     return Confinement(
         home=settings.home,
-        roots=(*_list_roots(settings, models or ()), settings.files / (team or owner)),
+        roots=(*roots, settings.files / (team or owner)),
         denied=tuple(file for file in secret if file is not None),
         models=models,
         hosts=settings.remote_hosts,
         remote_code=settings.trust_remote_code,
-        free_datasets=_is_unlimited(settings),
+        free_datasets=unlimited,
         may_read_run=may_read_run,
         may_read_cache=may_read_cache,
         store=settings.store,
         stores=settings.data_stores,
     )
-
-
-def _list_roots(settings: Settings, models: tuple[AllowedModel, ...]) -> tuple[Path, ...]:
-    """The folders that jobs may read."""
-    if _is_unlimited(settings):
-        # The root itself too: it may lie in a hidden folder, as a wheel in .venv does.
-        return (Path(settings.root.anchor), settings.root)
-    # The folders in the list of models may lie anywhere: the operator listed them.
-    named = (Path(model.name).expanduser() for model in models)
-    folders = (path.resolve() for path in named if path.is_absolute())
-    return (settings.root, *settings.data_roots, *folders)
-
-
-def _is_unlimited(settings: Settings) -> bool:
-    """Return whether every file may be read: without keys, the caller is a user of this host."""
-    return settings.api_keys_file is None and not settings.data_roots

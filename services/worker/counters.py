@@ -25,29 +25,25 @@ class RunCounters:
 
     def note(self, event: dict[str, Any]) -> None:
         """Count an event of the run."""
+        data = event["data"]
         with self._lock:
             match event["type"]:
                 case "progress":
-                    self._count_tokens(event["data"])
+                    # The tokens since the last event; those that only a teacher read do not count.
+                    tokens = data.get("tokens") or 0
+                    if data.get("unit") == "steps" and tokens > self._tokens:
+                        self._counts["kd_train_tokens_total", ()] += tokens - self._tokens
+                    self._tokens = tokens
                 case "shard":
-                    self._count_write(event["data"]["bytes"], event["data"]["seconds"])
-                case "error" if event["data"]["type"] == "cache_corrupt":
+                    self._counts["kd_cache_written_bytes_total", ()] += data["bytes"]
+                    name, seconds = "kd_cache_chunk_write_seconds", data["seconds"]
+                    self._counts[f"{name}_sum", ()] += seconds
+                    self._counts[f"{name}_count", ()] += 1
+                    bounds = [each for each in WRITE_SECONDS_BUCKETS if seconds <= each]
+                    for bound in (*bounds, "+Inf"):
+                        self._counts[f"{name}_bucket", (("le", f"{bound}"),)] += 1
+                case "error" if data["type"] == "cache_corrupt":
                     self._counts["kd_cache_verify_failures_total", ()] += 1
-
-    def _count_tokens(self, data: dict[str, Any]) -> None:
-        """Count the tokens since the last event. Tokens that only a teacher read do not count."""
-        tokens = data.get("tokens") or 0
-        if data.get("unit") == "steps" and tokens > self._tokens:
-            self._counts["kd_train_tokens_total", ()] += tokens - self._tokens
-        self._tokens = tokens
-
-    def _count_write(self, size: int, seconds: float) -> None:
-        self._counts["kd_cache_written_bytes_total", ()] += size
-        name = "kd_cache_chunk_write_seconds"
-        self._counts[f"{name}_sum", ()] += seconds
-        self._counts[f"{name}_count", ()] += 1
-        for bound in (*(each for each in WRITE_SECONDS_BUCKETS if seconds <= each), "+Inf"):
-            self._counts[f"{name}_bucket", (("le", f"{bound}"),)] += 1
 
     def flush(self, store: JobStore) -> None:
         """Add the counts to Redis. Raises ``RedisError``; the next call adds the rest then."""

@@ -268,24 +268,16 @@ def _find(name: str, gpus: list[Gpu]) -> Gpu | None:
 
 def _lock(gpus: list[Gpu], home: Path) -> WorkerDevice | None:
     """Lock all of the GPUs or none of them."""
-    locks = [_lock_gpu(gpu, home) for gpu in gpus]
-    held = tuple(lock for lock in locks if lock is not None)
-    device = WorkerDevice(tuple(gpus), _locks=held)
-    if len(held) == len(gpus):
-        return device
-    device.give_back()
-    return None
-
-
-def _lock_gpu(gpu: Gpu, home: Path) -> IO[str] | None:
     folder = home / "devices"
     with storage_errors(folder):
         make_folder(folder)
-        file = (folder / f"{gpu.uuid.replace('/', '_')}.lock").open("w")
-    if not try_lock(file):
-        file.close()
-        return None
-    return file
+        names = [gpu.uuid.replace("/", "_") for gpu in gpus]
+        locks = tuple((folder / f"{name}.lock").open("w") for name in names)
+    device = WorkerDevice(tuple(gpus), _locks=locks)
+    if all(map(try_lock, locks)):
+        return device
+    device.give_back()
+    return None
 
 
 def find_cpu_name() -> str:

@@ -13,13 +13,13 @@ import threading
 from redis.exceptions import RedisError
 
 from cache.errors import PotstillError
-from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE
 from kd.errors import OtherCapture
 from kd.files import HELPERS
 from kd.python.version import read_version
 from services.settings import Settings
+from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import HelpOrder, RangeTable
 from services.worker.devices import WorkerDevice
@@ -27,7 +27,7 @@ from services.worker.failures import Failure, describe_error
 from services.worker.memory_limit import choose_limit_bytes
 from services.worker.range_server import RangeServer, describe_place
 from services.worker.stage_child import EXIT_PASSING
-from services.worker.stage_process import Child, StageJob, start_child
+from services.worker.stage_process import start_child
 from services.worker.supervisor import Instruction, describe_end, has_stopped, supervise
 
 #: The work of the child, as errors name it.
@@ -72,12 +72,29 @@ class CaptureHelp:
 
     def _supervise(self, server: RangeServer) -> str:
         """Run the child; return the warning that the job gets, or nothing."""
+        order = self._order
         try:
+            own, theirs = read_version(), order.shared["version"]
             # First, because a job of another version may not be readable here.
-            self._require_same_version()
-            config = parse_config(self._order.config)
-            self._require_same_place(config)
-            child = self._start(server)
+            if own != theirs:
+                raise OtherCapture(
+                    f"It runs Potstill {own}, and the worker that leads the capture {theirs}.",
+                    "Install the same version on all workers.",
+                )
+            config = parse_config(order.config)
+            own, theirs = describe_place(self._settings, config)["place"], order.shared["place"]
+            if own != theirs:
+                raise OtherCapture(
+                    f"Its caches are in {own}, and the caches of the worker that leads the capture "
+                    f"are in {theirs}.",
+                    "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
+                )
+            # Of the job's claim, which another worker has, the child needs only these.
+            job_id, given = order.member.id, order.config
+            job = Claim(job_id, 0, order.attempt, given, order.owner, stage=CAPTURE.name)
+            child = start_child(
+                self._store, self._settings, self._device, job, self._run_dir, server, order.shared
+            )
         except (PotstillError, OSError) as error:
             return self._describe_failure(describe_error(error))
         limit = choose_limit_bytes(config.resources, self._device)
@@ -91,31 +108,6 @@ class CaptureHelp:
             return ""
         return self._describe_failure(
             describe_end(child, WHERE, self._settings, limit, self._run_dir)
-        )
-
-    def _require_same_version(self) -> None:
-        own, theirs = read_version(), self._order.shared["version"]
-        if own != theirs:
-            raise OtherCapture(
-                f"It runs Potstill {own}, and the worker that leads the capture {theirs}.",
-                "Install the same version on all workers.",
-            )
-
-    def _require_same_place(self, config: JobConfig) -> None:
-        own = describe_place(self._settings, config)
-        theirs = self._order.shared
-        if own["place"] != theirs["place"]:
-            raise OtherCapture(
-                f"Its caches are in {own['place']}, and the caches of the worker that leads the "
-                f"capture are in {theirs['place']}.",
-                "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
-            )
-
-    def _start(self, server: RangeServer) -> Child:
-        order = self._order
-        job = StageJob(order.member.id, CAPTURE.name, order.owner, order.config, helps=True)
-        return start_child(
-            self._store, self._settings, self._device, job, self._run_dir, server, order.shared
         )
 
     def _describe_failure(self, failure: Failure) -> str:

@@ -95,7 +95,12 @@ def make_group(pid: int, limit_bytes: int) -> Path | None:
                 left.rmdir()
         group = own / f"{GROUP_PREFIX}{pid}"
         try:
-            _delegate_memory(own)
+            # Groups below may limit memory then; version 1 needs no such permission. The kernel
+            # refuses it (EBUSY) for a group of version 2 that contains processes, unless it is the
+            # root of the hierarchy.
+            control = own / "cgroup.subtree_control"
+            if control.exists() and "memory" not in control.read_text().split():
+                control.write_text("+memory")
             group.mkdir()
         except OSError:
             continue
@@ -107,17 +112,6 @@ def make_group(pid: int, limit_bytes: int) -> Path | None:
             continue
         return group
     return None
-
-
-def _delegate_memory(own: Path) -> None:
-    """Let groups below ``own`` limit memory; version 1 needs no such permission.
-
-    The kernel refuses it (EBUSY) for a group of version 2 that contains processes, unless it is the
-    root of the hierarchy.
-    """
-    control = own / "cgroup.subtree_control"
-    if control.exists() and "memory" not in control.read_text().split():
-        control.write_text("+memory")
 
 
 def _write_limits(group: Path, limit_bytes: int) -> None:

@@ -82,7 +82,16 @@ def main(run_stage: StageRunner | None = None) -> int:
     # The log is a file. Where its disk is full, a line is lost, but not the run or its error.
     sys.stdout = UnfailingStream(1)
     sys.stderr = UnfailingStream(2)
-    order = json.loads(_read_line())
+    # The order is the first line. Heartbeats that follow it may be lost here.
+    read = b""
+    while b"\n" not in read:
+        part = os.read(0, 65536)
+        if not part:
+            raise SystemExit(
+                "services.worker.stage_child expects an order on stdin: only a worker starts it."
+            )
+        read += part
+    order = json.loads(read.partition(b"\n")[0])
     die_with_stdin(order["patience"])
     # After the guard was started: the guard must outlive this process.
     offer_to_oom_killer()
@@ -152,19 +161,6 @@ def open_range_client(listen: Callable[[Event], None], order: dict[str, Any]) ->
     shared = order.get("shared")
     known = None if shared is None else SharedCapture(shared["fingerprint"], shared["knots"])
     return RangeClient(listen, order["answers"], known)
-
-
-def _read_line() -> bytes:
-    """Read the first line. Heartbeats that follow it may be lost here."""
-    read = b""
-    while b"\n" not in read:
-        part = os.read(0, 65536)
-        if not part:
-            raise SystemExit(
-                "services.worker.stage_child expects an order on stdin: only a worker starts it."
-            )
-        read += part
-    return read.partition(b"\n")[0]
 
 
 if __name__ == "__main__":

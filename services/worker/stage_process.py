@@ -27,7 +27,7 @@ from services.process.lasting_loops import start_loop
 from services.process.logs import find_secrets, redact
 from services.process.telemetry import build_trace_environment
 from services.settings import Settings
-from services.store.jobs.leases import EventBatch
+from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.store import JobStore
 from services.store.tenancy import build_confinement
 from services.worker.counters import RunCounters
@@ -256,35 +256,24 @@ class Order:
     turn: int = 0
 
 
-@dataclass(frozen=True)
-class StageJob:
-    """What a child must know of a job; ``helps``: another worker holds the job.
-
-    ``turn`` is that of the stage (``kd.config.kinds``).
-    """
-
-    id: str
-    stage: str
-    owner: str
-    config: dict[str, Any]
-    turn: int = 0
-    helps: bool = False
-
-
 def start_child(
     store: JobStore,
     settings: Settings,
     device: WorkerDevice,
-    job: StageJob,
+    job: Claim,
     folder: Path,
     server: RangeServer | None = None,
     shared: dict[str, Any] | None = None,
 ) -> Child:
     """Start the process that runs a stage in ``folder``, where log.txt is its log.
 
-    ``server`` answers a child that captures with others, as ``shared`` says if it helps.
+    ``server`` answers a child that captures with others, as ``shared`` says if it helps with a job
+    that another worker holds.
     """
+    # Only the worker that holds a job has its files in the bucket.
+    stored_job = job.id if shared is None else None
     order, environment = _prepare(store, settings, device, job, folder)
+    environment |= build_store_environment(settings, stored_job)
     folder.mkdir(parents=True, exist_ok=True)
     answers = () if server is None else (server.open_pipe(),)
     order = replace(order, answers=answers[0] if answers else None, shared=shared)
@@ -326,14 +315,13 @@ def build_child_environment() -> dict[str, str]:
 
 
 def _prepare(
-    store: JobStore, settings: Settings, device: WorkerDevice, job: StageJob, folder: Path
+    store: JobStore, settings: Settings, device: WorkerDevice, job: Claim, folder: Path
 ) -> tuple[Order, dict[str, str]]:
     """Return the order for a child, and the variables that its environment needs."""
     config = parse_config(job.config)
     environment = (
         device.build_environment(config.resources.gpus)
         | build_trace_environment(settings.otlp_endpoint)
-        | build_store_environment(settings, None if job.helps else job.id)
         | find_teacher_key(config)
     )
     team = store.find_teams([job.id]).get(job.id)

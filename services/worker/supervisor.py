@@ -44,7 +44,7 @@ from services.worker.heartbeat import Heartbeat
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
 from services.worker.range_server import RangeServer, count_workers, describe_place
 from services.worker.stage_child import EXIT_HELD, EXIT_PASSING, EXIT_STOPPED
-from services.worker.stage_process import Child, StageJob, start_child
+from services.worker.stage_process import Child, start_child
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
@@ -98,7 +98,10 @@ class Attempt:
         try:
             config = parse_config(self._claim.config)
             server = self._make_range_server(config)
-            child = self._start(server)
+            with storage_errors(self._run_dir):
+                child = self._child = start_child(
+                    self._store, self._settings, self._device, self._claim, self._run_dir, server
+                )
         except (PotstillError, OSError, RedisError) as error:
             return self._record_failed_start(error)
         limit = choose_limit_bytes(config.resources, self._device)
@@ -136,16 +139,6 @@ class Attempt:
 
         return RangeServer(table, lease, open_table=open_table, report=report)
 
-    def _start(self, server: RangeServer | None) -> Child:
-        claim = self._claim
-        job = StageJob(claim.id, claim.stage, claim.owner, claim.config, claim.turn)
-        folder = self._run_dir
-        with storage_errors(folder):
-            self._child = start_child(
-                self._store, self._settings, self._device, job, folder, server
-            )
-        return self._child
-
     def _record_failed_start(self, error: Exception) -> AttemptResult:
         """Record that no child started. If Redis is away, the job goes back to the queue.
 
@@ -172,8 +165,7 @@ class Attempt:
         return "stop" if stops else "go"
 
     def _conclude(self, child: Child, limit: int, kills: OomKills) -> str:
-        store = self._store
-        claim = self._claim
+        store, claim = self._store, self._claim
         code = child.process.returncode
         if code == 0 and child.result is not None:
             following = KINDS[claim.config["kind"]].find_next(claim.stage, claim.turn)

@@ -73,22 +73,18 @@ def require_schedule_arguments(name: Scheduler, given: Mapping[str, ScheduleArgu
     if needed and len(given.keys() & needed) != 1:
         raise ValueError(f"lr_scheduler_kwargs of {name} must hold {' or '.join(sorted(needed))}")
     for key, value in given.items():
-        _require_argument(key, value)
-
-
-def _require_argument(key: str, value: ScheduleArgument) -> None:
-    place = f"train.lr_scheduler_kwargs.{key}"
-    if (key == "milestones") != isinstance(value, tuple):
-        wanted = "a list of steps, such as [1000, 2000]" if key == "milestones" else "a number"
-        raise ValueError(f"{place} must be {wanted}, but got {value}")
-    values = value if isinstance(value, tuple) else (value,)
-    if key in _COUNTS and any(each != int(each) for each in values):
-        raise ValueError(f"{place} must be whole numbers, but got {value}")
-    least, most = _BOUNDS.get(key, (-math.inf, math.inf))
-    if any(not least <= each <= most for each in values):
-        raise ValueError(f"{place} must be from {least:g} to {most:g}, but got {value}")
-    if key == "factor" and value == 1:
-        raise ValueError(f"{place} must be less than 1, but got 1: the rate would never fall")
-    rising = all(one < other for one, other in pairwise((0, *values)))
-    if key == "milestones" and not (values and rising):
-        raise ValueError(f"{place} must be steps from 1 on that rise, but got {list(values)}")
+        place = f"train.lr_scheduler_kwargs.{key}"
+        if (key == "milestones") != isinstance(value, tuple):
+            wanted = "a list of steps, such as [1000, 2000]" if key == "milestones" else "a number"
+            raise ValueError(f"{place} must be {wanted}, but got {value}")
+        values = value if isinstance(value, tuple) else (value,)
+        if key in _COUNTS and any(each != int(each) for each in values):
+            raise ValueError(f"{place} must be whole numbers, but got {value}")
+        least, most = _BOUNDS.get(key, (-math.inf, math.inf))
+        if any(not least <= each <= most for each in values):
+            raise ValueError(f"{place} must be from {least:g} to {most:g}, but got {value}")
+        if key == "factor" and value == 1:
+            raise ValueError(f"{place} must be less than 1, but got 1: the rate would never fall")
+        rising = all(one < other for one, other in pairwise((0, *values)))
+        if key == "milestones" and not (values and rising):
+            raise ValueError(f"{place} must be steps from 1 on that rise, but got {list(values)}")

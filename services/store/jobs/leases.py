@@ -65,12 +65,6 @@ class EventBatch:
     number: int
     events: tuple[dict[str, Any], ...]
 
-    def merge_fields(self) -> dict[str, str]:
-        """The fields of the record that the events set. A later event overrides an earlier one."""
-        return {
-            name: value for event in self.events for name, value in extract_fields(event).items()
-        }
-
 
 class Leases(ScriptedStore):
     """Claims jobs for a worker, renews its leases, and ends them."""
@@ -110,7 +104,10 @@ class Leases(ScriptedStore):
 
     def beat(self, claim: Claim, lease_seconds: float, batch: EventBatch) -> BeatReply:
         """Renew the lease and deliver events. The reply says whether to go on."""
-        fields = batch.merge_fields()
+        # The fields of the record that the events set: a later event overrides an earlier one.
+        fields = {
+            name: value for event in batch.events for name, value in extract_fields(event).items()
+        }
         events = [
             text
             for event in batch.events

@@ -150,9 +150,7 @@ class JobListing(Workers):
             job = estimate_cost(self._place_artifacts(job), record, workers, means)
             if position is None:
                 yield job
-            elif held:
-                yield job.model_copy(update={"reason": held})
-            elif reason := explain_missing_worker(job, workers):
+            elif reason := held or explain_missing_worker(job, workers):
                 yield job.model_copy(update={"reason": reason})
             else:
                 # By the mean so far; unknown if no job has succeeded yet, or if there is no worker.

@@ -128,6 +128,10 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
         section, dot, inner = RENAMED.get(name, name).partition(".")
         if dot:
             nested.setdefault(section, {})[inner] = json.loads(value)
+    cost = None  # no device had a price
+    if "cost" in record:
+        is_final = record.get("status") in TERMINAL_STATUSES
+        cost = Cost(amount=float(record["cost"]), final=is_final)
     return JobRecord.model_validate(
         {
             **{name: value for name, value in record.items() if "." not in name},
@@ -142,19 +146,12 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
             "resources": {name: record[name] for name in ("gpus", "memory") if name in record},
             "team": record.get("team") or record.get("owner") or "local",
             "device_seconds": int(record.get("device_ms", 0)) / 1000,
-            "cost": _read_cost(record),
+            "cost": cost,
             "request_id": record.get("request_id") or None,
             "links": build_links(record["id"]),
             **more,
         }
     )
-
-
-def _read_cost(record: Mapping[str, str]) -> Cost | None:
-    """The cost so far; None if no device had a price."""
-    if "cost" not in record:
-        return None
-    return Cost(amount=float(record["cost"]), final=record.get("status") in TERMINAL_STATUSES)
 
 
 def read_job(record: Mapping[str, str], **more: Any) -> JobRecord:
@@ -169,16 +166,12 @@ def read_job(record: Mapping[str, str], **more: Any) -> JobRecord:
             for problem in find_unusable_text(job.model_dump()):  # it could not be sent to a client
                 raise ValueError(f"{problem.pointer} {problem.detail}")
     except (ValueError, TypeError, LookupError) as error:
-        return _describe_unreadable(record, error, more)
-    return job
-
-
-def _describe_unreadable(
-    record: Mapping[str, str], error: Exception, more: Mapping[str, Any]
-) -> JobRecord:
+        failure = error
+    else:
+        return job
     job_id = record["id"]
     version = record.get("version", "")
-    reason = ascii(" ".join(str(error).split()))[:300]
+    reason = ascii(" ".join(str(failure).split()))[:300]
     return JobRecord(
         id=job_id,
         kind=_choose(record.get("kind"), tuple(KINDS), "distill"),
@@ -191,7 +184,7 @@ def _describe_unreadable(
         metrics=Metrics(),
         error=JobError(
             type="unreadable_record",
-            detail=f"The record of this job cannot be read: {type(error).__name__}: {reason}",
+            detail=f"The record of this job cannot be read: {type(failure).__name__}: {reason}",
             remedy="Cancel it if it runs, and delete it: DELETE /jobs/{id} or `kd jobs rm`.",
         ),
         attempt=0,

@@ -422,29 +422,26 @@ def find_items(scene: Scene) -> list[Item]:
     found: dict[tuple[str, str, Path], Item] = {}
     for item in (item for find in finders for item in find(scene)):
         since = _find_last_change(item.path, scene) if item.since is None else item.since
-        if item.key not in found and (item.due or scene.is_old(item.rule, since)):
-            found[item.key] = _complete(item, scene, scene.now - since)
+        if item.key in found or not (item.due or scene.is_old(item.rule, since)):
+            continue
+        # An ended job may be retried, and cannot make again what users gave.
+        holder = scene.in_use.find_holder(item.name, ended=item.kind in ("files", "imports"))
+        if item.garbage is not None and item.path != item.garbage.folder:
+            # A student needs its cache, and not what was left in it or beside it.
+            holder = scene.in_use.open.get(item.name)
+        age = scene.now - since
+        found[item.key] = replace(
+            item,
+            age_seconds=age,
+            reason=item.reason.replace("{age}", f"{age / DAY_SECONDS:.3g} days"),
+            bytes=item.bytes or disk.measure_path(item.path),
+            kept_by=None if scene.force else holder,
+        )
     whole = {item.name for item in found.values() if item.kind == "runs" and not item.kept_by}
     parts = ("checkpoints", "events", "logs")  # of a run, which go with it
     return sorted(
         (item for item in found.values() if item.kind not in parts or item.name not in whole),
         key=lambda item: KINDS.index(item.kind),
-    )
-
-
-def _complete(item: Item, scene: Scene, age: float) -> Item:
-    """Add the age and the size of an item, and who needs it."""
-    # An ended job may be retried, and cannot make again what users gave.
-    holder = scene.in_use.find_holder(item.name, ended=item.kind in ("files", "imports"))
-    if item.garbage is not None and item.path != item.garbage.folder:
-        # A student needs its cache, and not what was left in it or beside it.
-        holder = scene.in_use.open.get(item.name)
-    return replace(
-        item,
-        age_seconds=age,
-        reason=item.reason.replace("{age}", f"{age / DAY_SECONDS:.3g} days"),
-        bytes=item.bytes or disk.measure_path(item.path),
-        kept_by=None if scene.force else holder,
     )
 
 
