@@ -61,8 +61,7 @@ def watching_units(student: PreTrainedModel) -> Iterator[UnitWatch]:
     for number, layer in enumerate(find_decoder_layers(student)):
         projection = _find_projection(layer, width)
         if projection is not None:
-            look = partial(watch.observe, number)
-            handles.append(projection.register_forward_pre_hook(look))
+            handles.append(projection.register_forward_pre_hook(partial(watch.observe, number)))
     with removing(handles):
         yield watch
 

@@ -81,6 +81,5 @@ def _make_target_mixture(targets: Targets, objective: Objective, vocabulary: int
         if chunk.vocabulary is not None:  # rows without a token get no part of it
             outside_NV[:, chunk.vocabulary :] = 0.0
         p_NV += chunk.rest_N[:, None] * outside_NV / outside_NV.sum(1, keepdim=True)
-    log_NV = p_NV.clamp_(min=_LEAST_PROBABILITY).log()
-    p_NV = torch.softmax(log_NV * float(targets.temperature), 1)
+    p_NV = torch.softmax(p_NV.clamp_(min=_LEAST_PROBABILITY).log() * float(targets.temperature), 1)
     return torch.lerp(p_NV, label_NV, objective.alpha).clamp_(min=_LEAST_PROBABILITY)

@@ -125,8 +125,7 @@ def evaluate_in_depth(
         run.monitor.emit("stage", stage="train", phase="running lm-eval")
         batch = _choose_batch_size(config)
         found["tasks"] = run_tasks(student, run.tokenizer, config.evaluation.tasks, batch)
-    metrics = read_metrics(run.training / "metrics.jsonl")
-    plots = draw_plots(run.folder, found["models"], metrics)
+    plots = draw_plots(run.folder, found["models"], read_metrics(run.training / "metrics.jsonl"))
     return {"evaluation": found, "plots": plots}
 
 
@@ -185,8 +184,7 @@ def _load_teacher_if_possible(
         return None, None
     if not config.captures:
         return None, f"a job of kind {config.kind} loads no teacher (`kd eval` compares the two)"
-    limit = config.resources.memory
-    if (reason := find_reason_without(teacher, pick_device(), limit)) is not None:
+    if (reason := find_reason_without(teacher, pick_device(), config.resources.memory)) is not None:
         return None, reason
     try:
         return _load_teacher(teacher, config.data, run), None
@@ -274,6 +272,5 @@ def _load_teacher(
     # Probabilities compare only where equal ids mean equal text.
     size = min(map(get_vocabulary_size, (own, run.tokenizer)))
     known = KnownTokenizer.of(own, size, f"that of {section.model}")
-    texts = sample_texts(data)
-    require_same_tokenizer(run.tokenizer, known, texts=texts, note=run.monitor.note)
+    require_same_tokenizer(run.tokenizer, known, texts=sample_texts(data), note=run.monitor.note)
     return load_teacher(teacher, pick_device())

@@ -172,8 +172,7 @@ def _describe_start(config: JobConfig) -> str:
     sizes = {"hidden_size": cut.hidden_size, "intermediate_size": cut.intermediate_size}
     narrowed = "".join(f", {name} cut to {size:,}" for name, size in sizes.items() if size)
     teacher = config.teacher_files
-    revision = None if teacher is None else teacher.revision
-    known = ModelFolder.find(start, Path(), revision)
+    known = ModelFolder.find(start, Path(), None if teacher is None else teacher.revision)
     count = None if known is None else known.config.get("num_hidden_layers")
     if not isinstance(count, int):
         return f"{cut.layers} layers of `{start}` ({cut.pick}){narrowed}"

@@ -84,7 +84,7 @@ def format_closing_sections(report: Facts) -> list[str]:
         *_format_tasks(found.get("tasks") or {}),
         *_format_costs(found),
         *_format_samples(found.get("samples") or {}),
-        *_format_plots(report.get("plots") or ()),
+        *(row for name in report.get("plots") or () for row in ("", f"![{TITLES[name]}]({name})")),
         *_format_profile(report.get("profile") or {}),
     ]
 
@@ -207,8 +207,7 @@ def _format_samples(samples: Mapping[str, Sequence[Mapping[str, str]]]) -> list[
 
 def _fence(text: str) -> list[str]:
     """A text verbatim, as a block of code that no mark in the text ends."""
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = "`" * max(3, max(map(len, re.findall("`+", text)), default=0) + 1)
     return [f"{fence}text", *show_white_space(text).split("\n"), fence]
 
 
@@ -230,10 +229,6 @@ def show_white_space(text: str) -> str:
         return " ".join(f"{sign}×{count}" for sign, count in marks if count)
 
     return re.sub(r"\s+", mark, text)
-
-
-def _format_plots(names: Sequence[str]) -> list[str]:
-    return [line for name in names for line in ("", f"![{TITLES[name]}]({name})")]
 
 
 def _format_row(cells: Sequence[str]) -> str:

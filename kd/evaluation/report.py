@@ -56,13 +56,15 @@ def make_report(
     requests. It holds no NaN.
     """
     pace = round(progress.tokens / progress.seconds, 1) if progress.seconds else None
+    # This moves the student to the device.
+    after = compare_with_records(saved, config, source, vocabulary)
     report = {
         "name": config.name,
         "kind": config.kind,
         "teacher": _choose_teacher_name(config, source),
         **config.loss.model_dump(mode="json", include={"alpha", "temperature", "divergence"}),
         **_measure_teacher(source, config.require_train().batch_size),
-        **_measure_student(config, source, saved, progress, vocabulary),
+        **_describe_student(config, progress.first_evaluation or {}, after),
         "steps": progress.step,
         "kept_step": find_best_step(progress, config.require_train()) or progress.step,
         "tokens": progress.tokens,
@@ -118,19 +120,8 @@ def compute_kept_quality(report: Report) -> float | None:
     return float((ngrams["unigram_loss"] - student) / (ngrams["unigram_loss"] - teacher))
 
 
-def _measure_student(
-    config: JobConfig,
-    source: Source,
-    saved: PreTrainedModel,
-    progress: TrainingProgress,
-    vocabulary: int,
-) -> Report:
-    """The student's scores on the held-out text, before and after training.
-
-    It moves the student to the device.
-    """
-    after = compare_with_records(saved, config, source, vocabulary)
-    before = progress.first_evaluation or {}
+def _describe_student(config: JobConfig, before: Report, after: Report) -> Report:
+    """The student's scores on the held-out text, from the evaluations before and after training."""
     return {
         "student_perplexity_before": before.get("validation_perplexity"),
         "student_perplexity": after.get("validation_perplexity"),

@@ -90,8 +90,7 @@ def count_disk_bytes(folder: Path, gguf_file: str | None = None) -> int | None:
 
 def count_stored_parameters(folder: Path) -> int:
     """Count the numbers in the safetensors files of ``folder``, of the language model alone."""
-    shapes = ModelFolder(folder).read_text_shapes().values()
-    return sum(int(np.prod(shape)) for shape in shapes)
+    return sum(int(np.prod(shape)) for shape in ModelFolder(folder).read_text_shapes().values())
 
 
 # ---------------------------------------------------------------------- measured

@@ -37,8 +37,7 @@ _FENCE = "```"
 
 def explain_words(lines: Iterable[str]) -> list[str]:
     """Return a section on the words that stand in ``lines`` of Markdown, but for its samples."""
-    parts = "\n".join(lines).split(_FENCE)
-    told = " ".join(parts[::2])
+    told = " ".join("\n".join(lines).split(_FENCE)[::2])
     found = {word: said for word, said in WORDS.items() if re.search(rf"\b{word}\b", told)}
     meanings = [f"- **{row}**: {sentence.rstrip('.')}." for row, sentence in found.values()]
     return ["", "## Words", "", *meanings] if meanings else []

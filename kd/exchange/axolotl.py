@@ -81,10 +81,9 @@ def _read_items(cells: dict[str, Any]) -> list[Pairs]:
 
 
 def _drop_masked(ids: Any, logprobs: Any, mask: Any) -> Pairs:
-    flags = [1] * len(ids) if mask is None else mask
     kept = [
         (require_token_id(t), float(lp))
-        for t, lp, flag in zip(ids, logprobs, flags, strict=True)
+        for t, lp, flag in zip(ids, logprobs, [1] * len(ids) if mask is None else mask, strict=True)
         if flag and lp != -np.inf
     ]
     return [t for t, _ in kept], [lp for _, lp in kept]

@@ -316,8 +316,7 @@ def _read_row(batch: Any, index: int, where: str, compression: Compression) -> R
         wanted &= documents[:count] > 0
     if (labels := read_flat_column(batch, "labels", index, where)) is not None:
         wanted &= np.concatenate([labels[1:], labels[:1]])[:count] >= 0
-    gold = np.full(count, np.nan)
-    row = Row(where, tokens, start, np.arange(count), ids, logprobs, gold)
+    row = Row(where, tokens, start, np.arange(count), ids, logprobs, np.full(count, np.nan))
     row = replace(row, rounding=compression.rounding, fitted=compression.fitted)
     return row.keep(wanted)
 

@@ -106,8 +106,7 @@ def read_entries(
         if sampled:
             yield sequences, whole, _take_sampled(targets, records)
         else:
-            taken = _take_most_probable(targets, records, k, codec.vocabulary_size)
-            yield sequences, whole, taken
+            yield sequences, whole, _take_most_probable(targets, records, k, codec.vocabulary_size)
 
 
 def choose_entry_count(store: Cache, k: int | None) -> int:
@@ -175,8 +174,7 @@ def _take_sampled(targets: Targets, records: Records) -> EntryTable:
     # Sampled entries stand for the whole tail, so nothing is outside them.
     none = np.full(len(exact), -np.inf)
     counts, ids = np.diff(target.offsets_N1.numpy()), target.ids_E.numpy()
-    rest = _read_gold_and_entropy(records)
-    return EntryTable(counts, ids, logprobs, weights, exact, none, *rest)
+    return EntryTable(counts, ids, logprobs, weights, exact, none, *_read_gold_and_entropy(records))
 
 
 def _read_gold_and_entropy(records: Records) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -186,7 +184,7 @@ def _read_gold_and_entropy(records: Records) -> tuple[NDArray[np.float64], NDArr
     """
     known = records["known"][:, 0]
     entropy = records["entropy"]
-    gold = np.where(known == UNKNOWN, np.nan, known.astype(np.float64) * -KNOWN_STEP)
-    return gold, np.where(
-        entropy == UNKNOWN_ENTROPY, np.nan, entropy.astype(np.float64) * ENTROPY_STEP
+    return (
+        np.where(known == UNKNOWN, np.nan, known.astype(np.float64) * -KNOWN_STEP),
+        np.where(entropy == UNKNOWN_ENTROPY, np.nan, entropy.astype(np.float64) * ENTROPY_STEP),
     )

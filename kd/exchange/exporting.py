@@ -85,8 +85,7 @@ def _choose_layout(store: Cache, format: str, k: int | None, lossy: bool) -> Exp
         what = f"The entries of profile {profile} are unbiased only all together."
         raise DataError(what, "Leave out k.")
     # A user who chooses k wants other records than the cache's.
-    stored = store.codec if k is None else None
-    return PlainLayout(PROFILES[profile].sampled, stored)
+    return PlainLayout(PROFILES[profile].sampled, store.codec if k is None else None)
 
 
 def _name_files(store: Cache) -> Iterator[tuple[str, range]]:
@@ -147,8 +146,7 @@ class PlainLayout:
             parts = list(cut_by_sequence(sequences, records))
             for name, column in records.columns.items():
                 sizes = np.array([part[name].size for part in parts])
-                flat = pyarrow.array(column.reshape(-1))
-                rows[PREFIX + name] = _split_into_lists(sizes, flat)
+                rows[PREFIX + name] = _split_into_lists(sizes, pyarrow.array(column.reshape(-1)))
         return pyarrow.table(rows).select(self.schema.names).cast(self.schema)
 
     def finish(self, folder: Path) -> dict[str, Any]:

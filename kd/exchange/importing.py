@@ -127,8 +127,15 @@ def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT
         return padded, _encode_row(row, number, codec)
 
     def finish(writer: CacheWriter) -> None:
-        writer.write_token_map(make_token_map(source.tokenizer, source.vocabulary).to_arrays())
-        writer.finish(_make_provenance(source, survey))
+        tokenizer = source.tokenizer
+        writer.write_token_map(make_token_map(tokenizer, source.vocabulary).to_arrays())
+        excerpt = str(tokenizer.decode(survey.excerpt, skip_special_tokens=True))
+        provenance = Provenance(
+            teacher_name=request.teacher_name or f"imported from {request.format}",
+            probes=encode_probes(tokenizer, (*PROBE_TEXTS, excerpt)),
+            special_tokens=get_special_tokens(tokenizer),
+        )
+        writer.finish(provenance)
 
     rows = chain(source.read_sequences(source.train), source.read_sequences(source.held_out))
     return seal_cache(root, identity, rows, encode, finish, monitor)
@@ -319,10 +326,9 @@ def _encode_row(row: Row, number: int, codec: Codec) -> Records:
     row = resize_row(row, codec.k)
     assert row.residual is not None
     places = RecordPositions(np.full(len(row.positions), number), row.positions)
-    entropy = np.full(len(row.positions), np.nan) if row.entropy is None else row.entropy
     reading = TopReading(
         known_logprobs=row.gold[:, None],
-        entropy=entropy,
+        entropy=np.full(len(row.positions), np.nan) if row.entropy is None else row.entropy,
         ids=row.ids,
         logprobs=row.logprobs,
         residual=row.residual,
@@ -335,8 +341,7 @@ def _pad_row(row: Row, length: int, tokenizer: PreTrainedTokenizerBase) -> Seque
     rest = length - len(row.tokens)
     target = np.zeros(length, bool)
     target[row.positions] = True
-    padding = np.full(rest, choose_pad_id(tokenizer))
-    tokens = np.concatenate([row.tokens, padding]).astype(np.uint32)
+    tokens = np.concatenate([row.tokens, np.full(rest, choose_pad_id(tokenizer))]).astype(np.uint32)
     start = np.concatenate([row.document_start, np.arange(rest) == 0])
     return Sequences(tokens[None], start[None], target[None])
 
@@ -357,15 +362,4 @@ def _make_identity(source: ImportSource, survey: ImportStatistics) -> CacheIdent
         TokenizerIdentity(source.vocabulary, hash_tokenizer(source.tokenizer)),
         DataIdentity(survey.sha256, length, survey.packed, survey.train, survey.held_out),
         CodecIdentity("topk", k=k, shard_sequences=per_shard),
-    )
-
-
-def _make_provenance(source: ImportSource, survey: ImportStatistics) -> Provenance:
-    tokenizer = source.tokenizer
-    request = source.request
-    excerpt = str(tokenizer.decode(survey.excerpt, skip_special_tokens=True))
-    return Provenance(
-        teacher_name=request.teacher_name or f"imported from {request.format}",
-        probes=encode_probes(tokenizer, (*PROBE_TEXTS, excerpt)),
-        special_tokens=get_special_tokens(tokenizer),
     )

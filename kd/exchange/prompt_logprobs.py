@@ -64,10 +64,9 @@ def _read_choice(choice: dict[str, Any], where: str) -> Row:
         tokens = [parse_token_id(token) for token in echoed["tokens"]]
         items = _read_items(echoed["top_logprobs"], _read_echoed_entries, where)
         # OpenAI's API returns each token's own log-probability apart from the most probable ones.
-        own = zip(items, tokens, echoed["token_logprobs"], strict=True)
         whole = [
             None if item is None or lp is None else {**item, token: _parse_logprob(lp)}
-            for item, token, lp in own
+            for item, token, lp in zip(items, tokens, echoed["token_logprobs"], strict=True)
         ]
         return make_row(where, tokens, whole)
     except StopIteration:

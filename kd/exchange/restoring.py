@@ -203,8 +203,7 @@ def _read_cell(batch: Any, name: str, index: int, where: str, dtype: np.dtype[An
 def _make_sequence(arrays: Arrays, where: str) -> tuple[Sequences, Records]:
     try:
         sequences = Sequences(*(arrays[name][None] for name in _PER_SEQUENCE))
-        columns = {name: arrays[name] for name in arrays if name in AXES}
-        return sequences, Records(columns)
+        return sequences, Records({name: arrays[name] for name in arrays if name in AXES})
     except ValueError as error:
         raise DataError(f"{where}: {error}", _UNTOUCHED) from error
 

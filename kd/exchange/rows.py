@@ -160,7 +160,11 @@ def check_row(
     missing mass than the tokens outside the entries can have. Where that is because records belong
     to other tokens, it says so, with ``remedies`` as ``Alignment.require`` takes them.
     """
-    _require_tokens(row, vocabulary)
+    strange = row.tokens[(row.tokens < 0) | (row.tokens >= vocabulary)]
+    if len(strange):
+        where = f"{row.where}: token id {int(strange[0])}"
+        detail = f"{where} lies outside the tokenizer's {vocabulary} tokens."
+        raise DataError(detail, "Name the folder of the tokenizer that the records were made with.")
     # Kept are records before the row's end, whose next token is of the same document.
     following = np.minimum(row.positions + 1, len(row.tokens) - 1)
     row = row.keep((row.positions < len(row.tokens) - 1) & ~row.document_start[following])
@@ -172,14 +176,6 @@ def check_row(
     row = _normalise_row(row, row.rounding if tolerance is None else tolerance)
     _require_room(row, vocabulary, remedies)
     return replace(row, gold=_find_gold(row))
-
-
-def _require_tokens(row: Row, vocabulary: int) -> None:
-    strange = row.tokens[(row.tokens < 0) | (row.tokens >= vocabulary)]
-    if len(strange):
-        where = f"{row.where}: token id {int(strange[0])}"
-        detail = f"{where} lies outside the tokenizer's {vocabulary} tokens."
-        raise DataError(detail, "Name the folder of the tokenizer that the records were made with.")
 
 
 def _require_ids(row: Row, vocabulary: int) -> None:

@@ -42,8 +42,7 @@ def seal_cache(
             if index in missing:
                 parts = [encode(row, number) for number, row in numbered]
                 sequences = Sequences.concatenate(each for each, _ in parts)
-                records = Records.concatenate(each for _, each in parts)
-                writer.write_shard(index, sequences, records)
+                writer.write_shard(index, sequences, Records.concatenate(each for _, each in parts))
             monitor.emit("progress", **meter.advance(len(numbered), 0))
             monitor.check(f"after shard {index + 1} of {identity.shard_count}")
         finish(writer)

@@ -125,19 +125,15 @@ def merge_into(student: Path, folder: Path) -> None:
         _copy_rest(student, folder)
         return
     model = load_saved_student(student)
-    nn.Module.to(model, _find_base_dtype(student))
+    # The precision in which the base of the adapters is stored.
+    dtype = AutoConfig.from_pretrained(find_base(student)).dtype
+    nn.Module.to(model, dtype if isinstance(dtype, torch.dtype) else torch.float32)
     save_model(model, folder)
     _copy_rest(student, folder)
     # The card of adapters names peft and the base; a whole model needs neither.
     known = read_json(folder / "distillation.json")
     if known is not None:
         write_provenance(folder, read_record(known["job"]), known["report"])
-
-
-def _find_base_dtype(student: Path) -> torch.dtype:
-    """The precision in which the base of the student's adapters is stored."""
-    found = AutoConfig.from_pretrained(find_base(student)).dtype
-    return found if isinstance(found, torch.dtype) else torch.float32
 
 
 def _copy_rest(student: Path, folder: Path, excluded: tuple[str, ...] = ()) -> None:

@@ -139,8 +139,7 @@ def estimate_job(
             source: Source = trial.cache
         else:
             # Plain text is tokenized for the rehearsal alone.
-            place = home if config.needs_cache else folder
-            _, source = open_source(config, place, folder, monitor)
+            _, source = open_source(config, home if config.needs_cache else folder, folder, monitor)
             config = adopt_cache_layout(source, config)
             some, _ = source.read(np.arange(min(source.train_count, _COUNTED_SEQUENCES)))
             sequences = source.train_count + source.validation_count
@@ -156,8 +155,7 @@ def estimate_job(
     memory = read_memory_bytes()
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    own_price = price if kind is None else None
-    devices = [_describe(name_device(device), memory, False, here, own_price)]
+    devices = [_describe(name_device(device), memory, False, here, price if kind is None else None)]
     if kind is not None:
         devices.append(_describe(kind.name, kind.memory, True, there, price))
     return JobForecast(capture, training, tuple(devices))
@@ -236,8 +234,7 @@ def _rehearse_training(
     counter = OperationCounter()
     changed = probe.model_copy(update={"train": train})
     run, _ = _take_steps(changed, source, folder / "there", counter)
-    tensors = (*run.loss_module.parameters(), *run.loss_module.buffers())
-    held = sum(each.nbytes for each in tensors)
+    held = sum(each.nbytes for each in (*run.loss_module.parameters(), *run.loss_module.buffers()))
     needed = held + counter.peak_bytes + CUDA_CONTEXT
     seconds = passes * counter.estimate_seconds(kind, options.tf32)
     return training, {"training": (needed, seconds)}
@@ -284,8 +281,7 @@ def _count_unread(config: JobConfig, source: Source, text: CaptureSize) -> int:
         return 0
     each = records.nbytes / len(some)
     most = choose_chunk_memory(config.require_train())
-    whole = min(each * text.sequences, most)
-    return round(whole - min(each * source.train_count, most))
+    return round(min(each * text.sequences, most) - min(each * source.train_count, most))
 
 
 def _make_probe_job(config: JobConfig, steps: int) -> JobConfig:

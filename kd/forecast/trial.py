@@ -172,5 +172,4 @@ class _Sample:
         done = sum(counts)
         warm = 0 if remote else min(1, len(counts) - 1)
         seconds = (times[-1] - times[warm]) / sum(counts[warm:]) * done
-        sequences = chosen.select(slice(0, done))
-        return cls(sequences, Records.concatenate(parts), seconds, counts[0])
+        return cls(chosen.select(slice(0, done)), Records.concatenate(parts), seconds, counts[0])

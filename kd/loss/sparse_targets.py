@@ -107,8 +107,7 @@ class SparseTarget:
         rank_E = (
             torch.arange(len(self.ids_E), device=self.ids_E.device) - self.offsets_N1[self.rows_E]
         )
-        leads_E = rank_E < self.candidate_count_N[self.rows_E]
-        weight_E = self.weights_E.masked_fill(~leads_E, -1.0)
+        weight_E = self.weights_E.masked_fill(~(rank_E < self.candidate_count_N[self.rows_E]), -1.0)
         top_N = weight_E.new_zeros(len(self.candidate_count_N)).scatter_reduce(
             0, self.rows_E, weight_E, "amax"
         )
@@ -176,8 +175,7 @@ def decode_tempered(
 
     mean_l_N = (known_NA * entries.known_NA).sum(1) + entries.sum_head(head_H * entries.head_H)
     # H = A(b) - b E[l]; B'(b) is the tail's mean of l, and exp(B - A) its mass.
-    mass_N = (log_tail_N - log_all_N).exp()
-    entropy_N = log_all_N - beta * (mean_l_N + mass_N * log_tail_slope_N)
+    entropy_N = log_all_N - beta * (mean_l_N + (log_tail_N - log_all_N).exp() * log_tail_slope_N)
     # A token is in the head if its g is above the threshold, so known ids are compared in g, too.
     best_N = proposal.evaluate(entries.known_NA.amax(1), proposal.log_all_JN)
     return entries.make_target((known_NA, head_H, tail_M), entropy_N, best_N > codec.threshold)
@@ -201,8 +199,7 @@ class _SampledEntries:
 
     @classmethod
     def of(cls, codec: Codec, columns: Columns, gold_N: Tensor) -> _SampledEntries:
-        kept_A = list_kept_ids(codec.always_keep, gold_N.device)
-        kept_NA = kept_A.expand(len(gold_N), -1)
+        kept_NA = list_kept_ids(codec.always_keep, gold_N.device).expand(len(gold_N), -1)
         # An always_keep id that is the gold token must not count twice.
         gold_N1 = gold_N[:, None]
         return cls(
@@ -356,8 +353,7 @@ class _Proposal:
 
     def _evaluate_each(self, l_E: Tensor, log_all_JE: Tensor) -> Tensor:
         """p_{T_j} of the tokens, (J, E)."""
-        betas = self.partition.codec.proposal_betas
-        beta_J1 = list_betas(betas, l_E.device, l_E.dtype)[:, None]
+        beta_J1 = list_betas(self.partition.codec.proposal_betas, l_E.device, l_E.dtype)[:, None]
         return (beta_J1 * l_E - log_all_JE).exp()
 
 

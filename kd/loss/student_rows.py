@@ -65,8 +65,7 @@ class StudentRows:
         # Gathered now, because the gradient will overwrite the logits.
         s_E = None
         if target is not None:
-            z_E = z_NV[target.rows_E, target.ids_E]
-            s_E = _transform_logits(z_E, target.ids_E, lm_head)
+            s_E = _transform_logits(z_NV[target.rows_E, target.ids_E], target.ids_E, lm_head)
         rows = reduce_rows(z_NV, lm_head, temperature, total=smoothing, mean=slope)
         return cls(z_NV, lm_head, temperature, rows, gold_N, gold_s_N, target, s_E)
 

@@ -54,8 +54,7 @@ class TopTarget:
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
         """sum_i p_i s_i + r LSE(s outside) of each position, float64."""
         inside_N = (self.p_NK * s_NV.gather(1, self.ids_NK)).sum(1)
-        named_NV = s_NV[:, : self.vocabulary]
-        outside_N = named_NV.scatter(1, self.ids_NK, -torch.inf).logsumexp(1)
+        outside_N = s_NV[:, : self.vocabulary].scatter(1, self.ids_NK, -torch.inf).logsumexp(1)
         # Where K covers the vocabulary nothing is outside: the rest is 0 and LSE -inf.
         return inside_N + (self.rest_N * outside_N).where(self.rest_N > 0, 0.0)
 
@@ -88,8 +87,7 @@ def decode_top(columns: Columns, k: int | None = None, vocabulary: int | None = 
     p_NK1 = torch.cat([logprobs_NK[:, :k], rest_N[:, None]], 1).softmax(1)
     ids_NK = columns["top_ids"].long()[:, :k]
     # A record of fewer tokens ends in absent ones; they become repeats of the first, of weight 0.
-    absent_NK = torch.isinf(logprobs_NK[:, :k])
-    ids_NK = ids_NK.where(~absent_NK, ids_NK[:, :1])
+    ids_NK = ids_NK.where(~torch.isinf(logprobs_NK[:, :k]), ids_NK[:, :1])
     return TopTarget(ids_NK, p_NK1[:, :-1], p_NK1[:, -1], vocabulary)
 
 
@@ -119,8 +117,7 @@ class Distribution:
 
     def compute_expected_N(self, s_NV: Tensor) -> Tensor:
         """p . s of each position, float64."""
-        named_NV = s_NV[:, : self.p_NV.shape[1]]
-        return torch.linalg.vecdot(self.p_NV.to(s_NV.dtype), named_NV).double()
+        return torch.linalg.vecdot(self.p_NV.to(s_NV.dtype), s_NV[:, : self.p_NV.shape[1]]).double()
 
     def subtract_(self, q_NV: Tensor, share: float | Tensor) -> None:
         """q - share * p, in place."""

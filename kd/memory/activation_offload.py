@@ -228,8 +228,7 @@ def unpack(kept: Tensor | _View) -> Tensor:
     """Return the tensor that was kept, on its device."""
     if isinstance(kept, Tensor):
         return kept
-    flat = kept.copy.fetch().view(kept.dtype)
-    return flat.as_strided(kept.size, kept.stride, kept.offset)
+    return kept.copy.fetch().view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
 
 
 def copy_to_host(flat: Tensor) -> list[Tensor]:

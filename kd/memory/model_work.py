@@ -85,10 +85,9 @@ def count_weight_bytes(model: PreTrainedModel, item_bytes: int, quantization: st
     whole = item_bytes * sum(parameter.numel() for parameter in model.parameters())
     if quantization is None:
         return whole
-    shapes = [layer.weight.shape for layer in find_rounded_layers(model).values()]
     saved = (
         item_bytes * rows * width - _count_rounded_bytes(rows, width, item_bytes, quantization)
-        for rows, width in shapes
+        for rows, width in [layer.weight.shape for layer in find_rounded_layers(model).values()]
     )
     return whole - sum(saved)
 
@@ -108,8 +107,7 @@ def estimate_forward_bytes(model: PreTrainedModel, tokens: int, item_bytes: int)
     """Bytes of the tensors of one layer in a pass without gradients over ``tokens``."""
     config = model.config.get_text_config()
     # The widest MLP; four times the width of the hidden states where none is named.
-    sizes = read_layer_sizes(config, "intermediate_size")
-    mlp: int = max(sizes, default=4 * config.hidden_size)
+    mlp: int = max(read_layer_sizes(config, "intermediate_size"), default=4 * config.hidden_size)
     return tokens * item_bytes * (_HIDDEN_COPIES * config.hidden_size + _MLP_COPIES * mlp)
 
 

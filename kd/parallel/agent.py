@@ -40,8 +40,7 @@ def main() -> int:
     api._get_default_signal = lambda: END_SIGNAL
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     size = int(count)
-    share = max((os.cpu_count() or 1) // size, 1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // size, 1)))
     if sys.platform.startswith("linux"):
         # All ranks are on this host. Its own name may not lead to it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

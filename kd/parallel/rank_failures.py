@@ -44,8 +44,7 @@ def read_first_failure(folder: Path) -> Exception | None:
         return RankError(f"{name}: {content['detail']}")
     if "problems" in content:
         return ConfigError([Problem(**each) for each in content["problems"]])
-    known = {each.__name__: each for each in _list_classes(PotstillError)}
-    kind = known.get(name, PotstillError)
+    kind = {each.__name__: each for each in _list_classes(PotstillError)}.get(name, PotstillError)
     return kind(content["detail"], content["remedy"])
 
 

@@ -89,8 +89,7 @@ def shard(
         # As without FSDP, hidden states between the layers stay in float32.
         cast_forward_inputs=False,
     )
-    pinned = device.type == "cuda"
-    place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    place = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     # One group at a time is whole on a rank, as in every pass.
     for layers in groups:
         for layer in layers:

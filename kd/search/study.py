@@ -56,9 +56,8 @@ def make_study(config: JobConfig, journal: Journal) -> Study:
 
     # Optuna would print a line for each trial, beside the run's own progress.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = optuna.storages.JournalStorage(cast(Any, journal))
     study = optuna.create_study(
-        storage=storage,
+        storage=optuna.storages.JournalStorage(cast(Any, journal)),
         study_name="search",
         pruner=_make_pruner(config),
         direction="minimize",

@@ -94,13 +94,12 @@ class _TrialRunner:
         search = get_search(self.config)
         begun = list_open_trials(self.study)
         done = len(self.study.get_trials(deepcopy=False)) - len(begun)
-        fraction = done / search.trials
         self.monitor.emit(
             "progress",
             done=done,
             total=search.trials,
             unit="trials",
-            fraction=round(fraction, 6),
+            fraction=round(done / search.trials, 6),
             eta_seconds=estimate_seconds_left(self.study, search.trials),
         )
         return begun[0] if begun else start_trial(self.study, search)
@@ -124,8 +123,7 @@ class _TrialRunner:
             write_json(folder / "config.json", job.model_dump(mode="json"))
             # Before training, so that a trial which was already bad is stopped at once.
             watched.catch_up(folder / "metrics.jsonl")
-            listener = Monitor(watched.listen, watched.should_stop)
-            self.train_student(job, self.home, folder, listener)
+            self.train_student(job, self.home, folder, Monitor(watched.listen, watched.should_stop))
             end_trial(self.study, trial, "complete", keeps_best=keeps_best(self.config, overrides))
         except Interrupted:
             # A pruned trial and a search that should stop end in the same way.

@@ -41,8 +41,7 @@ class Calibration:
     @classmethod
     def none(cls, bins: int, device: torch.device) -> Calibration:
         """The calibration of no positions."""
-        zeros_3I = torch.zeros(3, bins, dtype=torch.float64, device=device)
-        return cls(*zeros_3I)
+        return cls(*torch.zeros(3, bins, dtype=torch.float64, device=device))
 
     def to_json(self) -> list[list[float]]:
         """Return the three sums, for another rank."""

@@ -181,11 +181,9 @@ def score_positions(
             if temperature != 1.0:
                 logq_NV = torch.log_softmax(logq_NV.div_(temperature), 1)
             # KL = -H(p) - E_p[log q].
-            expected_N = chunk.teacher.compute_expected_N(logq_NV)
-            kd -= float((expected_N + chunk.teacher.entropy_N).sum())
+            kd -= float((chunk.teacher.compute_expected_N(logq_NV) + chunk.teacher.entropy_N).sum())
     ce_N = torch.cat(ce_parts).cpu().numpy()
-    whole_kd = None if targets.teacher is None else kd
-    return Score(ce, whole_kd, agreed, comparable, calibration, ce_N)
+    return Score(ce, None if targets.teacher is None else kd, agreed, comparable, calibration, ce_N)
 
 
 def _average_scores(scores: list[Score], losses: BlockLosses) -> dict[str, Any]:

@@ -157,8 +157,7 @@ def compare_losses(run: Run) -> Verdict:
     """
     # These steps exist for a finished run too.
     steps = range(run.progress.step, run.progress.step + 1 + run.checks.max_skipped)
-    readers = run.group.readers
-    for batch, *_ in read_training_batches(run.source, run.options, steps, readers):
+    for batch, *_ in read_training_batches(run.source, run.options, steps, run.group.readers):
         inputs = (batch, run.progress.step, PARITY_TOKENS)
         own = call_whole(run.loss_module, run.loss.check_parity, *inputs)
         # Only the last stage of a pipeline has one.

@@ -32,7 +32,7 @@ from kd.training.preparing.setting import TrainingSetting, place_student
 from kd.training.preparing.student import change_layers, examine_student
 from kd.training.resume.identity import RunIdentity
 from kd.training.run import Run
-from kd.training.saved.state import TrainingProgress, TrainState
+from kd.training.saved.state import TrainState
 from kd.training.step_loss import StepLoss
 
 
@@ -86,6 +86,10 @@ def prepare(
     watch = TrainingWatch(config.checks, options)
     watch.restore(state.progress.watch)
     flops = count_flops_per_token(student, lm_head.vocabulary, config.data.sequence_length)
+    # A run that was stopped before its first evaluation makes that evaluation again: its history is
+    # empty.
+    last_step = state.progress.step if state.progress.first_evaluation is not None else -1
+    history = folder / "metrics.jsonl" if group.leads else None
     run = Run(
         options=_fit_micro_batch(setting, options, state, parts.loss),
         checks=config.checks,
@@ -104,7 +108,7 @@ def prepare(
         watch=watch,
         disk_watch=DiskWatch(options, source.disk_reads if config.checks.alarms else None),
         scale_watch=ScalerWatch(**state.progress.scale_watch),
-        log=_open_log(setting, state.progress),
+        log=MetricsLog(history, monitor, last_step),
         meter=ProgressMeter(parts.loss.steps, "steps", done=state.progress.step),
         speed=SpeedMeter(flops, device, group.size),
     )
@@ -152,12 +156,3 @@ def _fit_micro_batch(
         setting.monitor.emit("warning", message=message)
     state.progress.batch_size = found.batch_size
     return found
-
-
-def _open_log(setting: TrainingSetting, progress: TrainingProgress) -> MetricsLog:
-    """metrics.jsonl, with the lines up to the restored step; on other ranks no file."""
-    # A run that was stopped before its first evaluation makes that evaluation again: its history is
-    # empty.
-    last_step = progress.step if progress.first_evaluation is not None else -1
-    path = setting.folder / "metrics.jsonl" if setting.group.leads else None
-    return MetricsLog(path, setting.monitor, last_step)

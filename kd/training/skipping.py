@@ -162,5 +162,4 @@ def make_skip_verdict(run: Run, step: Step, where: str) -> Verdict:
         f"{step.grad_norm:.4g}, twice: its batch is left out ({len(skipped)} of at most {most}). "
         f"{where} {describe_sequences(skipped[-1]['sequences'])}"
     )
-    remedy = "Look at these texts in data.train."
-    return Verdict("finite", False, message, remedy, facts)
+    return Verdict("finite", False, message, "Look at these texts in data.train.", facts)

@@ -76,8 +76,7 @@ def pull(
         _require_plain_names(branch, sizes)
         tell("downloading")
         if MANIFEST in sizes:
-            root = caches if out is None else out.absolute()
-            folder, reused = _pull_cache(api, place, root)
+            folder, reused = _pull_cache(api, place, caches if out is None else out.absolute())
         elif any(each in sizes for each in STUDENT_FILES):
             folder, reused = _pull_student(api, place, (out or Path(name.split("/")[1])).absolute())
         else:

@@ -43,8 +43,7 @@ def place_student(setting: TrainingSetting, options: TrainConfig) -> None:
     set_tf32(setting.device, options.tf32)
     require_same_parameters(setting.student, setting.group)
     if not is_hollow(setting.student):
-        place = choose_first_place(options, setting.device, setting.group)
-        nn.Module.to(setting.student, place)
+        nn.Module.to(setting.student, choose_first_place(options, setting.device, setting.group))
 
 
 def choose_first_place(options: TrainConfig, device: torch.device, group: Group) -> torch.device:

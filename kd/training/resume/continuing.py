@@ -58,8 +58,7 @@ def find_earlier(resume: ResumeConfig, run_dir: Path, identity: RunIdentity) -> 
             raise _refuse("/resume/run", f"the run {named} has no checkpoint.", _NAME_A_RUN)
     if newest["identity"] == identity.own:
         return None if folder == own else Earlier(folder, identity.own)
-    shared = newest["progress"].get("stems", {}).get(resume.schedule)
-    if shared != identity.shared[resume.schedule]:
+    if newest["progress"].get("stems", {}).get(resume.schedule) != identity.shared[resume.schedule]:
         if folder == own:
             return None  # the checkpoint itself is refused, with what differs
         raise _refuse(
@@ -175,9 +174,7 @@ def _raise_rates(state: TrainState, peak: float | None = None) -> None:
     ``peak`` is another peak of the first group, whose share the other groups keep.
     """
     peaks = _list_peaks(state)
-    scale = 1.0
-    if peak is not None:
-        scale = peak * state.progress.learning_rate_factor / peaks[0]
+    scale = 1.0 if peak is None else peak * state.progress.learning_rate_factor / peaks[0]
     for group, own in zip(state.optimizer.param_groups, peaks, strict=True):
         group["lr"] = group["initial_lr"] = own * scale
 

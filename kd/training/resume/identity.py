@@ -183,9 +183,8 @@ def _list_changed_fields(before: Any, now: Any, name: str = "") -> list[str]:
     """The dotted names of the fields that differ."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return [] if before == now else [name]
-    names = dict.fromkeys([*before, *now])
     return [
         each
-        for key in names
+        for key in dict.fromkeys([*before, *now])
         for each in _list_changed_fields(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
     ]
