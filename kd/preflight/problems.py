@@ -96,7 +96,11 @@ def find_problems(
     config: JobConfig, folders: Folders | None = None, machine: Machine | None = None
 ) -> list[Problem]:
     """Return everything that is wrong with ``config``, as far as the arguments show it."""
-    found = [*find_space_problems(config), *_find_resource_problems(config)]
+    found = [
+        *find_space_problems(config),
+        *_find_evaluation_problems(config),
+        *_find_resource_problems(config),
+    ]
     if folders is not None:
         with nullcontext() if folders.asked else avoiding_buckets():
             found += _find_folder_problems(config, folders)
@@ -153,6 +157,28 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
     if folders.opened and not found:
         found += find_first_problems(config, folders.root, folders.home, folders.note)
     return found
+
+
+def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
+    """Find what the evaluation section needs and the job does not have.
+
+    ``JobConfig`` refuses such a job when it is read. The check is repeated because ``kd eval``
+    replaces the student and the train section of a job by those of a run.
+    """
+    wanted = config.evaluation
+    why = config.explain_no_local_teacher()
+    if wanted.teacher and why is not None:
+        yield Problem(
+            "/evaluation/teacher",
+            f"it needs a teacher that runs on this machine, but {why}.",
+            "Name its folder in teacher.model, or set evaluation.teacher to false.",
+        )
+    if wanted.baseline and (config.student is None or config.train is None):
+        yield Problem(
+            "/evaluation/baseline",
+            "a baseline is trained, but the job has no student or no train section.",
+            "Give both, or set evaluation.baseline to false.",
+        )
 
 
 def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:

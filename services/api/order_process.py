@@ -13,13 +13,13 @@ from services.settings import Settings
 
 @dataclass(frozen=True)
 class ProcessTexts:
-    """What problems say of a process: the begin of their slug, its task, and sentences.
+    """What problems say of a process: the begin of their slug, its name, and sentences.
 
     ``busy`` and ``limit`` may name ``{seconds}`` and ``{bytes}``; ``remedy`` belongs to a limit.
     """
 
     slug: str
-    task: str
+    process: str
     busy: str
     limit: str
     remedy: str
@@ -51,11 +51,11 @@ class OrderProcess(LineProcess):
         elif reason == "limit":
             detail, remedy = texts.limit.format(**self._limits), texts.remedy
         elif reason == "memory":
-            detail = f"The process that {texts.task} needed more memory than it may have."
+            detail = f"{texts.process} needed more memory than it may have."
             remedy = texts.remedy
         else:
             what = "ended by itself" if reason == "crash" else "did not start"
-            detail = f"The process that {texts.task} {what}."
+            detail = f"{texts.process} {what}."
             remedy = "The server's log shows the reason."
             slug = f"{texts.slug}-unavailable"
         return ApiProblem(503, detail, remedy, slug, headers={"Retry-After": "10"})

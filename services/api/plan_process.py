@@ -20,7 +20,7 @@ Wish = Literal["plan", "estimate", "check", "size"]
 
 TEXTS = ProcessTexts(
     slug="check",
-    task="checks jobs",
+    process="The process that checks jobs",
     busy="Other jobs were checked for {seconds:g} s, or too many wait for it already.",
     limit="The check of this job took more than {seconds:g} s, or more than {bytes} bytes.",
     remedy="Name fewer or smaller files, or run `kd validate` where the files are.",

@@ -114,8 +114,11 @@ def _explain(error: BaseException | None, place: Repository, right: Right) -> Hu
             what = f"{place.name} has no revision {place.revision!r}."
             return HubError(what, "Give a branch, a tag or a commit that it has.")
         case errors.RepositoryNotFoundError():
-            what = f"There is no {place.type} {place.name} at {hub}, or it is private and the token"
-            return HubError(f"{what} may not see it.", f"Check the name and the type. {log_in}")
+            what = (
+                f"There is no {place.type} {place.name} at {hub}, or it is private and the token "
+                "may not see it."
+            )
+            return HubError(what, f"Check the name and the type. {log_in}")
         case errors.HfHubHTTPError():
             status, said = error.response.status_code, error.server_message or "no reason given"
         case RuntimeError() | ValueError():

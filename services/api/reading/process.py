@@ -12,7 +12,7 @@ from services.settings import Settings
 
 TEXTS = ProcessTexts(
     slug="reading",
-    task="reads caches",
+    process="The process that reads caches",
     busy="Other requests that read caches took {seconds:g} s, or too many wait already.",
     limit="Reading the cache took more than {seconds:g} s, or more than {bytes} bytes.",
     remedy="Use `kd cache stats` and `kd cache verify` where the cache is.",

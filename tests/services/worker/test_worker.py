@@ -101,7 +101,7 @@ def test_a_job_that_one_host_cannot_start_goes_to_another(
     job_id = parts.jobs.create(make_config("quick")).id
     claim = parts.jobs.claim(job_id, "train", worker.id, 60)
     assert claim is not None
-    worker._run(claim, "train")
+    worker._run(claim)
     assert (parts.job(job_id).status, waited) == ("queued", [sick.lease_seconds])
     (warning,) = [data["message"] for kind, data in parts.events(job_id) if kind == "warning"]
     assert "/sys/kernel" in warning

@@ -240,7 +240,7 @@ def test_a_gguf_file_without_its_package_is_known_before_a_run(
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     config = make_job(tmp_path, teacher={"model": str(tmp_path), "gguf_file": "x.gguf"})
     assert find_problems(config, machine=Machine()) == []
-    monkeypatch.setattr("kd.config.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("kd.preflight.teacher_checks.find_spec", lambda name: None)
     found = find_problems(config, machine=Machine())
     assert [each.pointer for each in found] == ["/teacher/gguf_file"]
     assert "potstill[gguf]" in found[0].remedy
