@@ -18,11 +18,12 @@ from cache.codec import Codec
 from cache.manifest import Manifest, flatten
 from cache.perplexity import BlockLosses, Interval
 from cache.profiles.profile import ReadColumn
+from cache.reading.arrays import ArrayFolder
 from cache.records import AXES, Records
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.shards.names import name_shard
 from cache.shards.shard_runs import ShardRuns
-from cache.store import Cache, measure_cache_bytes
+from cache.store import Cache, measure_cache_bytes, reading
 
 #: ``compare_caches`` compares the records of at most this many sequences.
 COMPARED_SEQUENCES = 256
@@ -234,30 +235,23 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
     sums: dict[str, NDArray[Any]] = {}
     sizes: dict[str, int] = {}
     gold = dict.fromkeys(("train", "validation"), BlockLosses.none())
-    columns = ("tokens", "target_mask", "known", *opened.codec.rules.measured)
     for index, entry in enumerate(opened.entries):
-        numbers = opened.identity.shard_range(index)
-        found = opened.read_columns(numbers, dict.fromkeys(columns))
-        for name, counts in tally_records(opened.codec, found.__getitem__).items():
-            sums[name] = sums[name] + counts if name in sums else counts
-        for name, file in opened.open_seal(name_shard(index), entry.digest).files.items():
+        folder = name_shard(index)
+        with reading(opened.folder):
+            seal = opened.open_seal(folder, entry.digest)
+            # Not by ``Cache.read_columns``: of a cache in a bucket, that may bring whole shards.
+            shard = ArrayFolder(opened.folder / folder, seal, reads=opened.disk_reads)
+            for name, counts in tally_records(opened.codec, shard.read_array).items():
+                sums[name] = sums[name] + counts if name in sums else counts
+            known_NK = shard.read_array("known")
+            targets_S = np.diff(shard.read_array("offsets")[:, 0].astype(np.int64))
+        for name, file in seal.files.items():
             array, below, _ = name.partition("/")
             sizes |= {array: sizes.get(array, 0) + file.bytes} if below else {}
-        targets_S = found["target_mask"].sum(axis=1)
-        train = max(opened.train_count - numbers.start, 0)
+        train = max(opened.train_count - opened.identity.shard_range(index).start, 0)
         trained = int(targets_S[:train].sum())
-        gold["train"] += sum_gold_losses(found["known"][:trained], targets_S[:train])
-        gold["validation"] += sum_gold_losses(found["known"][trained:], targets_S[train:])
-    manifest = opened.manifest
-    folders = {
-        "lm_head": manifest.head.bytes,
-        "token_map": manifest.token_map.bytes,
-        "tail_mean": manifest.tail_mean.bytes,
-        "first_tails": manifest.first_tails.bytes,
-    }
-    whole = measure_cache_bytes(opened.folder, manifest)
-    named = dict(sorted(sizes.items(), key=lambda item: -item[1]))
-    named |= {name: size for name, size in folders.items() if size}
+        gold["train"] += sum_gold_losses(known_NK[:trained], targets_S[:train])
+        gold["validation"] += sum_gold_losses(known_NK[trained:], targets_S[train:])
     return CacheStats(
         fingerprint=opened.identity.fingerprint,
         profile=opened.codec.profile,
@@ -267,7 +261,7 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
         entropy=make_entropy_histogram(sums["entropy"]),
         kept_mass=make_mass_histogram(sums["mass"], float(sums["mass_sum"])),
         entries=summarise_entries(sums["entries"]),
-        bytes={**named, "index": whole - sum(named.values())},
+        bytes=_list_bytes(opened, sizes),
         gold={split: _summarise_gold(losses) for split, losses in gold.items()},
     )
 
@@ -339,6 +333,21 @@ def _summarise_gold(losses: BlockLosses) -> GoldStats:
     if found is None or losses.mean is None:
         return GoldStats(0, None, None, None)
     return GoldStats(found.tokens, -losses.mean, found.value, found.interval)
+
+
+def _list_bytes(opened: Cache, arrays: dict[str, int]) -> dict[str, int]:
+    """List the bytes of ``arrays`` from the largest on, of the other folders, and of all else."""
+    manifest = opened.manifest
+    folders = {
+        "lm_head": manifest.head.bytes,
+        "token_map": manifest.token_map.bytes,
+        "tail_mean": manifest.tail_mean.bytes,
+        "first_tails": manifest.first_tails.bytes,
+    }
+    named = dict(sorted(arrays.items(), key=lambda item: -item[1]))
+    named |= {name: size for name, size in folders.items() if size}
+    whole = measure_cache_bytes(opened.folder, manifest)
+    return {**named, "index": whole - sum(named.values())}
 
 
 def _average(values: NDArray[Any]) -> float | None:

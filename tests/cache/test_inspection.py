@@ -236,11 +236,14 @@ def test_only_what_is_needed_is_decoded_and_one_shard_after_the_other(opened, pr
         return decode(self, name, number)
 
     monkeypatch.setattr(ArrayFolder, "_decode", watched)
-    compute_cache_stats(open_cache(opened[profile].folder))  # with nothing in its memory
+    compute_cache_stats(opened[profile])
     assert [shard for shard, _ in decoded] == sorted(shard for shard, _ in decoded)
-    sampled = {"head_count", "head_logprobs", "tail_count"} if profile == "threshold" else set()
-    needed = {"entropy", "known", "offsets", "tokens", "target_mask", *sampled}
-    assert {name for _, name in decoded} == needed
+    sampled = (
+        {"head_count", "head_logprobs", "tail_count", "tokens", "target_mask"}
+        if profile == "threshold"
+        else set()
+    )
+    assert {name for _, name in decoded} == {"entropy", "known", "offsets", *sampled}
 
 
 def test_statistics_of_damaged_bytes_are_refused(opened, tmp_path):

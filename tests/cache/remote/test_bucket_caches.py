@@ -284,6 +284,14 @@ def test_a_warm_disk_reads_nothing_from_the_bucket(root, reach) -> None:
     assert equal(again.read(range(10)), opened.read(range(10)))
 
 
+def test_statistics_fetch_only_the_arrays_that_they_need(root, elsewhere) -> None:
+    folder = make_cache(root)
+    compute_cache_stats(open_cache(elsewhere / folder.name))
+    fetched = {path.parent.name for path in (elsewhere / folder.name / "shards").rglob("c.*")}
+    counted = {"head_count", "head_logprobs", "tail_count"}
+    assert fetched == {"entropy", "known", "offsets", "tokens", "target_mask", *counted}
+
+
 def test_the_list_and_the_search_see_what_is_in_the_bucket(root, elsewhere) -> None:
     first = make_cache(root)
     second = make_cache(root, make_identity(train_sequences=11))
