@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -258,14 +259,16 @@ def _read_beginning(path: Path, limit: int) -> tuple[bytes, float]:
         whole = not file.read(1)
     if whole:
         return data, 1.0
-    packing = find_packing(path)
-    if not packing:
-        return data, limit / path.stat().st_size
-    import pyarrow
-
     # How many bytes of a packed file were read is not known: compress them again to find out.
-    packed = pyarrow.compress(data, codec={".gz": "gzip", ".zst": "zstd"}[packing])
-    return data, packed.size / path.stat().st_size
+    packing = find_packing(path)
+    read = limit
+    if packing == ".gz":
+        read = len(zlib.compress(data))
+    elif packing == ".zst":
+        import pyarrow  # an extra, which ``unpack`` has asked for
+
+        read = pyarrow.compress(data, codec="zstd").size
+    return data, read / path.stat().st_size
 
 
 def _parse_rows(data: bytes) -> Iterator[dict[str, Any]]:

@@ -191,6 +191,16 @@ def test_tokens_are_counted_in_a_sample(
     assert estimate.seconds is None and estimate.hours is None
 
 
+def test_a_gzip_file_is_estimated_without_pyarrow(
+    tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "SAMPLE_BYTES", 1 << 16)
+    config = job(tiny_teacher, write_gzip(tmp_path))
+    expected = estimate_by_table(config, Path(), tmp_path).tokens
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert estimate_by_table(config, Path(), tmp_path).tokens == expected
+
+
 def test_a_text_that_is_read_whole_is_counted_right(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
