@@ -108,11 +108,14 @@ def hash_rules(tokenizer: PreTrainedTokenizerBase) -> str:
 def _describe_source(source: str | DatasetSpec, field: str, config: DataConfig) -> dict[str, Any]:
     found = find_source_files(source, split=field)
     spec = source if isinstance(source, DatasetSpec) else DatasetSpec(path=source)
-    known = {} if found is not None and spec is not source else spec.model_dump(mode="json")
-    folder = Path(spec.path)
-    if found is not None or folder.is_dir():
-        files = list_all_files(folder) if found is None else found.files
-        return {**known, "files": list(map(describe_file, files))}
+    if found is not None:
+        # A folder has neither name nor revision. Stores that the library read have both, so that
+        # none of them counts as made of these inputs: it took a text file for one row a line.
+        known = spec.model_dump(mode="json", exclude={"name", "revision"}) if spec is source else {}
+        return {**known, "files": list(map(describe_file, found.files))}
+    known = spec.model_dump(mode="json")
+    if (folder := Path(spec.path)).is_dir():
+        return {**known, "files": list(map(describe_file, list_all_files(folder)))}
     rows = None if config.streaming else open_dataset(spec, False)
     return {**known, "fingerprint": getattr(rows, "_fingerprint", None)}
 

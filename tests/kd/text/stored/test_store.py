@@ -19,6 +19,7 @@ from kd.errors import Interrupted
 from kd.progress import Event, Monitor
 from kd.text.batches import PlainText
 from kd.text.corpus import load_corpus, open_corpus
+from kd.text.stored.inputs import describe_inputs
 from kd.text.stored.places import BEGINNING, Cursor, Mark, TextPlace
 from kd.text.stored.shard_files import Layout, list_stores
 from kd.text.stored.view import StoredSequences, TokenStore
@@ -52,6 +53,15 @@ def folder_of(path: Path, texts: list[str]) -> DatasetSpec:
     path.mkdir()
     write(path, "train-00000.jsonl", [{"text": text} for text in texts])
     return DatasetSpec(path=str(path))
+
+
+def test_a_store_that_the_library_made_of_a_folder_has_other_inputs(tmp_path, tokenizer):
+    """Of a text file the library made one row a line, and it counted the rows of all files."""
+    spec = folder_of(tmp_path / "set", ["One.", "Two."])
+    options = config(train=[spec.model_dump()])
+    [found] = describe_inputs(options.train, "train", options, tokenizer, 300, None)["sources"]
+    assert len(found["files"]) == 1 and found["weight"] == 1.0
+    assert found != {**spec.model_dump(mode="json"), "files": found["files"]}
 
 
 def plain(folder: Path, texts: list[str]) -> dict:
