@@ -229,10 +229,13 @@ class _FieldText:
 
 def _count_bytes(sources: TextSources, field: str) -> int:
     """Count the bytes of the files of ``field`` in ``sources``; 0 if ``datasets`` reads one."""
-    found = [find_source_files(source, split=field.partition(".")[0]) for source in sources]
-    if None in found:
-        return 0
-    return sum(file.stat().st_size for each in found if each for file in each.files)
+    total = 0
+    for source in sources:
+        found = find_source_files(source, split=field.partition(".")[0])
+        if found is None:
+            return 0
+        total += sum(file.stat().st_size for file in found.files)
+    return total
 
 
 class _ReadingReport:

@@ -167,7 +167,7 @@ def open_saved_dataset(spec: DatasetSpec) -> Any:
     return concatenate_datasets(parts)
 
 
-def _load_splits(folder: Path) -> Row:
+def _load_splits(folder: Path) -> dict[str, Any]:
     """Load every split of a saved dataset; a split without others is ``train`` too."""
     several = folder / "dataset_dict.json"
     if several.is_file():
@@ -212,7 +212,7 @@ def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[Row]:
 def name_copy(folder: Path) -> str:
     """Return a name for the library's copy of ``folder``, which changes when a file in it does.
 
-    The library names it by the folder's last name and the patterns of its card alone.
+    The library names it only by the folder's last name and the patterns of its card.
     """
     content = json.dumps([str(folder.resolve()), list(map(describe_file, list_all_files(folder)))])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
