@@ -42,8 +42,7 @@ def prepare_run(
         "cache": {"fingerprint": store.identity.fingerprint},
         "train": {"max_steps": 100, "logging_steps": 50, **train},
     })  # fmt: skip
-    source = store
-    return prepare(job, source, student, sizes.vocabulary, folder / "run", SILENT)
+    return prepare(job, store, student, sizes.vocabulary, folder / "run", SILENT)
 
 
 def step_by_hand(run: Run, micro_batches: list[Batch]) -> None:

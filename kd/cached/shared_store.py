@@ -35,7 +35,7 @@ class SharedStore:
         self._decoder: TargetDecoder | None = None
 
     def open(self) -> Cache:
-        """Return the records, opened by this process; raises as ``open_cache`` does."""
+        """Return the cache, opened by this process; raises as ``open_cache`` does."""
         if self._source is None or self._process != os.getpid():
             store = open_cache(self.folder, memory_bytes=self.memory_bytes)
             hold_for(store, self.folder)

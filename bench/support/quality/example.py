@@ -171,8 +171,7 @@ def measure_held_out(
     job = make_job(told, group, arguments, seed)
     wanted = make_capture_plan(job, *_load_text(arguments))
     store = open_cache(work / "caches" / wanted.identity.fingerprint)
-    sealed = store
-    source: Source = sealed if told.alter is None else AlteredCache(sealed, told.alter, told.name)
+    source: Source = store if told.alter is None else AlteredCache(store, told.alter, told.name)
     student = make_student(group, job, arguments, seed, work)
     with tempfile.TemporaryDirectory(dir=work) as run_dir:
         progress = train(

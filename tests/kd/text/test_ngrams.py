@@ -93,11 +93,10 @@ def test_only_the_beginning_of_a_long_text_is_counted(monkeypatch: pytest.Monkey
 def test_a_cache_and_its_text_are_counted_alike(tmp_path: Path) -> None:
     """The training sequences only; a shard may hold held-out ones, too."""
     store = open_cache(make_cache(tmp_path, make_identity(codec=make_codec("threshold"))))
-    source = store
     size = store.identity.tokenizer.vocabulary_size
     whole = store.read(range(len(store)))[0]
-    train = whole.select(slice(0, source.train_count))
-    found, expected = count_ngrams(source, size), NGrams.of([train], size)
+    train = whole.select(slice(0, store.train_count))
+    found, expected = count_ngrams(store, size), NGrams.of([train], size)
     assert found is not None and expected is not None and 0 < found.tokens == train.positions
     assert found.pairs_P.tolist() == expected.pairs_P.tolist()
     assert found.count_P.tolist() == expected.count_P.tolist()

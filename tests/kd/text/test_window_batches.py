@@ -125,16 +125,15 @@ def test_a_window_of_any_profile_takes_the_bytes_it_may(name, tmp_path, monkeypa
     identity = make_identity(2048, 64, 64, 0, LARGE[name])
     identity = replace(identity, codec=replace(identity.codec, shard_sequences=32))
     store = open_cache(make_cache(tmp_path, identity))
-    source = store
     store.read(range(64))
     whole = store._memory.size
-    estimate = source.sequence_bytes
+    estimate = store.sequence_bytes
     assert 0.8 * whole < 64 * estimate < 1.25 * whole
     monkeypatch.setattr(ordering, "WINDOW_BYTES", whole // 4)
-    piece, width = ordering.choose_window(source)
+    piece, width = ordering.choose_window(store)
     assert piece < 32 and width >= 2
     assert piece * width * estimate <= whole // 4
-    order = ordering.choose_epoch_order(source, options(), range(1))(64, 5, 0)
+    order = ordering.choose_epoch_order(store, options(), range(1))(64, 5, 0)
     assert sorted(order[np.arange(64)].tolist()) == list(range(64))
 
 
