@@ -104,20 +104,7 @@ def read_grid(folder: Path, damaged: Collection[int] = (), expected: int = 0) ->
         measured = mirror is None and count <= MEASURED_SHARDS
         _set(states, _find_wrong_sizes(folder, manifest, states) if measured else (), _CORRUPT)
     _set(states, damaged, _CORRUPT)
-    width = max(-(-count // MOST_CELLS), 1)
-    worst = np.maximum.reduceat(states, np.arange(0, count, width)) if count else states
-    return ShardGrid(
-        complete=manifest is not None,
-        captured=captured,
-        shards=count,
-        shard_sequences=None if manifest is None else manifest.identity.codec.shard_sequences,
-        cell_shards=width,
-        cells="".join(map(str, worst.tolist())),
-        measured=measured,
-        counts=dict(zip(STATES, np.bincount(states, minlength=len(STATES)).tolist(), strict=True)),
-        corrupt=tuple(np.flatnonzero(states == _CORRUPT)[:NAMED].tolist()),
-        in_work=tuple(np.flatnonzero(states == _IN_WORK)[:NAMED].tolist()),
-    )
+    return _make_grid(states, manifest, captured, measured)
 
 
 def _find_numbers(folder: Path, pattern: re.Pattern[str]) -> set[int]:
@@ -145,3 +132,24 @@ def _find_wrong_sizes(folder: Path, manifest: Manifest, states: NDArray[np.uint8
 
 def _set(states: NDArray[np.uint8], numbers: Collection[int], state: int) -> None:
     states[[number for number in numbers if number < len(states)]] = state
+
+
+def _make_grid(
+    states: NDArray[np.uint8], manifest: Manifest | None, captured: bool, measured: bool
+) -> ShardGrid:
+    """Join the ``states`` of the shards to cells, each of the worst state in it, and count them."""
+    count = len(states)
+    width = max(-(-count // MOST_CELLS), 1)
+    worst = np.maximum.reduceat(states, np.arange(0, count, width)) if count else states
+    return ShardGrid(
+        complete=manifest is not None,
+        captured=captured,
+        shards=count,
+        shard_sequences=None if manifest is None else manifest.identity.codec.shard_sequences,
+        cell_shards=width,
+        cells="".join(map(str, worst.tolist())),
+        measured=measured,
+        counts=dict(zip(STATES, np.bincount(states, minlength=len(STATES)).tolist(), strict=True)),
+        corrupt=tuple(np.flatnonzero(states == _CORRUPT)[:NAMED].tolist()),
+        in_work=tuple(np.flatnonzero(states == _IN_WORK)[:NAMED].tolist()),
+    )

@@ -392,7 +392,7 @@ class CacheWriter:
             mirror.publish_pieces(list_pieces(manifest.pieces))
 
         def choose(found: bytes | None) -> bytes:
-            if found is not None:
+            if found:  # an empty object is replaced
                 theirs = Manifest.from_bytes(found, str(mirror))
                 if (theirs.shards, theirs.pieces) == (manifest.shards, manifest.pieces):
                     return found
