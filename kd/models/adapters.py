@@ -46,8 +46,8 @@ def add_adapters(student: PreTrainedModel, config: LoraConfig) -> PreTrainedMode
     """Add adapters to ``student``, in place, and freeze all its other parameters.
 
     A is drawn from torch's current random state. B is zero, so the student's logits do not change.
-    Raises ``ModelError`` if a target names no linear layer, or where peft would adapt other
-    layers than the targets.
+    Raises ``ModelError`` if a target names no linear layer, or if peft would adapt other layers
+    than the targets.
     """
     from peft import inject_adapter_in_model
 
