@@ -89,7 +89,7 @@ def merge_adapters(student: PreTrainedModel) -> PreTrainedModel:
 
 
 def remove_adapters(student: PreTrainedModel, merge: bool = False) -> PreTrainedModel:
-    """Remove the adapters, in place; the base becomes what it was before, unless they ``merge``."""
+    """Remove the adapters, in place; ``merge`` adds them to the weights of the base first."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     # Two adapters of the same experts are nested. The inner one comes later, and goes first.
