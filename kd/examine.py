@@ -170,5 +170,5 @@ def render_examination(report: Report) -> str:
         "",
         *format_model_table(found["models"], found["top_k"]),
     ]
-    lines[-1:] = format_closing_sections(report)
+    lines = [*lines[:-1], *format_closing_sections(report)]
     return "\n".join([*lines, *explain_words(lines)]) + "\n"

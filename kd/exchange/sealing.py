@@ -14,20 +14,20 @@ from cache.writing.writer import CacheWriter, open_writer
 from kd.capture.capturing import summarise_cache
 from kd.progress import Monitor, ProgressMeter
 
-Row = TypeVar("Row")
+Item = TypeVar("Item")
 
 
 def seal_cache(
     root: Path,
     identity: CacheIdentity,
-    rows: Iterable[Row],
-    encode: Callable[[Row, int], tuple[Sequences, Records]],
+    items: Iterable[Item],
+    encode: Callable[[Item, int], tuple[Sequences, Records]],
     finish: Callable[[CacheWriter], None],
     monitor: Monitor,
 ) -> dict[str, Any]:
     """Write the missing shards of a cache below ``root``, then seal it; return its summary.
 
-    ``rows`` yields every sequence of the cache in order, and one shard of them is in memory.
+    ``items`` yields every sequence of the cache in order, and one shard of them is in memory.
     ``encode`` makes the arrays of one, which it gets with its number. ``finish`` writes all else.
     """
     monitor.emit("stage", stage="import", phase="writing")
@@ -37,10 +37,10 @@ def seal_cache(
         missing = writer.find_missing_shards()
         meter = ProgressMeter(identity.data.sequences, "sequences")
         size = identity.codec.shard_sequences
-        for index, part in groupby(enumerate(rows), lambda pair: pair[0] // size):
+        for index, part in groupby(enumerate(items), lambda pair: pair[0] // size):
             numbered = list(part)
             if index in missing:
-                parts = [encode(row, number) for number, row in numbered]
+                parts = [encode(item, number) for number, item in numbered]
                 sequences = Sequences.concatenate(each for each, _ in parts)
                 writer.write_shard(index, sequences, Records.concatenate(each for _, each in parts))
             monitor.emit("progress", **meter.advance(len(numbered), 0))

@@ -46,8 +46,8 @@ def add_adapters(student: PreTrainedModel, config: LoraConfig) -> PreTrainedMode
     """Add adapters to ``student``, in place, and freeze all its other parameters.
 
     A is drawn from torch's current random state. B is zero, so the student's logits do not change.
-    Raises ``ModelError`` if a target names no linear layer, or where peft would adapt other
-    layers than the targets.
+    Raises ``ModelError`` if a target names no linear layer, or if peft would adapt other layers
+    than the targets.
     """
     from peft import inject_adapter_in_model
 
@@ -89,7 +89,7 @@ def merge_adapters(student: PreTrainedModel) -> PreTrainedModel:
 
 
 def remove_adapters(student: PreTrainedModel, merge: bool = False) -> PreTrainedModel:
-    """Remove the adapters, in place; the base becomes what it was before, unless they ``merge``."""
+    """Remove the adapters, in place; ``merge`` adds them to the weights of the base first."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     # Two adapters of the same experts are nested. The inner one comes later, and goes first.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError, TokenizerMismatch
-from kd.models.layers import compute_hidden_states, find_device, is_hollow, removing
+from kd.models.layers import compute_hidden_states, evaluating, find_device, is_hollow, removing
 from kd.models.precision import float32_products
 from kd.models.products.split import write_split_product_
 from kd.models.products.wide import sums_wide, write_product_
@@ -168,7 +168,10 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
         )
     require_rows(model, vocabulary)
     lm_head = LMHead(layer.weight, layer.bias, 1.0, None, vocabulary)
-    return lm_head if is_hollow(model) else _examine_lm_head(model, lm_head, name)
+    if is_hollow(model):
+        return lm_head
+    with evaluating(model):
+        return _examine_lm_head(model, lm_head, name)
 
 
 def find_student_head(student: PreTrainedModel, vocabulary: int) -> LMHead:
@@ -225,8 +228,6 @@ def _examine_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> LMHe
 
     Raises ``ModelError`` if the model's own logits are others even so.
     """
-    training = model.training
-    model.eval()
     tokens_BL = torch.arange(8, device=find_device(model)).remainder(lm_head.vocabulary)[None]
     hidden_LD = compute_hidden_states(model, tokens_BL)[0]
     if hidden_LD.shape[1] != lm_head.weight.shape[1]:
@@ -255,7 +256,6 @@ def _examine_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> LMHe
                 f"(ours and its own differ by {difference:.3g}).",
                 "Supported: a bias, a multiplier, and a soft cap c tanh(z / c).",
             )
-    model.train(training)
     return lm_head
 
 

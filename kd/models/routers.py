@@ -89,8 +89,8 @@ def find_router_balance(student: PreTrainedModel, weight: float | None) -> Route
 def _find_measure(student: PreTrainedModel) -> Callable[..., Tensor] | None:
     """Return the function with which transformers computes the balance loss of ``student``.
 
-    None if its layers have no routers, although its class may, and where the function takes
-    other arguments: Doge's routers pick pairs of keys.
+    None if its layers have no routers, although its class may, or if the function takes other
+    arguments: Doge's routers pick pairs of keys.
     """
     measure = getattr(sys.modules[type(student).__module__], "load_balancing_loss_func", None)
     if measure is None or list(inspect.signature(measure).parameters) != _ARGUMENTS:

@@ -225,18 +225,7 @@ def _find_training_problems(
                 "Set it to auto, ddp, fsdp or pipeline, or resources.gpus to 1.",
             )
     elif train.strategy == "pipeline":
-        # Fewer micro-batches than stages, and what stages cannot do.
-        count = train.gradient_accumulation_steps
-        if count < devices:
-            yield Problem(
-                "/train/gradient_accumulation_steps",
-                f"train.strategy is pipeline, which needs a micro-batch for each of {devices} "
-                f"stages, but a step has {count}.",
-                f"Set it to {devices} or more, with a smaller train.batch_size.",
-            )
-        remedy = "Change it, or set train.strategy to ddp or fsdp."
-        for pointer, why in list_unstaged_fields(config, train):
-            yield Problem(pointer, f"train.strategy is pipeline, but {why}.", remedy)
+        yield from _find_stage_problems(config, train, devices)
     elif (sequences := train.batch_size * train.gradient_accumulation_steps) % devices:
         yield Problem(
             "/train/batch_size",
@@ -254,6 +243,21 @@ def _find_training_problems(
             mode = getattr(config.loss.temperature, "mode", "")
             detail = f"train.strategy is fsdp, but {mode} needs gradients of whole weights."
             yield Problem("/loss/temperature/mode", detail, remedy)
+
+
+def _find_stage_problems(config: JobConfig, train: TrainConfig, devices: int) -> Iterator[Problem]:
+    """Refuse fewer micro-batches than stages, and what stages cannot do."""
+    count = train.gradient_accumulation_steps
+    if count < devices:
+        yield Problem(
+            "/train/gradient_accumulation_steps",
+            f"train.strategy is pipeline, which needs a micro-batch for each of {devices} stages, "
+            f"but a step has {count}.",
+            f"Set it to {devices} or more, with a smaller train.batch_size.",
+        )
+    remedy = "Change it, or set train.strategy to ddp or fsdp."
+    for pointer, why in list_unstaged_fields(config, train):
+        yield Problem(pointer, f"train.strategy is pipeline, but {why}.", remedy)
 
 
 def _find_device_problems(config: JobConfig, device: torch.device | None) -> list[Problem]:

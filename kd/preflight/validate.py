@@ -279,7 +279,7 @@ def _check_source(
         names, left_out = list_stored_texts(source, field)
         found = FoundFiles(list(map(Path, names)), left_out)
         objects = list_stored(source).objects
-        has_text = any(objects[name].bytes for name in names)
+        has_text = any(objects[each].bytes for each in names)
     else:
         listed = find_source_files(source, root, field)
         if listed is None:

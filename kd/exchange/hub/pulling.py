@@ -54,10 +54,10 @@ def pull(
 ) -> dict[str, Any]:
     """Pull the repository ``name``; return a summary.
 
-    A student goes to ``out``, by default a folder of the repository's name here; a cache goes to
-    its place below ``caches``, or below ``out``. ``type`` None takes what the hub has of that name.
-    ``tell`` gets a word before each long step. Raises ``HubError``, and ``StorageError`` for a disk
-    that is full.
+    A student goes to ``out``, by default a folder of the repository's name in the current one; a
+    cache goes to its place below ``caches``, or below ``out``. ``type`` None takes what the hub has
+    of that name. ``tell`` gets a word before each long step. Raises ``HubError``, and
+    ``StorageError`` for a disk that is full.
     """
     api = connect(name, "read")
     branch = Repository(name, type or "model", revision or constants.DEFAULT_REVISION)

@@ -131,20 +131,23 @@ def _laid_out(folder: Path) -> Iterator[tuple[Path, RepositoryType, dict[str, in
 
 
 def _list_files(folder: Path, is_cache: bool) -> set[str]:
-    """Name the files of a cache, or those of a student that are not hidden."""
+    """Name the files of a cache, or those of a student that are not hidden.
+
+    Raises ``CacheCorrupt`` or ``ModelError`` if they are damaged.
+    """
     names = set(list_file_sizes(folder))
-    if not is_cache and not any(name.endswith(_WEIGHTS) for name in names):
-        what = f"{folder} holds no weights: no file ends in {_WEIGHTS}."
-        raise ModelError(what, "Name a student whose training has finished.")
+    if not is_cache:
+        names = {name for name in names if "/." not in f"/{name}"}
+        if not any(name.endswith(_WEIGHTS) for name in names):
+            what = f"{folder} holds no weights: no file ends in {_WEIGHTS}."
+            raise ModelError(what, "Name a student whose training has finished.")
     if problems := find_problems(folder):
         what = f"{folder} is damaged and was not pushed: {'; '.join(problems[:3])}."
         if not is_cache:
             raise ModelError(what, "Save the student again: run its job again.")
         remedy = "Run its job again: it captures the damaged shards again. Then push."
         raise CacheCorrupt(what, remedy)
-    if is_cache:
-        return names - set(find_extras(folder))
-    return {name for name in names if not any(part.startswith(".") for part in Path(name).parts)}
+    return names - set(find_extras(folder)) if is_cache else names
 
 
 def _make_repository(api: HfApi, place: Repository, private: bool | None) -> str:

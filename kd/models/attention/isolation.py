@@ -103,7 +103,7 @@ def try_to_isolate(
 def explain_own_rows(hollow: PreTrainedModel) -> ModelError | None:
     """Return why documents cannot share rows in a model whose weights are not read yet.
 
-    ``hollow`` may be on the device meta. None if they can, or where only the weights will show
+    ``hollow`` may be on the device meta. None if they can, or if only the weights will show
     it. A model that is too large to try has layers with a state, or has none.
     """
     small = make_small(hollow)

@@ -60,13 +60,15 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 def test_a_merged_model_is_the_student_and_loads_with_transformers(
-    adapters: tuple[Path, Tensor], tmp_path: Path
+    adapters: tuple[Path, Tensor], tiny_teacher: Path, tmp_path: Path
 ) -> None:
     folder, expected = adapters
+    base = content(tiny_teacher)
     out = tmp_path / "merged"
     summary = StudentExport(folder, "merged", out).run(SILENT)
     assert summary["bytes"] == sum(map(len, content(out).values()))
     assert not any(name.startswith("adapter") for name in content(out))
+    assert content(tiny_teacher) == base, "the base of the adapters is only read"
     assert_same(logits_of(AutoModelForCausalLM.from_pretrained(out)), expected)
     assert AutoTokenizer.from_pretrained(out)("Sir Walter")["input_ids"]
     with pytest.raises(StorageError, match="exists"):

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 from bench.support.paths import ROOT
 from bench.support.small.caches import make_cache, make_identity
 from cache.checking.verify import verify_cache
+from kd.errors import ModelError
+from kd.exchange.hub.pushing import push_to_folder
 from tests.support.caches import content
 from tests.support.commands import KD, kd
 from tests.support.hub.fake_hub import TOKEN, FakeHub
@@ -142,6 +144,14 @@ def test_a_push_can_be_listed_and_can_go_to_a_folder(student: Path, tmp_path: Pa
     assert done("push", student, str(target), **nowhere)["bytes"] == listed["bytes"]
     assert content(target) == content(student)
     assert "exists" in refused("push", student, str(target), **nowhere)
+
+
+def test_hidden_files_are_no_weights_of_a_student(student: Path) -> None:
+    (student / ".copy").mkdir()
+    for path in student.glob("*.safetensors"):
+        path.rename(student / ".copy" / path.name)
+    with pytest.raises(ModelError, match="holds no weights"):
+        push_to_folder(student, None)
 
 
 def test_a_student_that_replaces_another_leaves_no_weights_and_no_template_of_it(
