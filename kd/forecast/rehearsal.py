@@ -180,7 +180,7 @@ def _describe(
 def _scale_capture(
     config: JobConfig, trial: Trial, kind: DeviceRates, counter: OperationCounter
 ) -> Needs:
-    """What a capture needs on ``kind``; nothing is known if its teacher runs elsewhere."""
+    """Count what a capture needs on ``kind``; empty if its teacher runs on a server."""
     teacher = config.captured_teacher
     if teacher is None or not teacher.is_local:
         return {}
@@ -200,7 +200,10 @@ def _scale_capture(
 def _rehearse_training(
     config: JobConfig, source: Source, text: CaptureSize, folder: Path, kind: DeviceRates | None
 ) -> tuple[TrainingForecast, Needs]:
-    """Take a few steps of the job's training on ``source``; what it needs on ``kind``, too."""
+    """Forecast the job's training from a few steps on ``source``.
+
+    Also returns what it needs on ``kind``, which is empty if ``kind`` is None.
+    """
     release_memory()
     return_freed_memory()
     options = config.require_train()
