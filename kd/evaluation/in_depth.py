@@ -184,9 +184,11 @@ def _load_teacher_if_possible(
         return None, None
     if not config.captures:
         return None, f"a job of kind {config.kind} loads no teacher (`kd eval` compares the two)"
-    if (reason := find_reason_without(teacher, pick_device(), config.resources.memory)) is not None:
-        return None, reason
     try:
+        # A quantized teacher is built without its weights to count them, which may fail, too.
+        reason = find_reason_without(teacher, pick_device(), config.resources.memory)
+        if reason is not None:
+            return None, reason
         return _load_teacher(teacher, config.data, run), None
     except PotstillError as error:
         return None, error.detail

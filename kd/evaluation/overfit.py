@@ -323,7 +323,7 @@ class _LossProbe:
 
     @property
     def targets(self) -> Targets:
-        """What the positions should predict."""
+        """The targets of the measured positions."""
         batch = self.batch
         targets = self.decoder.decode(batch.gold_N, batch.teacher, self.temperature)
         return take_first_positions(targets, self.positions)

@@ -61,10 +61,11 @@ def select_numbers(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, fl
     """
     found: dict[str, dict[str, float]] = {}
     for task, values in results.items():
-        numbers = found[task] = dict[str, float]()
+        numbers: dict[str, float] = {}
         for name, value in values.items():
             metric, _, kind = name.partition(",")
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and name not in ("sample_len", "alias"):
                 numbers[metric if kind in ("", "none") else f"{metric} ({kind})"] = float(value)
+        found[task] = numbers
     return found

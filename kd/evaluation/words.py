@@ -32,12 +32,13 @@ WORDS = {
     ),
     "perplexity": ("perplexity", "exp of the loss per held-out token."),
 }
-_FENCE = "```"
+#: A sample: a block of code between two fences of the same length, which no mark in it ends.
+_SAMPLE = re.compile(r"^(`{3,})text$.*?^\1$", re.DOTALL | re.MULTILINE)
 
 
 def explain_words(lines: Iterable[str]) -> list[str]:
     """Return a section on the words that stand in ``lines`` of Markdown, but for its samples."""
-    told = " ".join("\n".join(lines).split(_FENCE)[::2])
+    told = _SAMPLE.sub("", "\n".join(lines))
     found = {word: said for word, said in WORDS.items() if re.search(rf"\b{word}\b", told)}
     meanings = [f"- **{row}**: {sentence.rstrip('.')}." for row, sentence in found.values()]
     return ["", "## Words", "", *meanings] if meanings else []

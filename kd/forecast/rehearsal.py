@@ -141,11 +141,7 @@ def estimate_job(
             # Plain text is tokenized for the rehearsal alone.
             _, source = open_source(config, home if config.needs_cache else folder, folder, monitor)
             config = adopt_cache_layout(source, config)
-            some, _ = source.read(np.arange(min(source.train_count, _COUNTED_SEQUENCES)))
-            sequences = source.train_count + source.validation_count
-            positions = round(some.positions / max(len(some), 1) * sequences)
-            counts = (source.train_count, source.validation_count, config.data.sequence_length)
-            text = CaptureSize(*counts, positions, counted=True)
+            text = _measure_text(source, config.data.sequence_length)
         if config.train is not None:
             monitor.emit("stage", stage="train", phase="taking a few steps")
             training, needed = _rehearse_training(config, source, text, folder, kind)
@@ -159,6 +155,14 @@ def estimate_job(
     if kind is not None:
         devices.append(_describe(kind.name, kind.memory, True, there, price))
     return JobForecast(capture, training, tuple(devices))
+
+
+def _measure_text(source: Source, length: int) -> CaptureSize:
+    """Measure the text of ``source``; its positions are told by the first sequences."""
+    some, _ = source.read(np.arange(min(source.train_count, _COUNTED_SEQUENCES)))
+    counts = (source.train_count, source.validation_count)
+    positions = round(some.positions / max(len(some), 1) * sum(counts))
+    return CaptureSize(*counts, length, positions, counted=True)
 
 
 def _describe(
@@ -180,7 +184,7 @@ def _describe(
 def _scale_capture(
     config: JobConfig, trial: Trial, kind: DeviceRates, counter: OperationCounter
 ) -> Needs:
-    """What a capture needs on ``kind``; nothing is known if its teacher runs elsewhere."""
+    """Count what a capture needs on ``kind``; empty if its teacher runs on a server."""
     teacher = config.captured_teacher
     if teacher is None or not teacher.is_local:
         return {}
@@ -200,7 +204,10 @@ def _scale_capture(
 def _rehearse_training(
     config: JobConfig, source: Source, text: CaptureSize, folder: Path, kind: DeviceRates | None
 ) -> tuple[TrainingForecast, Needs]:
-    """Take a few steps of the job's training on ``source``; what it needs on ``kind``, too."""
+    """Forecast the job's training from a few steps on ``source``.
+
+    Also returns what it needs on ``kind``, which is empty if ``kind`` is None.
+    """
     release_memory()
     return_freed_memory()
     options = config.require_train()

@@ -42,9 +42,9 @@ def list_student_shapes(
 ) -> tuple[ParameterShape, ...]:
     """List the parameters of the job's student; a new one gets this ``vocabulary``.
 
-    None for a student that is cut out of its teacher, or whose files are not safetensors below
-    ``root``: only a loaded model could tell them. Every matrix counts as one of a layer, whose
-    state is never larger than that of other matrices.
+    Empty without a training, for a student that is cut out of its teacher, and where no file of
+    safetensors is below ``root``: only a loaded model could tell the shapes. Every matrix counts as
+    one of a layer, whose state is never larger than that of other matrices.
     """
     student = config.student
     shapes: Iterable[tuple[int, ...]] = ()
@@ -68,7 +68,10 @@ def _list_llama_shapes(shape: StudentInit, vocabulary: int) -> list[tuple[int, .
 
 
 def count_student_bytes(config: JobConfig, shapes: tuple[ParameterShape, ...]) -> int | None:
-    """Count the bytes of weights, gradients, optimiser state and moving average of a student."""
+    """Count the bytes of weights, gradients, optimiser state and moving average of a student.
+
+    None without ``shapes``, which then are not known.
+    """
     numbers = sum(each.size for each in shapes)
     if config.student is None or config.train is None or not numbers:
         return None

@@ -120,6 +120,9 @@ def count_gathered_bytes(step: StepShape) -> int:
     return whole * step.item + gradient
 
 
+# ---------------------------------------------------------------------- bytes that are sent
+
+
 def count_traffic(step: StepShape, strategy: ParallelStrategy, ranks: int) -> float:
     """The bytes that a rank sends in a step; ``step`` is as in ``estimate_rank``."""
     if ranks == 1 or strategy == "single":

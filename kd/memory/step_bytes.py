@@ -58,10 +58,11 @@ class StepMemory:
         return sum(asdict(self).values()) - self.offloaded
 
     def __str__(self) -> str:
-        parts = ", ".join(
-            f"{name} {format_bytes(size)}" for name, size in asdict(self).items() if size
-        )
-        return f"A training step is expected to need {format_bytes(self.total)}: {parts}."
+        sizes = asdict(self)
+        on_host = sizes.pop("offloaded")
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
+        beside = f" {format_bytes(on_host)} more lie in the host's memory." if on_host else ""
+        return f"A training step is expected to need {format_bytes(self.total)}: {parts}.{beside}"
 
     def warning(self, room: int | None) -> str | None:
         """A warning if the step needs more than ``room`` bytes, its weights included; else None."""

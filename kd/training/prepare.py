@@ -86,10 +86,6 @@ def prepare(
     watch = TrainingWatch(config.checks, options)
     watch.restore(state.progress.watch)
     flops = count_flops_per_token(student, lm_head.vocabulary, config.data.sequence_length)
-    # A run that was stopped before its first evaluation makes that evaluation again: its history is
-    # empty.
-    last_step = state.progress.step if state.progress.first_evaluation is not None else -1
-    history = folder / "metrics.jsonl" if group.leads else None
     run = Run(
         options=_fit_micro_batch(setting, options, state, parts.loss),
         checks=config.checks,
@@ -108,12 +104,22 @@ def prepare(
         watch=watch,
         disk_watch=DiskWatch(options, source.disk_reads if config.checks.alarms else None),
         scale_watch=ScalerWatch(**state.progress.scale_watch),
-        log=MetricsLog(history, monitor, last_step),
+        log=_open_log(setting, state),
         meter=ProgressMeter(parts.loss.steps, "steps", done=state.progress.step),
         speed=SpeedMeter(flops, device, group.size),
     )
     reset_peak_memory(device)
     return run
+
+
+def _open_log(setting: TrainingSetting, state: TrainState) -> MetricsLog:
+    """Open metrics.jsonl with the lines up to the restored step; other ranks write no file."""
+    progress = state.progress
+    # A run that was stopped before its first evaluation makes that evaluation again: its history is
+    # empty.
+    last_step = progress.step if progress.first_evaluation is not None else -1
+    path = setting.folder / "metrics.jsonl" if setting.group.leads else None
+    return MetricsLog(path, setting.monitor, last_step)
 
 
 def _make_look_ahead(

@@ -22,7 +22,7 @@ from kd.progress import Monitor
 #: The folder of what waits, in the run folder, and that of a checkpoint in it.
 _WAITING = f"{TEMPORARY_PREFIX}uploads"
 #: Seconds between two heartbeats while the last checkpoint is put.
-_SIGN_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 
 
 class _Upload(NamedTuple):
@@ -58,8 +58,9 @@ class CheckpointUploads:
     def __enter__(self) -> Self:
         if self._run is not None:
             remove_path(self._folder)  # a killed process may have left it
-            name = "checkpoint-uploads"
-            self._thread = threading.Thread(None, self._work, name, (self._run,), daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, args=(self._run,), name="checkpoint-uploads", daemon=True
+            )
             self._thread.start()
         return self
 
@@ -73,7 +74,7 @@ class CheckpointUploads:
             self._changed.notify()
         while self._thread.is_alive():
             self._monitor.report_alive(stepping=False)
-            self._thread.join(_SIGN_SECONDS)
+            self._thread.join(_HEARTBEAT_SECONDS)
         self._report_problem()
         remove_path(self._folder)
 

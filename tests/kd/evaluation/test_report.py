@@ -434,3 +434,5 @@ def test_a_word_in_a_sample_is_not_explained() -> None:
         "- **perplexity**: " + WORDS["perplexity"][1]
     ]
     assert explain_words(["```text", "nats", "```"]) == []
+    longer = ["`````text", "a ```` of nats", "`````", "KL", "```text", "bigram", "```"]
+    assert explain_words(longer)[3:] == ["- **KL**: " + WORDS["KL"][1] + "."]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -310,6 +311,27 @@ def test_it_says_why_a_teacher_is_not_loaded(
     assert reason is not None and re.fullmatch(
         r"it needs about \S+ \w+ of memory, and 4 KiB is free", reason
     )
+
+
+def test_a_quantized_teacher_that_cannot_be_built_is_left_out(done: Any, tmp_path: Path) -> None:
+    """The finished student is reported all the same."""
+    folder = tmp_path / "teacher"
+    shutil.copytree(done.config.teacher.model, folder)
+    settings = read_json(folder / "config.json")
+    write_json(folder / "config.json", settings | {"model_type": "unheard_of"})
+    changes = {"model": str(folder), "quantization": "int8"}
+    config = done.config.model_copy(
+        update={
+            "teacher": done.config.teacher.model_copy(update=changes),
+            "evaluation": done.config.evaluation.model_copy(update={"baseline": False}),
+        }
+    )
+    _, source = open_source(done.config, done.home, done.run, SILENT)
+    student = load_model(done.run / "student", torch.float32)
+    run = EvaluationContext(tmp_path, load_tokenizer(done.run / "student"), SILENT, done.run)
+    found = evaluate_in_depth(config, source, student, run, with_start=False)["evaluation"]
+    assert found["models"].keys() == {STUDENT}
+    assert "unheard_of" in found["without_teacher"]
 
 
 def test_a_student_that_cannot_generate_is_reported_all_the_same(done: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,6 +204,9 @@ def test_an_estimate_is_a_sentence_and_a_warning() -> None:
     assert found.total == 2**22 + 3 * 2**30 + 512
     assert "expected to need 3.004 GiB" in str(found)
     assert "activations 3 GiB" in str(found)
+    offloading = replace(found, offloaded=2**31)
+    assert offloading.total == found.total
+    assert str(offloading) == f"{found} 2 GiB more lie in the host's memory."
     assert found.warning(None) is None
     assert found.warning(found.total) is None
     assert "3 GiB is free beside the weights" in (found.warning(3 * 2**30 + found.weights) or "")
