@@ -90,8 +90,14 @@ class CaptureHelp:
                     "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
                 )
             # Of the job's claim, which another worker has, the child needs only these.
-            job_id, given = order.member.id, order.config
-            job = Claim(job_id, 0, order.attempt, given, order.owner, stage=CAPTURE.name)
+            job = Claim(
+                id=order.member.id,
+                fence=0,
+                attempt=order.attempt,
+                config=order.config,
+                owner=order.owner,
+                stage=CAPTURE.name,
+            )
             child = start_child(
                 self._store, self._settings, self._device, job, self._run_dir, server, order.shared
             )
@@ -106,9 +112,10 @@ class CaptureHelp:
             supervise(child, self._settings, limit, instruct)
         if child.process.returncode in (0, EXIT_PASSING) or has_stopped(child):
             return ""
-        return self._describe_failure(
-            describe_end(child, WHERE, self._settings, limit, self._run_dir)
-        )
+        failure = child.error
+        if failure is None or child.kill_reason == "memory":
+            failure = describe_end(child, WHERE, self._settings, limit, self._run_dir)
+        return self._describe_failure(failure)
 
     def _describe_failure(self, failure: Failure) -> str:
         what = f"{failure['detail']} {failure.get('remedy', '')}".strip()
