@@ -4,7 +4,7 @@
     child <--answers, a pipe-- RangeServer <--a range, wait, done, stop--
 
     ask                             answer
-    {ask: open, shared, shards}    {answer: go | stop}
+    {ask: open, shared, shards}     {answer: go | stop}
     {ask: take}                     {answer: range, number, first, stop}, or
                                     {answer: wait | done | stop}
     {ask: finish, number, ...}      none
