@@ -323,23 +323,26 @@ class Settings(BaseSettings):
     def _complete_redis_url(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Put password and certificates into the URL: no other module knows of their files."""
         url = values.get("redis_url")
-        if not url:
-            return values
+        password_file = values.get("redis_password_file")
+        ca_file = values.get("redis_ca_file")
+        if not url or not (password_file or ca_file):
+            return values  # with the URL as it was given: rebuilt, unix:///a would be unix:/a
         parts = urlsplit(url)
-        if file := values.get("redis_password_file"):
+        if password_file:
             try:
-                password = Path(file).read_text(encoding="utf-8").strip()
+                password = Path(password_file).read_text(encoding="utf-8").strip()
             except OSError as error:
-                raise ValueError(f"KD_REDIS_PASSWORD_FILE: {file}: {error.strerror}") from None
+                detail = f"KD_REDIS_PASSWORD_FILE: {password_file}: {error.strerror}"
+                raise ValueError(detail) from None
             name, place = quote(parts.username or ""), parts.netloc.rpartition("@")[2]
             parts = parts._replace(netloc=f"{name}:{quote(password, safe='')}@{place}")
-        if file := values.get("redis_ca_file"):
+        if ca_file:
             if not uses_tls(url):
                 known = "rediss:// or sentinels://"
                 raise ValueError(f"KD_REDIS_CA_FILE needs a KD_REDIS_URL of {known}")
-            if not Path(file).is_file():
-                raise ValueError(f"KD_REDIS_CA_FILE: {file} is not a file")
-            query = {**dict(parse_qsl(parts.query)), "ssl_ca_certs": str(file)}
+            if not Path(ca_file).is_file():
+                raise ValueError(f"KD_REDIS_CA_FILE: {ca_file} is not a file")
+            query = {**dict(parse_qsl(parts.query)), "ssl_ca_certs": str(ca_file)}
             parts = parts._replace(query=urlencode(query))
         return {**values, "redis_url": parts.geturl()}
 

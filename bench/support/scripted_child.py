@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import os
@@ -173,6 +174,12 @@ def dies_once(run_dir: Path, monitor: Monitor) -> None:
         dies(run_dir, monitor)
 
 
+def fails_and_dies(run_dir: Path, monitor: Monitor) -> None:
+    """Tell an error, and be killed after that, as by a library that crashes when it is unloaded."""
+    atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+    fails(run_dir, monitor)
+
+
 def reports(run_dir: Path, monitor: Monitor) -> None:
     quick(run_dir, monitor)
     (run_dir / "report.md").write_text("# The report\n")
@@ -224,6 +231,7 @@ SCRIPTS = {
         stubborn,
         silent,
         fails,
+        fails_and_dies,
         buggy,
         exits,
         dies,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery
 from redis.exceptions import RedisError
 
+from kd.client.wire.jobs import Job
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import SEARCH, TRAIN
@@ -230,10 +231,7 @@ class Driver:
             self._store.change("retry", job_id)
             publish_hint(self._app, job_id, job.stage)
         elif job.ended:
-            reason = "It was cancelled." if job.status == "cancelled" else ""
-            if job.error is not None and not reason:
-                reason = f"{job.error.detail} {job.error.remedy}".strip()
-            self._end(trial, job_id, OUTCOME_OF_STATUS[job.status], reason)
+            self._end(trial, job_id, OUTCOME_OF_STATUS[job.status], _explain_failure(job))
         elif job.status == "paused":
             self._paused.add(trial.number)
 
@@ -290,3 +288,9 @@ class Driver:
             self._outbox.put({"type": "artifact", "data": {"name": name, "path": path}})
         self._flush()
         self._store.finish(self.claim, "succeeded")
+
+
+def _explain_failure(job: Job) -> str:
+    if job.status == "cancelled":
+        return "It was cancelled."
+    return f"{job.error.detail} {job.error.remedy}".strip() if job.error is not None else ""

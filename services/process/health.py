@@ -32,11 +32,8 @@ def check_worker(settings: Settings) -> str:
     except RedisError as error:
         return f"the job store {describe_failure(error)}"
     host = socket.gethostname()
-    return (
-        ""
-        if any(state.host == host for state in workers)
-        else f"no worker of {host} sends heartbeats"
-    )
+    is_alive = any(state.host == host for state in workers)
+    return "" if is_alive else f"no worker of {host} sends heartbeats"
 
 
 def main() -> int:

@@ -865,7 +865,8 @@ local function fail_damaged(id, stage, text)
 end
 
 -- claim_next(stages, worker, lease_ms, gpus, memory, price) -> as claim, for the first job that fits, of the first team in
--- the line that has one. Of a team's queues, and of teams that are equal, the stage that is named first goes first.
+-- the line that has one. Of a team's queues, and of teams that are equal, the stage that is named first goes first
+-- ('created' is the place in the line, which goes_before compares last).
 function transitions.claim_next(stages, worker, lease, gpus, memory, price)
   local line = {}
   for stage in string.gmatch(stages, '%S+') do

@@ -207,23 +207,28 @@ def create_key(
         raise KeysError(
             f"the scopes {', '.join(wanted) or '(none)'} are unknown.", f"Use {', '.join(SCOPES)}."
         )
-    _require_team(team)
-    # A file with errors raises here, and gets no more lines.
-    teams = {key.team for key in read_keys(path) if key.name == name} if path.exists() else set()
-    if team is None:
-        team = next(iter(teams), None)
-    elif teams - {team}:
-        other = next(iter(teams - {team})) or name
-        raise KeysError(
-            f"the keys of {name} are of team {other}, and cannot be of team {team} too.",
-            f"Leave --team out, or revoke them first: kd keys revoke {name}.",
-        )
+    team = _choose_team(path, name, team)
     text = PREFIX + secrets.token_urlsafe(32)
     end = None if lifetime is None else datetime.now(UTC).replace(microsecond=0) + lifetime
     key = ApiKey(name, hash_key(text), wanted, _format_now(), end, team)
     entry = asdict(key) | {"expires_at": end and end.isoformat()}
     _append(path, {name: value for name, value in entry.items() if value is not None})
     return text, key
+
+
+def _choose_team(path: Path, name: str, team: str | None) -> str | None:
+    """The team of a new key. A file with errors raises ``KeysError``, and gets no more lines."""
+    _require_team(team)
+    teams = {key.team for key in read_keys(path) if key.name == name} if path.exists() else set()
+    if team is None:
+        return next(iter(teams), None)
+    if teams - {team}:
+        other = next(iter(teams - {team})) or name
+        raise KeysError(
+            f"the keys of {name} are of team {other}, and cannot be of team {team} too.",
+            f"Leave --team out, or revoke them first: kd keys revoke {name}.",
+        )
+    return team
 
 
 def _require_team(team: str | None) -> None:

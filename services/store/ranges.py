@@ -90,13 +90,16 @@ class RangeView:
     """The ranges of a job and their workers, as a job shows them.
 
     ``sequences`` are those of the ranges that are done, and ``unfinished`` those that are done in
-    other ranges. ``tokens`` are those that the present workers have told.
+    other ranges. ``tokens`` are those that the present workers have told, ``pace`` and ``rate`` the
+    sequences and tokens a second of them all.
     """
 
     capture: Capture
     sequences: int
     unfinished: int
     tokens: int
+    pace: float
+    rate: float
 
 
 class RangeTable(ScriptedStore):
@@ -181,10 +184,13 @@ def parse_range_view(flat: list[str]) -> RangeView | None:
     count, done, sequences, untaken = map(int, flat[:4])
     capture = Capture(ranges=count, ranges_done=done, ranges_untaken=untaken, workers=[])
     unfinished = tokens = 0
+    all_pace = all_rate = 0.0
     for worker, held, *numbers in zip(*[iter(flat[4:])] * 8, strict=True):
         told, finished, pace, seen, rate, ms = map(float, numbers)
         unfinished += max(int(told - finished), 0)
         tokens += int(seen)
+        all_pace += pace
+        all_rate += rate
         capture.workers.append(
             CaptureWorker(
                 worker=worker,
@@ -195,4 +201,4 @@ def parse_range_view(flat: list[str]) -> RangeView | None:
                 seconds=round(ms / 1000, 1),
             )
         )
-    return RangeView(capture, sequences, unfinished, tokens)
+    return RangeView(capture, sequences, unfinished, tokens, all_pace, all_rate)

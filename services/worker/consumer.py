@@ -106,7 +106,8 @@ class StageWorker:
         """Help with a capture that wants more workers. Returns whether there was one."""
         if CAPTURE.name not in self.stages:
             return False
-        table, lease = RangeTable(self.store.redis), self.settings.lease_seconds
+        table = RangeTable(self.store.redis)
+        lease = self.settings.lease_seconds
         order = table.help(self.id, lease, self._capacity(), self.stages)
         if order is None:
             return False

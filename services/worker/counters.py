@@ -36,7 +36,8 @@ class RunCounters:
                     self._tokens = tokens
                 case "shard":
                     self._counts["kd_cache_written_bytes_total", ()] += data["bytes"]
-                    name, seconds = "kd_cache_chunk_write_seconds", data["seconds"]
+                    name = "kd_cache_chunk_write_seconds"
+                    seconds = data["seconds"]
                     self._counts[f"{name}_sum", ()] += seconds
                     self._counts[f"{name}_count", ()] += 1
                     bounds = [each for each in WRITE_SECONDS_BUCKETS if seconds <= each]

@@ -13,6 +13,7 @@ import threading
 from redis.exceptions import RedisError
 
 from cache.errors import PotstillError
+from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE
 from kd.errors import OtherCapture
@@ -74,24 +75,16 @@ class CaptureHelp:
         """Run the child; return the warning that the job gets, or nothing."""
         order = self._order
         try:
-            own, theirs = read_version(), order.shared["version"]
-            # First, because a job of another version may not be readable here.
-            if own != theirs:
-                raise OtherCapture(
-                    f"It runs Potstill {own}, and the worker that leads the capture {theirs}.",
-                    "Install the same version on all workers.",
-                )
-            config = parse_config(order.config)
-            own, theirs = describe_place(self._settings, config)["place"], order.shared["place"]
-            if own != theirs:
-                raise OtherCapture(
-                    f"Its caches are in {own}, and the caches of the worker that leads the capture "
-                    f"are in {theirs}.",
-                    "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
-                )
+            config = self._read_config()
             # Of the job's claim, which another worker has, the child needs only these.
-            job_id, given = order.member.id, order.config
-            job = Claim(job_id, 0, order.attempt, given, order.owner, stage=CAPTURE.name)
+            job = Claim(
+                id=order.member.id,
+                fence=0,
+                attempt=order.attempt,
+                config=order.config,
+                owner=order.owner,
+                stage=CAPTURE.name,
+            )
             child = start_child(
                 self._store, self._settings, self._device, job, self._run_dir, server, order.shared
             )
@@ -106,9 +99,33 @@ class CaptureHelp:
             supervise(child, self._settings, limit, instruct)
         if child.process.returncode in (0, EXIT_PASSING) or has_stopped(child):
             return ""
-        return self._describe_failure(
-            describe_end(child, WHERE, self._settings, limit, self._run_dir)
-        )
+        failure = child.error
+        if failure is None or child.kill_reason == "memory":
+            failure = describe_end(child, WHERE, self._settings, limit, self._run_dir)
+        return self._describe_failure(failure)
+
+    def _read_config(self) -> JobConfig:
+        """Return the job's config. Raises ``OtherCapture`` if this worker cannot help.
+
+        The version is compared first, because a job of another version may not be readable here.
+        """
+        theirs = self._order.shared
+        own_version = read_version()
+        if own_version != theirs["version"]:
+            raise OtherCapture(
+                f"It runs Potstill {own_version}, and the worker that leads the capture "
+                f"{theirs['version']}.",
+                "Install the same version on all workers.",
+            )
+        config = parse_config(self._order.config)
+        own_place = describe_place(self._settings, config)["place"]
+        if own_place != theirs["place"]:
+            raise OtherCapture(
+                f"Its caches are in {own_place}, and the caches of the worker that leads the "
+                f"capture are in {theirs['place']}.",
+                "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
+            )
+        return config
 
     def _describe_failure(self, failure: Failure) -> str:
         what = f"{failure['detail']} {failure.get('remedy', '')}".strip()

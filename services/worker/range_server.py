@@ -4,7 +4,7 @@
     child <--answers, a pipe-- RangeServer <--a range, wait, done, stop--
 
     ask                             answer
-    {ask: open, shared, shards}    {answer: go | stop}
+    {ask: open, shared, shards}     {answer: go | stop}
     {ask: take}                     {answer: range, number, first, stop}, or
                                     {answer: wait | done | stop}
     {ask: finish, number, ...}      none
@@ -197,17 +197,15 @@ def count_workers(config: JobConfig) -> int | None:
 
 def compute_progress(view: RangeView, total: int) -> dict[str, Any]:
     """Return the progress event of all workers of a capture; ``total`` sequences in all."""
-    workers = view.capture.workers
     done = min(view.sequences + view.unfinished, total)
-    pace = sum(worker.sequences_per_second for worker in workers)
     data = {
         "done": done,
         "total": total,
         "unit": "sequences",
         "fraction": round(done / total, 6) if total else 0.0,
-        "eta_seconds": round((total - done) / pace, 1) if pace > 0 else None,
-        "per_second": round(pace, 3),
+        "eta_seconds": round((total - done) / view.pace, 1) if view.pace > 0 else None,
+        "per_second": round(view.pace, 3),
         "tokens": view.tokens,
-        "tokens_per_second": round(sum(worker.tokens_per_second for worker in workers), 1),
+        "tokens_per_second": round(view.rate, 1),
     }
     return {"type": "progress", "data": data}

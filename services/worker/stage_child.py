@@ -1,6 +1,6 @@
 """One stage of one job in its own process: ``python -m services.worker.stage_child``.
 
-stdin     one line with an ``Order`` (child_process.py), then a byte now and then; if stdin ends or
+stdin     one line with an ``Order`` (stage_process.py), then a byte now and then; if stdin ends or
           is silent, the supervisor is gone, and this process and its descendants are killed
 stdout    JSON lines: the events of kd.progress, then one event of type result, error or elsewhere
 answers   a pipe whose number is in the order: what range_server.py answers, for a capture by

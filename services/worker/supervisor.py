@@ -165,7 +165,8 @@ class Attempt:
         return "stop" if stops else "go"
 
     def _conclude(self, child: Child, limit: int, kills: OomKills) -> str:
-        store, claim = self._store, self._claim
+        store = self._store
+        claim = self._claim
         code = child.process.returncode
         if code == 0 and child.result is not None:
             following = KINDS[claim.config["kind"]].find_next(claim.stage, claim.turn)
@@ -175,13 +176,14 @@ class Attempt:
             return store.advance(claim, stage.name, turn)
         if has_stopped(child):
             return store.release(claim)
-        # The bytes that the job's models need at least; None if that is unknown.
-        least = estimate_least_memory(parse_config(claim.config), self._settings.root)
+        was_killed = child.kill_reason == "memory" or code < 0
+        least = None
+        if was_killed:  # no other failure names the bytes that the job's models need at least
+            least = estimate_least_memory(parse_config(claim.config), self._settings.root)
         where = f"stage {claim.stage}, attempt {claim.attempt}"
         short = OomKills.count().since(kills)
         failure = describe_end(child, where, self._settings, limit, self._run_dir, least, short)
-        passing = code == EXIT_PASSING and child.error is not None
-        if child.kill_reason == "memory" or code < 0 or passing:
+        if was_killed or (code == EXIT_PASSING and child.error is not None):
             return store.fail_attempt(claim, failure)
         return store.finish(claim, "failed", failure)
 
@@ -230,7 +232,8 @@ def describe_end(
 
     ``limit`` is that of its memory in bytes.
     """
-    code, log_file = child.process.returncode, run_dir / "log.txt"
+    code = child.process.returncode
+    log_file = run_dir / "log.txt"
     if child.kill_reason == "memory":
         return describe_memory_limit(where, limit, least_memory)
     if code < 0 and child.kill_reason == "silence":

@@ -166,12 +166,16 @@ def read_job(record: Mapping[str, str], **more: Any) -> JobRecord:
             for problem in find_unusable_text(job.model_dump()):  # it could not be sent to a client
                 raise ValueError(f"{problem.pointer} {problem.detail}")
     except (ValueError, TypeError, LookupError) as error:
-        failure = error
-    else:
-        return job
+        return _describe_unreadable(record, error, more)
+    return job
+
+
+def _describe_unreadable(
+    record: Mapping[str, str], error: Exception, more: Mapping[str, Any]
+) -> JobRecord:
     job_id = record["id"]
     version = record.get("version", "")
-    reason = ascii(" ".join(str(failure).split()))[:300]
+    reason = ascii(" ".join(str(error).split()))[:300]
     return JobRecord(
         id=job_id,
         kind=_choose(record.get("kind"), tuple(KINDS), "distill"),
@@ -184,7 +188,7 @@ def read_job(record: Mapping[str, str], **more: Any) -> JobRecord:
         metrics=Metrics(),
         error=JobError(
             type="unreadable_record",
-            detail=f"The record of this job cannot be read: {type(failure).__name__}: {reason}",
+            detail=f"The record of this job cannot be read: {type(error).__name__}: {reason}",
             remedy="Cancel it if it runs, and delete it: DELETE /jobs/{id} or `kd jobs rm`.",
         ),
         attempt=0,

@@ -86,7 +86,7 @@ class Item:
 
     @property
     def key(self) -> tuple[str, str, Path]:
-        """The same for each listing of the thing, also if several rules name it."""
+        """What names the thing: the same in each listing, and for each rule that finds it."""
         return self.kind, self.name, self.path
 
     def to_json(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _describe_kind(kind: str, things: list[wire.StoredItem]) -> wire.StoredKind:
 
 def _describe_rule(kind: str, limits: AgeLimits) -> wire.RetentionRule:
     seconds = min(age for name, age in limits.ages.items() if RULES[name].kind == kind)
-    keep = limits.keep or None if kind == "checkpoints" else None
+    keep = (limits.keep or None) if kind == "checkpoints" else None
     return wire.RetentionRule(kind=kind, after_days=seconds / DAY_SECONDS, keep=keep)
 
 

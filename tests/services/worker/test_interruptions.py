@@ -207,7 +207,7 @@ def test_a_worker_that_is_to_end_does_not_wait_for_redis() -> None:
     assert len(tries) == 2
 
 
-def test_a_deaf_worker_ends_to_be_started_again(new_parts: MakeParts) -> None:
+def test_a_worker_that_gets_no_hints_ends_to_be_started_again(new_parts: MakeParts) -> None:
     parts = new_parts()
     parts.jobs.redis.lpush(f"{QUEUE_PREFIX}train", "a hint that no consumer takes")
     code = (

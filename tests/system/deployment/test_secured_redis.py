@@ -191,6 +191,7 @@ def test_jobs_go_on_after_the_master_of_a_group_has_died(tmp_path: Path) -> None
     ("settings", "message"),
     [
         ({"redis_url": "http://host/0"}, "begins with http://; expected one of redis://"),
+        ({"redis_url": "redis://[::1"}, "KD_REDIS_URL: Invalid IPv6 URL"),
         ({"redis_url": "sentinel://a:1,b:2/0"}, "names no master"),
         (
             {"redis_url": "redis://h/0", "redis_ca_file": Path("ca")},
@@ -202,6 +203,13 @@ def test_jobs_go_on_after_the_master_of_a_group_has_died(tmp_path: Path) -> None
 def test_a_wrong_address_is_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Settings(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("url", ["unix:///run/redis.sock?db=3", "redis://", "redis:///1"])
+def test_an_address_without_files_stays_as_it_is(url: str) -> None:
+    settings = Settings(redis_url=url)
+    assert settings.redis_url == url
+    connect_redis(settings.redis_url).close()
 
 
 def test_the_password_keeps_the_user_and_reaches_every_client(tmp_path: Path) -> None:

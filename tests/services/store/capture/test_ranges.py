@@ -20,6 +20,7 @@ from services.store.ranges import (
     TakenRange,
     choose_range_size,
 )
+from services.worker.range_server import compute_progress
 from tests.support.records import ANN, BOB, ERROR, at_once, queued, running
 
 SHARED = {"fingerprint": "f" * 8, "knots": None, "version": "1.0", "place": "here"}
@@ -359,6 +360,17 @@ def test_the_view_tells_what_each_worker_did(jobs: JobStore, table: RangeTable) 
     assert (helping.ranges, helping.sequences, helping.sequences_per_second) == (1, 7, 3.5)
     assert (helping.tokens_per_second, view.tokens, view.unfinished) == (350.0, 700, 7)
     assert (shown["owner"].ranges, shown["owner"].sequences) == (0, 0)
+
+
+def test_a_slow_capture_too_tells_when_it_ends(jobs: JobStore, table: RangeTable) -> None:
+    _, owner = opened(jobs, table)
+    for member in (owner, join(table, "b")):
+        table.beat(member, LONG, ReportedProgress(5, 0.0004, 500, 0.04), [])
+    view = table.view(owner.id)
+    assert view is not None
+    data = compute_progress(view, 18)["data"]
+    assert (data["done"], data["per_second"], data["tokens_per_second"]) == (10, 0.001, 0.1)
+    assert data["eta_seconds"] == pytest.approx(8 / 0.0008)
 
 
 def test_workers_that_take_at_once_get_different_ranges(jobs: JobStore, table: RangeTable) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.support.harness import Parts
+from bench.support.harness import Parts, make_config
 from kd.config.jobfile import parse_config
 from kd.python.version import read_version
 from services.store.jobs.leases import ANY_CAPACITY
@@ -47,3 +47,21 @@ def test_a_job_that_a_helper_cannot_read_is_named_and_not_asked_for_again(
     view = table.view(claim.id)
     assert view is not None
     assert [member.worker for member in view.capture.workers] == ["leader"]
+
+
+def test_a_helper_names_the_error_of_its_child_also_if_it_was_killed_after_that(
+    parts: Parts,
+) -> None:
+    config = make_config("fails-and-dies", "precompute", resources={"workers": 2})
+    claim = parts.jobs.claim(parts.jobs.create(config).id, "precompute", "leader", 60)
+    assert claim is not None
+    table = RangeTable(parts.jobs.redis)
+    shared = {"fingerprint": "f" * 32, "knots": None}
+    shared |= describe_place(parts.settings, parse_config(claim.config))
+    assert table.open(claim, "leader", 60, shared, 100, 2) is not None
+    order = table.help("helper", 60, ANY_CAPACITY, ["precompute"])
+    assert order is not None
+    device = WorkerDevice(hidden=True)
+    CaptureHelp(parts.jobs, parts.settings, order, "helper", device, threading.Event()).run()
+    (warning,) = [data["message"] for kind, data in parts.events(claim.id) if kind == "warning"]
+    assert "text.txt is empty." in warning
