@@ -1,1 +1,1 @@
-"""Short experiments on a job, each shown as one page: ablations, loss landscapes, noise."""
+"""Short experiments on a job, each shown as one page: ablations and loss landscapes."""

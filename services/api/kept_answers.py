@@ -20,7 +20,7 @@ class KeptAnswers:
     """The newest answers, by their question and by path, size and time of the files."""
 
     def __init__(self) -> None:
-        self._answers: KeptValues[Any] = KeptValues(MOST_ANSWERS, lambda _: 1)
+        self._answers: KeptValues[Any] = KeptValues(MOST_ANSWERS)
 
     def recall(self, question: Any, files: Iterable[Path], compute: Callable[[], T]) -> T:
         """Return the kept answer, or compute it; ``question`` is JSON. Errors are not kept."""

@@ -48,7 +48,10 @@ def _complete(operation: dict[str, Any], path: str, method: str, with_keys: bool
         schema = parameter["schema"]
         # Null only means "may be missing": no header or query can be null.
         options = [option for option in schema.pop("anyOf", ()) if option != {"type": "null"}]
-        schema |= options[0] if len(options) == 1 else {"anyOf": options} if options else {}
+        if len(options) == 1:
+            schema |= options[0]
+        elif options:
+            schema["anyOf"] = options
     statuses = [*ANYWHERE, *(WITH_KEYS if path not in OPEN else ())]
     if not with_keys:
         operation.pop("security", None)

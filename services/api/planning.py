@@ -124,7 +124,8 @@ def estimate_capture(
 
 def _estimate_memory(config: JobConfig, root: Path, kept: KeptAnswers) -> MemoryEstimate:
     teacher = config.teacher_files
-    is_new = config.student is not None and config.student.init is not None
+    trained = None if config.train is None else config.student
+    is_new = trained is not None and trained.init is not None
     vocabulary = 0
     if is_new and teacher is not None:
         vocabulary = kept.recall(

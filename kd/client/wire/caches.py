@@ -18,7 +18,8 @@ class CacheEntry(View):
     model_config = ConfigDict(extra="allow")
 
     fingerprint: str
-    complete: bool = Field(description="Whether it is sealed; false during the capture.")
+    complete: bool
+    """Whether the cache is sealed and readable; false during the capture."""
     tokens: int | None = Field(None, description="Tokens with a record.")
     bytes: int | None = Field(None, description="Bytes on disk.")
     bytes_per_token: float | None = None
@@ -41,7 +42,8 @@ class Fidelity(View):
     positions: int = Field(description="Number of sampled positions.")
     kept_mass: float = Field(description="Mean probability of the tokens whose value is stored.")
     kept_error: float = Field(description="Mean sum of the differences of their probabilities.")
-    kl: float | None = Field(None, description="KL(live || decoded), nats; null = sampled tail.")
+    kl: float | None = None
+    """KL(live || decoded) in nats; null if the tail is a sample."""
     bias_z: float | None = Field(None, description="Largest z of the mean of redrawn samples.")
     stored_z: float | None = Field(None, description="Largest z of the stored samples.")
     gold_error: float = Field(description="Mean relative error of the next token's probability.")
@@ -73,7 +75,8 @@ class SampledHistogram(View):
     """Counts of values between edges."""
 
     edges: list[float] = Field(description="Edges of the bins: one more than there are counts.")
-    counts: list[int] = Field(description="Values in each bin; the last has those beyond, too.")
+    counts: list[int]
+    """Values in each bin; a value beyond the last edge is in the last bin."""
     mean: float | None = Field(None, description="Mean of the values; null without one.")
     unknown: int = Field(0, description="Records whose value is unknown: it was not imported.")
 
@@ -99,7 +102,8 @@ class CacheStatistics(View):
     sequences_read: int = Field(description="Sequences that the records were read from.")
     whole: bool = Field(description="Whether every record was read, so that the counts are exact.")
     entropy: SampledHistogram = Field(description="The teacher's entropy, nats.")
-    kept_mass: SampledHistogram = Field(description="Sum of the probabilities that it stores.")
+    kept_mass: SampledHistogram
+    """Sum of the probabilities that a record stores."""
     entries: SampledHistogram = Field(description="Tokens that a record names.")
     entry_counts: EntrySummary | None = Field(None, description="Null without a record.")
 
@@ -110,7 +114,8 @@ class ShardStates(View):
     complete: bool = Field(description="Whether the cache is sealed.")
     captured: bool = Field(description="Whether a process of this host captures it now.")
     shards: int = Field(description="Shards; while the cache is captured, those known so far.")
-    shard_sequences: int | None = Field(None, description="Sequences in a shard; null = unsealed.")
+    shard_sequences: int | None = None
+    """Sequences of a shard; null while the cache is not sealed."""
     cell_shards: int = Field(description="Consecutive shards that one cell stands for.")
     cells: str
     """A digit for each cell, for its worst shard: 0 sealed, 1 missing, 2 in work, 3 corrupt."""
@@ -198,7 +203,8 @@ class CacheUsage(View):
         description="Why `kd gc` keeps the cache, whatever its age: unfinished jobs, students that "
         "name it, processes that read or capture it. Empty if nothing holds it."
     )
-    last_used: datetime | None = Field(None, description="When a run last read it; null = never.")
+    last_used: datetime | None = None
+    """When a run last began to read it; null = never."""
     verify: CacheCheck | None = Field(None, description="The last check of all bytes.")
     fidelity: CacheCheck | None = None
     """The last comparison with the live teacher after the capture."""

@@ -25,8 +25,10 @@ class Checkpoint(View):
     step: int
     created_at: datetime
     bytes: int = Field(description="The size of all its files.")
-    sha256: str = Field(description="The sha256 of its state file, which has all other digests.")
-    metrics: dict[str, float | None] = Field(description="The last evaluation before it.")
+    sha256: str
+    """The sha256 of its state file, which holds the digests of all other files."""
+    metrics: dict[str, float | None]
+    """The last evaluation before this checkpoint."""
     is_best: bool = Field(description="Whether it has the lowest validation loss so far.")
     is_last: bool = Field(description="Whether it is the newest.")
     files: list[CheckpointFile]
@@ -41,7 +43,8 @@ class CheckpointList(View):
 class Artifact(View):
     """A file that a job produced."""
 
-    name: str = Field(description="Its name; a file inside a folder is folder/file.")
+    name: str
+    """The name in the job's artifacts; a file inside a folder is folder/file."""
     bytes: int
     media_type: str
     modified_at: datetime
@@ -63,8 +66,10 @@ class UploadedFile(View):
     id: str = Field(description="It names the file, too, as long as the file exists.")
     bytes: int
     rows: int = Field(description="Lines that hold an example.")
-    format: str = Field(description="What its lines hold, as a value of data.format of a job.")
-    path: str = Field(description="Its path on the server, which a job may name in data.train.")
+    format: str
+    """What its lines hold, as a value of the field data.format of a job."""
+    path: str
+    """Its path on the server: a job of the team may name it in data.train."""
     created_at: datetime
 
 

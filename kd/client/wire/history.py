@@ -46,7 +46,8 @@ class MetricsHistory(View):
     """The history of a job's metrics."""
 
     series: list[MetricSeries]
-    last_step: int | None = Field(None, description="Send it as ?after_step= to get the next.")
+    last_step: int | None = None
+    """Send it as ?after_step= to get the next points."""
     thinning: Literal["min-max"] = "min-max"
     """The steps are cut into equal spans; each keeps its lowest and highest point."""
 

@@ -41,7 +41,8 @@ class Progress(View):
     eta_seconds: float | None = Field(None, description="Seconds left at the present pace.")
     per_second: float | None = Field(None, description="Units a second at the present pace.")
     tokens: int | None = Field(None, description="Tokens done by the processes under way.")
-    tokens_per_second: float | None = Field(None, description="Tokens a second of these processes.")
+    tokens_per_second: float | None = None
+    """Tokens a second of the processes under way."""
 
 
 class Metrics(View):
@@ -66,12 +67,14 @@ class Metrics(View):
     """Bits that the finished student needs for a byte of the held-out text."""
     teacher_perplexity: float | None = None
     """Perplexity of the teacher on the held-out text."""
-    teacher_bits_per_byte: float | None = Field(None, description="The same of the teacher.")
+    teacher_bits_per_byte: float | None = None
+    """Bits that the teacher needs for a byte of the held-out text."""
     held_out_tokens: int | None = Field(None, description="Tokens of the held-out text.")
     held_out_bytes: int | None = Field(None, description="Bytes of the held-out text, in UTF-8.")
     temperature: float | None = Field(None, description="Distillation temperature.")
     learning_rate: float | None = Field(None, description="Learning rate of the last step.")
-    grad_norm: float | None = Field(None, description="Norm of the gradient before clipping.")
+    grad_norm: float | None = None
+    """Global norm of the gradient before clipping."""
 
 
 class JobCache(View):
@@ -81,7 +84,8 @@ class JobCache(View):
 
     fingerprint: str | None = None
     """Content address, which is also the folder's name under caches/."""
-    bytes_per_token: float | None = Field(None, description="Disk bytes per token with a record.")
+    bytes_per_token: float | None = None
+    """All bytes on disk per token with a record."""
 
 
 class CaptureWorker(View):
@@ -159,10 +163,13 @@ class Job(View):
     kind: KindName
     name: str = Field(description="The name that the job was given.")
     team: str = Field("local", description="The team whose share of the devices the job uses.")
-    parent: str | None = Field(None, description="The search whose trial it is; null = of none.")
-    labels: dict[str, str] = Field(default_factory=dict, description="Names and values to find it.")
+    parent: str | None = None
+    """The search whose trial this job is; null for any other."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Names and values to find the job by."""
     status: Status
-    actions: list[Action] = Field(default_factory=list, description="The actions that it allows.")
+    actions: list[Action] = Field(default_factory=list)
+    """The actions that the job allows now."""
     reason: str | None = Field(
         None,
         description=(
@@ -222,10 +229,13 @@ class Job(View):
     heartbeat_at: datetime | None = Field(None, description="Time of the worker's last heartbeat.")
     deadline_at: datetime | None = None
     """Time at which the job fails if it has not ended; null = never."""
-    request_id: str | None = Field(None, description="The request that created it, as in the logs.")
+    request_id: str | None = None
+    """The request that created the job, as the logs name it."""
     links: JobLinks
-    artifacts: dict[str, str] = Field(description="Names and paths of products: student, report.")
-    config: dict[str, Any] = Field(description="The body of POST /jobs, defaults filled in.")
+    artifacts: dict[str, str]
+    """Names and paths of the job's products: student, report."""
+    config: dict[str, Any]
+    """The body of POST /jobs with its defaults filled in."""
 
     @property
     def ended(self) -> bool:

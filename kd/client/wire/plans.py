@@ -45,8 +45,10 @@ class MemoryEstimate(View):
 
     teacher_bytes: int | None = None
     """The teacher's weights; null if none runs, or if its size is unknown."""
-    student_parameters: int | None = Field(None, description="Null if its shape is unknown.")
-    student_bytes: int | None = Field(None, description="Weights, gradients, optimiser; float32.")
+    student_parameters: int | None = None
+    """Null if the student's shape is unknown."""
+    student_bytes: int | None = None
+    """Weights, gradients and optimiser state in float32."""
 
 
 class LearnedPiece(View):
@@ -70,14 +72,16 @@ class JobPlan(View):
     config: dict[str, Any] = Field(description="The job with its defaults filled in.")
     capture: JobEstimate | None = None
     """Null if nothing is captured, or if the server cannot read the text."""
-    steps: int | None = Field(None, description="Optimiser steps; null = none, or not known.")
+    steps: int | None = None
+    """Optimiser steps; null without training, or if unknown."""
     tokens: int | None = Field(None, description="Tokens that training will read.")
     memory: MemoryEstimate
     free_bytes: int = Field(description="Bytes left on the disk of the data folder.")
     cost: Cost | None = None
     """Estimated cost; null without a price, or if no time is known."""
     account: TeamAccount | None = Field(None, description="What the team uses, and its quotas.")
-    warnings: list[str] = Field(default_factory=list, description="Settings that may be mistakes.")
+    warnings: list[str] = Field(default_factory=list)
+    """Valid settings that are probably mistakes."""
     learned: list[LearnedText] = Field(default_factory=list)
     """What is learned of the first rows of chats, or of prompts and completions."""
 

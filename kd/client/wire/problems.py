@@ -13,7 +13,8 @@ from kd.client.wire.view import View
 class FieldProblem(View):
     """One wrong field of a request."""
 
-    pointer: str = Field(description="JSON pointer into the body; empty = not in the body.")
+    pointer: str
+    """JSON pointer into the body; empty if the problem is elsewhere."""
     detail: str
     remedy: str = ""
 

@@ -11,6 +11,7 @@ The first three are read by a process of their own: ``services.api.reading``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,8 +147,9 @@ def _find_check(
     if not lines and found.status == "failed" and found.error is not None:
         lines = (found.error.detail,)
     at = found.finished_at or found.created_at
-    manifest = folder / MANIFEST
-    sealed = manifest.stat().st_mtime if manifest.is_file() else 0.0
+    sealed = 0.0
+    with suppress(OSError):  # the cache may be removed at any time
+        sealed = (folder / MANIFEST).stat().st_mtime
     view = CacheCheck(
         job=found.id,
         status=found.status,

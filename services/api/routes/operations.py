@@ -25,7 +25,13 @@ from kd.client.wire.service import (
 )
 from kd.preflight.limits import read_allow_list
 from kd.python.version import read_version
-from services.api.answers.problems import RETRY_SECONDS, Answers, ApiProblem, describe_problems
+from services.api.answers.problems import (
+    RETRY_SECONDS,
+    Answers,
+    ApiProblem,
+    describe_problems,
+    describe_text,
+)
 from services.api.answers.prometheus import CONTENT_TYPE, render_metrics
 from services.api.guards.body_limits import BODY_BYTES
 from services.api.guards.json_bodies import StrictRoute
@@ -113,12 +119,7 @@ def _make_unready_problem(detail: str, slug: str) -> ApiProblem:
     return ApiProblem(503, detail, remedy, slug, headers={"Retry-After": RETRY_SECONDS})
 
 
-_METRICS_RESPONSES: Answers = {
-    200: {
-        "content": {"text/plain": {"schema": {"type": "string"}}},
-        "description": "Prometheus's text format.",
-    }
-}
+_METRICS_RESPONSES: Answers = {200: describe_text("Prometheus's text format.")}
 
 
 @router.get("/metrics", dependencies=READ, response_class=Response, responses=_METRICS_RESPONSES)

@@ -32,6 +32,7 @@ def quota(server: Server = None) -> None:
         accounts = [dump(account) for account in client.quotas()]
     if print_as_json(accounts):
         return
+    parts = ("caches", "runs", "files")
     columns = ("TEAM", "DEVICES", "QUEUED", "RECENT", "TODAY", "OF", "ON DISK", "OF")
     rows = [
         [
@@ -41,11 +42,11 @@ def quota(server: Server = None) -> None:
             format_value(int(account["recent_device_seconds"]), "seconds"),
             *_format_use(account["device_seconds"], "seconds"),
             *_format_use(account["bytes"], "bytes"),
-            *(format_value(size, "bytes") for size in account["disk"].values()),
+            *(format_value(account["disk"][part], "bytes") for part in parts),
         ]
         for account in accounts
     ]
-    print_table([*columns, "CACHES", "RUNS", "FILES"], rows)
+    print_table([*columns, *map(str.upper, parts)], rows)
     for account in accounts:
         if account["reason"] is not None:
             err.print(account["reason"], markup=False)

@@ -26,6 +26,7 @@ from services.terminal.console import (
 
 if TYPE_CHECKING:
     from services.settings import Settings
+    from services.store.jobs.store import JobStore
     from services.store.retention.collector import AgeLimits, Item
 
 #: Things that stay which are named one by one.
@@ -90,21 +91,13 @@ def gc(
     remove, and asks first. With --json it removes nothing unless --yes is given. `kd jobs adopt`
     restores a record of a run without one.
     """
-    from services.store.embedded import StoreUnavailable
     from services.store.retention.collector import find_items, look, remove_items
 
     settings = make_settings(home=home, store=place)
     limits = _choose_limits(settings, context.params)
     local = {"number": 0, "bytes": 0} if place else _measure_local_runs(settings)
     with ExitStack() as stack:
-        store = None
-        try:
-            store = stack.enter_context(connect_store(settings))
-        except StoreUnavailable:
-            if place is None:
-                hint = "`kd gc --store FOLDER` removes leftovers of caches without a job store."
-                err.print(hint, markup=False)
-                raise
+        store = _enter_store(stack, settings, place)
         found = find_items(look(settings, store, limits, force))
         free = [item for item in found if item.kept_by is None]
         kept = [item for item in found if item.kept_by is not None]
@@ -126,6 +119,20 @@ def gc(
         _print_kept(needed)
         size = format_value(sum(item.bytes for item in gone), "bytes")
         out.print(f"{len(gone)} of {len(free)} removed, {size}")
+
+
+def _enter_store(stack: ExitStack, settings: Settings, place: str | None) -> JobStore | None:
+    """Connect to the job store; None if it does not run, which only caches in a ``place`` allow."""
+    from services.store.embedded import StoreUnavailable
+
+    try:
+        return stack.enter_context(connect_store(settings))
+    except StoreUnavailable:
+        if place is None:
+            hint = "`kd gc --store FOLDER` removes leftovers of caches without a job store."
+            err.print(hint, markup=False)
+            raise
+        return None
 
 
 def _choose_limits(settings: Settings, given: Mapping[str, Any]) -> AgeLimits:

@@ -14,7 +14,7 @@ import kd
 from bench.support.paths import ROOT
 
 SOURCE = ast.parse((ROOT / "kd" / "__init__.py").read_text(encoding="utf-8"))
-#: Loads the face, and says which of our modules and which heavy packages came with it.
+#: Imports kd, and says which of our modules and which heavy packages came with it.
 PROGRAM = """
 import json, sys
 import kd

@@ -25,6 +25,7 @@ from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.checking.verify import verify_cache
 from cache.disk import hash_file, list_file_sizes
+from cache.profiles.table import PROFILES
 from cache.store import open_cache
 from tests.support.checkout import Checkout, make_checkout
 
@@ -198,18 +199,23 @@ def test_a_training_that_an_earlier_version_has_begun_goes_on_with_the_same_job_
 #: Writes a cache of each profile; its records are random, and depend on the profile alone.
 WRITE = """
 import sys
+from importlib import import_module
 from pathlib import Path
-from cache.profiles.table import PROFILES
-from bench.support.small.caches import make_cache, make_codec, make_identity
-for profile in sorted(PROFILES):
-    print(make_cache(Path(sys.argv[1]), make_identity(codec=make_codec(profile))).name)
+root, module, *profiles = sys.argv[1:]
+small = import_module(module)
+for profile in profiles:
+    identity = small.make_identity(codec=small.make_codec(profile))
+    print(small.make_cache(Path(root), identity).name)
 """
 
 
-def write_caches(root: Path, packages: Path) -> list[str]:
-    """Write a cache of each profile with a version's packages; return the fingerprints."""
+def write_caches(root: Path, packages: Path, small: str) -> list[str]:
+    """Write a cache of each profile with a version's packages; return the fingerprints.
+
+    ``small`` is the module of that version that makes small caches.
+    """
     done = subprocess.run(
-        [sys.executable, "-P", "-c", WRITE, str(root)],
+        [sys.executable, "-P", "-c", WRITE, str(root), small, *sorted(PROFILES)],
         env=os.environ | {"PYTHONPATH": str(packages)},
         cwd=root.parent,
         check=True,
@@ -220,8 +226,8 @@ def write_caches(root: Path, packages: Path) -> list[str]:
 
 
 def test_caches_of_all_profiles_are_read_as_they_were(before: Path, tmp_path: Path) -> None:
-    names = write_caches(tmp_path / "old", before)
-    assert names == write_caches(tmp_path / "new", ROOT)
+    names = write_caches(tmp_path / "old", before, "cache.testing")
+    assert names == write_caches(tmp_path / "new", ROOT, "bench.support.small.caches")
     for name in names:
         assert verify_cache(tmp_path / "old" / name) == []
         old, new = (open_cache(tmp_path / version / name) for version in ("old", "new"))

@@ -83,7 +83,7 @@ def ablate(
     tell(f"{len(plan.jobs)} runs of {base.require_train().max_steps} steps in {folder}")
     for name, row in plan.list_refused():
         print_error(f"{name} {row.label} is refused: {row.refusal}", "")
-    with alone_in(folder, tell, "--folder"), stopping_on_signals() as monitor:
+    with alone_in(folder, tell, "--out"), stopping_on_signals() as monitor:
         from kd.experiments.ablation import ablate as run_ablation
 
         report = run_ablation(plan, settings.home, folder, monitor)

@@ -44,7 +44,7 @@ def report(
     if as_html or target is not None:
         page = write_page(folder, target)
         print_result({"page": str(page)}, str(page))
-    elif not print_as_json(read_report(folder)):
+    elif not print_as_json(found := read_report(folder)):
         from kd.evaluation.report import render_report
 
-        print_page(render_report(read_report(folder)))
+        print_page(render_report(found))
