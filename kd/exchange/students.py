@@ -126,8 +126,8 @@ def merge_into(student: Path, folder: Path) -> None:
         return
     model = load_saved_student(student)
     # The precision in which the base of the adapters is stored.
-    base = find_base(student)
-    dtype = AutoConfig.from_pretrained(base).dtype
+    base_folder = find_base(student)
+    dtype = AutoConfig.from_pretrained(base_folder).dtype
     nn.Module.to(model, dtype if isinstance(dtype, torch.dtype) else torch.float32)
     save_model(model, folder)
     _copy_rest(student, folder)
