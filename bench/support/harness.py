@@ -48,7 +48,7 @@ def make_config(name: str, kind: str = "train", **changes: Any) -> JobConfig:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not count."""
+    """Return whether the process runs; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -131,7 +131,7 @@ class Parts:
         return process
 
     def answers(self, path: str) -> bool:
-        """Whether the API answers ``path`` with success."""
+        """Return whether the API answers ``path`` with success."""
         try:
             return self.http.get(path).is_success
         except httpx.TransportError:
@@ -173,7 +173,7 @@ class Parts:
         return [(fields["type"], json.loads(fields["data"])) for _, fields in entries]
 
     def statuses(self, job_id: str) -> list[str]:
-        """The statuses of a job, in order."""
+        """Return the statuses of a job, in order."""
         return [data["status"] for kind, data in self.events(job_id) if kind == "status"]
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ class Net:
         run_command("ip", "netns", "exec", self.hub, "tc", "qdisc", "del", *device)
 
     def list_pids(self, host: str) -> list[int]:
-        """The processes of a host."""
+        """List the processes of a host."""
         listed = subprocess.run(
             ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True
         )
@@ -161,7 +161,7 @@ class HostedService:
         return seconds
 
     def api_answers(self) -> bool:
-        """Whether the API says on its own host that it is ready."""
+        """Return whether the API says on its own host that it is ready."""
         with self.net.inside("api"), contextlib.suppress(httpx.TransportError):
             port = self.parts.settings.port
             answer = httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5, trust_env=False)

@@ -78,7 +78,7 @@ def read_ledger(run_dir: Path) -> list[LedgerLine]:
 
 
 def list_written(run_dir: Path, of: str | None = None) -> list[int]:
-    """The numbers of the shards or steps that were written, in order."""
+    """List the numbers of the shards or steps that were written, in order."""
     return [
         line.number
         for line in read_ledger(run_dir)
@@ -87,7 +87,7 @@ def list_written(run_dir: Path, of: str | None = None) -> list[int]:
 
 
 def read_ledgers(home: Path) -> list[LedgerLine]:
-    """The ledgers of all jobs, ordered by time."""
+    """Read the ledgers of all jobs, ordered by time."""
     lines = [line for run_dir in sorted((home / "runs").iterdir()) for line in read_ledger(run_dir)]
     return sorted(lines, key=lambda line: line.at)
 
@@ -179,7 +179,7 @@ def check_answers(
 
 
 def find_allowed_ends(order: RequestedJob, parents: dict[str, str]) -> set[str]:
-    """The final statuses that the client's wishes allow; ``parents`` maps jobs to their ends."""
+    """Find the final statuses that the client's wishes allow; ``parents`` maps jobs to ends."""
     if order.body["name"].startswith(POISON):
         natural = {"failed"}
     elif any(end in ("failed", "cancelled") for end in parents.values()):
@@ -257,7 +257,7 @@ def find_job_violations(parts: Parts, job_id: str, name: str, spare: Path) -> li
 
 
 def find_shared(orders: Iterable[RequestedJob]) -> frozenset[str]:
-    """The fingerprints of the caches that several workers may capture together."""
+    """Find the fingerprints of the caches that several workers may capture together."""
     return frozenset(
         LightWork.of(order.body["name"]).identity.fingerprint
         for order in orders
@@ -395,12 +395,12 @@ class SoakVerdict:
         return total
 
     def longest_pause(self) -> float:
-        """The longest time in seconds between two useful writes."""
+        """Return the longest time in seconds between two useful writes."""
         times = [line.at for line in self.lines if line.what == "wrote"]
         return max((b - a for a, b in pairwise(times)), default=0.0)
 
     def summary(self) -> Iterator[str]:
-        """The lines of the summary."""
+        """Return the lines of the summary."""
         ends = Counter(job.status for job in self.jobs.values())
         answers = self.soak.prober.answers
         heard = Counter(
@@ -433,7 +433,7 @@ def measure_time_to_ready(injury: Fault, answers: Iterable[Answer]) -> float | N
 
 
 def render_recoveries(rows: Iterable[tuple[str, int, list[float]]], summary: Iterable[str]) -> str:
-    """The table of recoveries and the summary, in markdown."""
+    """Return the table of recoveries and the summary, in markdown."""
     head = [
         "| fault | injected | measured | recovery, median s | most s |",
         "|---|--:|--:|--:|--:|",

@@ -99,7 +99,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _has_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a tensor of booleans is an index, whose places the host must then count."""
+    """Return whether a tensor of booleans is an index, whose places the host must then count."""
     if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
         return False
     return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])

@@ -225,7 +225,7 @@ def train(
 
 
 def compute_digests(store: Cache) -> list[str]:
-    """The digest of every step: of the step before it, and of one sequence with its records."""
+    """Return the digest of each step: of the step before it, and of a sequence with its records."""
     digests = []
     last = hashlib.sha256()
     for number in range(len(store)):

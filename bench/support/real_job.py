@@ -155,7 +155,7 @@ class DisturbedRuns:
         return None
 
     def summary(self) -> Iterator[str]:
-        """The lines of the summary."""
+        """Return the lines of the summary."""
         heard = Counter(
             "none" if answer.status is None else str(answer.status)
             for answer in self.prober.answers
@@ -226,7 +226,7 @@ def _read_points(parts: Parts, job_id: str) -> list[dict[str, Any]]:
 
 
 def find_newest_step(parts: Parts, job_id: str) -> int:
-    """The newest step in the run's own metrics.jsonl; 0 before the first."""
+    """Find the newest step in the run's own metrics.jsonl; 0 before the first."""
     return max(
         (point["step"] for point in _read_points(parts, job_id) if "step" in point), default=0
     )

@@ -143,7 +143,7 @@ class Machine:
     copies: float
 
     def floor(self, flops: float, moved: float) -> float:
-        """The least seconds that ``flops`` and ``moved`` bytes can take."""
+        """Return the least seconds that ``flops`` and ``moved`` bytes can take."""
         return flops / self.products + moved / self.copies
 
 
@@ -177,7 +177,7 @@ class TimingRow:
 
 
 def render_timings(rows: list[TimingRow]) -> str:
-    """The rows as a markdown table."""
+    """Return the rows as a markdown table."""
     lines = [
         "| task | variant | tokens/s | ms | floor, ms | speed (least-most) | extra memory, MiB |",
         "|---|---|--:|--:|--:|--:|--:|",

@@ -97,7 +97,7 @@ class WarmPython:
             )
 
     def suits(self, environment: dict[str, str]) -> bool:
-        """Whether the libraries would be imported in the same way with this environment."""
+        """Return whether the libraries would be imported in the same way with this environment."""
         names = environment.keys() | self._environment.keys()
         return all(
             environment.get(name) == self._environment.get(name)
@@ -169,13 +169,13 @@ class WarmPython:
 
 
 def find_packages() -> str:
-    """The path on which Python finds this project, from any folder."""
+    """Return the path on which Python finds this project, from any folder."""
     return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 @cache
 def get_warm_python(libraries: str) -> WarmPython:
-    """The one of this process with these libraries, started at the first call."""
+    """Return this process's warm Python with these libraries; the first call starts it."""
     warm = WarmPython(libraries)
     atexit.register(warm.close)
     return warm

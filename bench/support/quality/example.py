@@ -160,7 +160,7 @@ def make_job(
 def measure_held_out(
     told: Supervision, group: StudentGroup, arguments: argparse.Namespace, seed: int, work: Path
 ) -> tuple[float, float, float]:
-    """Held-out cross-entropy of one student in nats, and the record's entries and bytes per token.
+    """Measure a student's held-out cross-entropy in nats, and the entries and bytes per token.
 
     The result is kept in ``work``, so that a stopped run can continue.
     """

@@ -93,7 +93,7 @@ class AlteredCache:
         return Codec("topk", self.source.codec.vocabulary_size)
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
-        """The teacher's LM head, if the cache has one."""
+        """Return the teacher's LM head, if the cache has one."""
         return self.source.teacher_head()
 
     def tail_mean(self) -> None:

@@ -98,11 +98,11 @@ class TrainingOnly:
     disk_reads = property(lambda self: self.source.disk_reads)
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
-        """The teacher's LM head, if the records are its hidden states."""
+        """Return the teacher's LM head, if the records are its hidden states."""
         return self.source.teacher_head()
 
     def tail_mean(self) -> dict[str, NDArray[Any]] | None:
-        """The mean tail of the records, if they have one."""
+        """Return the mean tail of the records, if they have one."""
         return self.source.tail_mean()
 
     def read(self, indices: NDArray[Any], draws: NDArray[Any] | int = 0) -> Any:
