@@ -356,7 +356,7 @@ class Manifest:
 
     @property
     def teacher(self) -> RecordedTeacher:
-        """What the cache says of its teacher, in both of its parts."""
+        """The teacher: name and revision from the provenance, the rest from the identity."""
         known = self.provenance
         return RecordedTeacher(known.teacher_name, known.teacher_revision, self.identity.teacher)
 

@@ -103,7 +103,9 @@ def _open_held(folder: Path) -> int | None:
     while FINGERPRINT.fullmatch(folder.name) and folder.is_dir():
         try:
             handle = share_lock(path)  # a removal holds it for the time of a rename only
-        except OSError:
+        except OSError as error:
+            if error.filename is None:  # the lock failed; a file that cannot be opened has a name
+                raise
             return None
         with suppress(OSError):
             os.utime(handle)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,11 @@ class Confinement:
             "may_read_run": frozenset(order["runs"]).__contains__,
             "may_read_cache": frozenset(order["caches"]).__contains__,
         }
-        return _JSON.validate_python(order | granted)
+        known = order | granted
+        # A field that is absent would take its default, and the defaults permit most.
+        if lacking := {each.name for each in fields(cls)} - known.keys():
+            raise KeyError(f"the order of limits lacks {', '.join(sorted(lacking))}")
+        return _JSON.validate_python(known)
 
 
 _JSON = TypeAdapter(Confinement)

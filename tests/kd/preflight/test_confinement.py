@@ -597,6 +597,17 @@ def test_the_order_keeps_every_limit(limits: Confinement, root: Path) -> None:
     assert [getattr(back, name) for name in kept] == [getattr(full, name) for name in kept]
 
 
+@pytest.mark.parametrize("field", ["models", "denied", "home", "runs"])
+def test_an_order_that_lacks_a_limit_is_refused(
+    limits: Confinement, root: Path, field: str
+) -> None:
+    """The default of a limit permits most, so it must not stand for one that was lost."""
+    order = limits.to_order(job(), root)
+    del order[field]
+    with pytest.raises(KeyError, match=field):
+        Confinement.from_order(order)
+
+
 def test_a_link_that_was_turned_after_the_post_is_seen_when_the_stage_begins(
     place: Path, root: Path, limits: Confinement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
