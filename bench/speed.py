@@ -405,11 +405,10 @@ def make_loader_task(sizes: BenchmarkSizes, folder: Path) -> Task:
     store = seal_cache(
         sizes, folder, make_random_documents(sizes, BATCHES * sizes.batch), "threshold"
     )
-    source = store
     steps = count()
 
     def load() -> Batch:
-        return read_batch(source, sizes.batch, next(steps))
+        return read_batch(store, sizes.batch, next(steps))
 
     # Load all once, so that every chunk of the cache is decoded before the time is measured.
     some = [load() for _ in range(BATCHES)]
