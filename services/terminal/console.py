@@ -260,7 +260,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def print_as_json(value: Any) -> bool:
-    """Print a value as JSON if the command has the option --json; return whether it has."""
+    """Print a value as JSON if the user gave --json; return whether it was printed."""
     if mode.as_json:
         print_json(value)
     return mode.as_json
