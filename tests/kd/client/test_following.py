@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -85,10 +87,11 @@ def test_events_go_on_after_a_restart_of_the_server(new_parts: MakeParts, connec
     tell(parts, claim, ("metrics", {"step": 2, "loss": 1.0}))
     parts.jobs.finish(claim, "succeeded")
     api.wait()
-    starter = threading.Timer(0.5, parts.start_api)
-    starter.start()
-    found += list(events)
-    starter.join()
+    with ThreadPoolExecutor() as pool:
+        rest = pool.submit(list, events)
+        time.sleep(0.5)
+        parts.start_api()
+        found += rest.result()
     assert [event.id for event in found] == list_ids(parts, claim.id)
     assert client.wait(claim.id).status == "succeeded"
 
@@ -96,9 +99,13 @@ def test_events_go_on_after_a_restart_of_the_server(new_parts: MakeParts, connec
 def test_a_wait_lasts_over_a_restart_of_the_server(new_parts: MakeParts, connect: Connect) -> None:
     parts = new_parts()
     claim = running(parts)
-    threading.Timer(0.5, parts.start_api).start()
-    threading.Timer(3.0, parts.jobs.finish, (claim, "succeeded")).start()
-    assert connect(parts.settings.server).wait(claim.id).status == "succeeded"
+    with ThreadPoolExecutor() as pool:
+        end = pool.submit(connect(parts.settings.server).wait, claim.id)
+        time.sleep(0.5)
+        # Not in a timer's thread: an API ends with the thread that started it.
+        parts.start_api()
+        parts.jobs.finish(claim, "succeeded")
+        assert end.result().status == "succeeded"
 
 
 def test_a_server_without_its_store_is_asked_again(new_parts: MakeParts, connect: Connect) -> None:
