@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -104,22 +104,18 @@ def find_garbage(root: Path, older_than: float) -> list[Garbage]:
     return found + find_stored_garbage(root, older_than)
 
 
-def remove_garbage(garbage: Iterable[Garbage], older_than: float) -> list[Garbage]:
-    """Remove what ``find_garbage`` found, if it is still garbage; return what was removed."""
-    removed = []
-    for one in garbage:
-        if one.objects:
-            if remove_stored_garbage(one, older_than):
-                removed.append(one)
-            continue
-        with suppress(CacheError), exclude_captures(one.folder), storage_errors(one.folder):
-            if one.path in {still.path for still in _find_garbage_of(one.folder, older_than)}:
-                discard_path(one.path)
-                if not one.folder.exists():
-                    remove_path(locate_use(one.folder))
-                    remove_path(locate_lock(one.folder))
-                removed.append(one)
-    return removed
+def remove_garbage(one: Garbage, older_than: float) -> bool:
+    """Remove what ``find_garbage`` found if it is still garbage; return whether it was."""
+    if one.objects:
+        return remove_stored_garbage(one, older_than)
+    with suppress(CacheError), exclude_captures(one.folder), storage_errors(one.folder):
+        if one.path in {still.path for still in _find_garbage_of(one.folder, older_than)}:
+            discard_path(one.path)
+            if not one.folder.exists():
+                remove_path(locate_use(one.folder))
+                remove_path(locate_lock(one.folder))
+            return True
+    return False
 
 
 def remove_cache(folder: Path, require_free: Callable[[], None] = lambda: None) -> None:

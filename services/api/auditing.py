@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Any
 
 from fastapi import Request
 
-from cache.errors import StorageError
 from services.process.logs import request_id
 from services.settings import Settings
 from services.store.audit import AuditLog
@@ -19,8 +17,6 @@ from services.store.callers import Caller
 #: Otherwise a stranger could fill the log, and push out what callers did.
 REFUSALS = 10
 REFUSAL_SECONDS = 60.0
-
-log = logging.getLogger("potstill.audit")
 
 
 class Audit:
@@ -64,7 +60,4 @@ class Audit:
         )
 
     def _write(self, actor: str, action: str, target: str, **more: Any) -> None:
-        try:
-            self.log.write(actor, action, target, request_id=request_id.get() or None, **more)
-        except (StorageError, OSError) as error:
-            log.error("no audit entry for %s %s of %s: %s", action, target, actor, error)
+        self.log.record(actor, action, target, request_id=request_id.get() or None, **more)

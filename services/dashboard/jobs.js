@@ -167,8 +167,8 @@ export async function newest(count, filters) {
 }
 
 /** What a row of a search says of its trials. */
-function trialsOf({ kind, progress, metrics }) {
-  if (kind !== "search" || progress.unit !== "trials") return null;
+function trialsOf({ progress, metrics }) {
+  if (progress.unit !== "trials") return null;
   const best = metrics.best_trial == null ? ""
     : `, best ${metrics.best_trial} with loss ${number(metrics.validation_loss)}`;
   return h("span", { class: "quiet" }, `${progress.done} of ${progress.total} trials ended${best}`);

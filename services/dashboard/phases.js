@@ -1,11 +1,8 @@
-// The phases of a job on the axis of time: waiting, capture, training, evaluation.
+// The phases of a job on the axis of time: its stages, with the names that the API gives them, the
+// time in which it waits or is paused, and the evaluation of the student at the end of a training.
 
 import { ENDED, duration, h, table, time } from "./elements.js";
 
-const NAMES = {
-  waiting: "waiting", precompute: "capture", train: "training", search: "search",
-  evaluation: "evaluation", paused: "paused",
-};
 const LOST = "worker lost";
 
 /**
@@ -16,7 +13,7 @@ export function phasesOf(events, now) {
   const found = [];
   let status = null;
   let stage = null;
-  let profiled = false; // the training is over, and the student is evaluated
+  let profiled = false; // a training, which alone says so, is over, and its student is evaluated
   let heard = null; // the time of the last event
   const begin = (name, text, at) => {
     const last = found.at(-1);
@@ -57,9 +54,9 @@ export function phasesOf(events, now) {
 }
 
 function phaseOf(status, stage, profiled) {
-  if (["waiting", "queued"].includes(status)) return NAMES.waiting;
-  if (status === "paused") return NAMES.paused;
-  return profiled && stage === "train" ? NAMES.evaluation : NAMES[stage] ?? stage;
+  if (["waiting", "queued"].includes(status)) return "waiting";
+  if (status === "paused") return status;
+  return profiled ? "evaluation" : stage;
 }
 
 /** Draw the phases as a bar whose widths are times, with a table of the same below it. */

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from datetime import datetime
+from functools import partial
 from itertools import takewhile
-from typing import Any
 
-from cache.errors import StorageError
 from services.process.lasting_loops import repeat_in_thread
 from services.settings import Settings
 from services.store.audit import AuditLog
@@ -52,12 +51,7 @@ class NightlyRetention:
         if self._store.redis.set(today, "1", nx=True, ex=PASS_SECONDS):
             scene = look(self._settings, self._store, limits)
             items = takewhile(lambda _: not self._stopping.is_set(), find_items(scene))
-            gone, kept = remove_items(items, scene, self._audit)
+            audit = partial(AuditLog(self._settings).record, ACTOR)
+            gone, kept = remove_items(items, scene, audit)
             total = sum(item.bytes for item in gone)
             log.info("retention: %d removed, %d bytes; %d are needed", len(gone), total, len(kept))
-
-    def _audit(self, action: str, target: str, **more: Any) -> None:
-        try:
-            AuditLog(self._settings).write(ACTOR, action, target, **more)
-        except (StorageError, OSError) as error:
-            log.error("no audit entry for the removal of %s: %s", target, error)

@@ -17,6 +17,7 @@ the writers say, so that an id is a place in the log.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cache.disk import make_folder, storage_errors, sync_path, wait_for_lock
+from cache.errors import StorageError
 from services.settings import Settings
 from services.store.appending import append_line
 
@@ -36,6 +38,8 @@ TAIL_BYTES = 1 << 16
 VALUE_LENGTH = 200
 #: Lines that one page of the log reads at most.
 MAX_SCANNED = 20_000
+
+log = logging.getLogger("potstill.audit")
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,13 @@ class AuditLog:
                 if path.exists() and path.stat().st_size + size > self._most_bytes:
                     self._rotate()
                 append_line(path, entry)
+
+    def record(self, actor: str, action: str, target: str, **more: Any) -> None:
+        """Add an entry of what is done and cannot be undone; log an error if that fails."""
+        try:
+            self.write(actor, action, target, **more)
+        except (StorageError, OSError) as error:
+            log.error("no audit entry for %s %s of %s: %s", action, target, actor, error)
 
     @contextmanager
     def _locked(self, shared: bool = False) -> Iterator[None]:

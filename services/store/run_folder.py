@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache.disk import find_interrupted, is_lock_free
+from cache.disk import discard_path, find_interrupted, is_lock_free, storage_errors
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.config.placement import JOB_ID_PATTERN
 from kd.files import LOCK, read_json, require_known_run
+from services.settings import Settings
 
 #: The name of a folder that belongs to a job. Folders of `kd run` have names that people choose.
 JOB_ID = re.compile(JOB_ID_PATTERN)
@@ -103,6 +104,15 @@ def has_ended(folder: Path, config: JobConfig) -> bool:
 def is_held(folder: Path) -> bool:
     """Return whether a process has locked the run folder."""
     return not is_lock_free(folder / LOCK)
+
+
+def remove_run_files(settings: Settings, job_id: str) -> None:
+    """Remove the files of a job whose record is gone: its run folder, and its files in a bucket."""
+    folder = settings.run_dir(job_id)
+    with suppress(FileNotFoundError), storage_errors(folder):
+        discard_path(folder)
+    if (stored := settings.find_stored_run(job_id)) is not None:
+        stored.remove()
 
 
 def list_spare_checkpoints(folder: Path, keep: int, may_go_on: bool) -> Iterator[tuple[Path, str]]:

@@ -24,12 +24,12 @@ from pydantic import TypeAdapter
 
 from cache.disk import (
     TEMPORARY_PREFIX,
+    discard_path,
     make_folder,
     publish_folder,
     remove_path,
     storage_errors,
     sum_file_sizes,
-    sync_path,
 )
 from services.store.jobs.records import make_id
 
@@ -165,11 +165,8 @@ class TrainingFiles:
     def remove(self, team: str, file_id: str) -> None:
         """Delete a file. It is gone at once, even if the process ends before the disk is free."""
         folder = self._folder / team / file_id
-        aside = folder.with_name(TEMPORARY_PREFIX + file_id)
-        with storage_errors(folder), suppress(FileNotFoundError):
-            folder.rename(aside)
-            sync_path(folder.parent)
-            remove_path(aside)
+        with suppress(FileNotFoundError), storage_errors(folder):
+            discard_path(folder)
 
     def measure(self) -> dict[str, int]:
         """Bytes of the files of each team, with those that are being received."""

@@ -23,7 +23,6 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime, BeforeValidator
 
-from cache.disk import remove_path, storage_errors
 from cache.reading.usage import held
 from kd.client.wire.jobs import Action, Job, JobList, JobSettings, Setting, Status
 from kd.client.wire.plans import JobEstimate, JobPlan
@@ -48,6 +47,7 @@ from services.api.service import (
 from services.store.callers import Caller
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.records import JobRecord
+from services.store.run_folder import remove_run_files
 
 #: The time between two looks at a record, while a client waits for its change.
 POLL_SECONDS = 0.25
@@ -391,9 +391,5 @@ def delete_job(
     _apply_action("delete", job, service)
     service.audit.record(caller, "job.delete", job.id, owner=job.owner, artifacts=artifacts)
     if artifacts:
-        folder = service.settings.run_dir(job.id)
-        with storage_errors(folder):
-            remove_path(folder)
-        if (stored := service.settings.find_stored_run(job.id)) is not None:
-            stored.remove()
+        remove_run_files(service.settings, job.id)
     return Response(status_code=204)

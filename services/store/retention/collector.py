@@ -29,19 +29,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from cache import disk
 from cache.errors import CacheError, StorageError
 from cache.reading.usage import read_last_use
 from cache.shards.names import FINGERPRINT, MANIFEST
+from kd.client.wire.operator import StoredItem
 from kd.files import LOCK
 from kd.text.stored.shard_files import list_stores, remove_store
 from services.settings import DAY_SECONDS, Settings
 from services.store.callers import LOCAL_CALLER
 from services.store.jobs.store import JobStore
 from services.store.retention.in_use import InUse, read_in_use
-from services.store.run_folder import INTERRUPTED, JOB_ID, is_held, list_spare_checkpoints
+from services.store.run_folder import (
+    INTERRUPTED,
+    JOB_ID,
+    is_held,
+    list_spare_checkpoints,
+    remove_run_files,
+)
 from services.store.training_files import ABANDONED_SECONDS, TrainingFiles
 
 if TYPE_CHECKING:
@@ -64,14 +71,15 @@ class Item:
     """Something that a rule would remove.
 
     ``name`` is the id, fingerprint or digest by which others name it. ``since`` is the time from
-    which its age counts, in seconds since 1970; None = its last change. ``kept_by`` says who needs
-    it: None = nobody, so that it can be removed. An item that is ``due`` goes whatever its age.
+    which its age counts, in seconds since 1970. ``kept_by`` says who needs it: None = nobody, so
+    that it can be removed. An item that is ``due`` goes whatever its age. ``garbage`` is what the
+    cache knows of a leftover.
     """
 
     rule: str
     name: str
     path: Path
-    since: float | None
+    since: float
     reason: str
     bytes: int = 0
     kept_by: str | None = None
@@ -85,15 +93,9 @@ class Item:
         return RULES[self.rule].kind
 
     @property
-    def key(self) -> tuple[str, str, Path]:
-        """What names the thing: the same in each listing, and for each rule that finds it."""
-        return self.kind, self.name, self.path
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
-        shown = ("kind", "name", "bytes", "reason", "kept_by")
-        values = {name: getattr(self, name) for name in shown}
-        return values | {"path": str(self.path), "age_seconds": round(self.age_seconds, 1)}
+    def view(self) -> StoredItem:
+        """The thing as the API shows it."""
+        return StoredItem.model_validate(self, from_attributes=True)
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,17 @@ class Scene:
         """Return whether the age of something has reached the limit of a rule that is on."""
         return rule in self.limits.ages and self.now - since >= self.limits.ages[rule]
 
+    def find_last_change(self, path: Path) -> float:
+        """Return the time of the last change of anything at ``path``."""
+        try:
+            return disk.find_last_change(path)
+        except FileNotFoundError:  # it is being written or removed, or it lies in a bucket
+            return self.now
+
+    def find_holder(self, name: str, ended: bool = False) -> str | None:
+        """Say who needs ``name``; with ``ended`` also an ended job, which may be retried."""
+        return None if self.force else self.in_use.find_holder(name, ended)
+
     def require_unnamed(self, name: str) -> None:
         """Raise ``Kept`` if an open job names this now: it may be newer than the list."""
         known = self.job_store is not None and not self.force
@@ -142,7 +155,7 @@ def _find_caches(scene: Scene) -> Iterator[Item]:
     for manifest in sorted(scene.settings.caches.glob(f"*/{MANIFEST}")):
         folder = manifest.parent
         if FINGERPRINT.fullmatch(folder.name):
-            captured = _find_last_change(manifest, scene)
+            captured = scene.find_last_change(manifest)
             used = max(read_last_use(folder) or captured, captured)
             yield Item("caches", folder.name, folder, used, "not used for {age}")
             yield Item("captured", folder.name, folder, captured, "captured {age} ago")
@@ -172,13 +185,29 @@ def _remove_text(scene: Scene, item: Item) -> None:
 # ---------------------------------------------------------------------- ended jobs
 
 
-def _find_runs(scene: Scene) -> Iterator[Item]:
-    """Yield the run folders of ended jobs, and their logs."""
-    for job in scene.in_use.ended_jobs:
+def _find_ended(scene: Scene) -> Iterator[Item]:
+    """Yield run folders of ended jobs; of those that stay, the log, the events, the checkpoints.
+
+    Only a job that has succeeded cannot be retried, and needs no checkpoint beside its student.
+    """
+    jobs, ages, keep = scene.in_use.ended_jobs, scene.limits.ages, scene.limits.keep
+    old = [job.id for job in jobs if scene.is_old("events", job.ended)]
+    histories = scene.store.measure_histories(old)
+    for job in jobs:
         folder, reason = scene.settings.run_dir(job.id), f"{job.status} {{age}} ago"
         yield Item("runs", job.id, folder, job.ended, reason)
+        if scene.is_old("runs", job.ended) and scene.find_holder(job.id) is None:
+            continue
         if (log := folder / "log.txt").is_file():
             yield Item("logs", job.id, log, job.ended, reason)
+        if job.id in histories:
+            yield Item("events", job.id, folder, job.ended, reason, histories[job.id])
+        may_go_on = job.status != "succeeded"
+        beside = "beside" in ages and not may_go_on and (folder / "student").is_dir()
+        if beside or "checkpoints" in ages:
+            rule = "beside" if beside else "checkpoints"
+            for path, why in list_spare_checkpoints(folder, 0 if beside else keep, may_go_on):
+                yield Item(rule, job.id, path, job.ended, why)
 
 
 def _remove_run(scene: Scene, item: Item) -> None:
@@ -187,41 +216,16 @@ def _remove_run(scene: Scene, item: Item) -> None:
         _keep()
     if not scene.store.retire(item.name, scene.limits.ages["runs"], scene.force):
         raise Kept("it has not ended, or an open job names it")
-    if item.path.is_dir():
-        disk.discard_path(item.path)
-    if (stored := scene.settings.find_stored_run(item.name)) is not None:
-        stored.remove()
+    remove_run_files(scene.settings, item.name)
 
 
 def _keep() -> NoReturn:
     raise Kept("a process writes to it")
 
 
-def _find_events(scene: Scene) -> Iterator[Item]:
-    """Yield the events and metrics of ended jobs, which are in Redis."""
-    old = {job.id: job for job in scene.in_use.ended_jobs if scene.is_old("events", job.ended)}
-    for job_id, size in scene.store.measure_histories(old).items():
-        job, folder = old[job_id], scene.settings.run_dir(job_id)
-        yield Item("events", job_id, folder, job.ended, f"{job.status} {{age}} ago", size)
-
-
 def _forget_events(scene: Scene, item: Item) -> None:
     if not scene.store.forget_history(item.name, scene.limits.ages["events"]):
         raise Kept("the job goes on")
-
-
-def _find_checkpoints(scene: Scene) -> Iterator[Item]:
-    """Yield checkpoints beyond those to keep, and what a kill left beside them.
-
-    Only a job that has succeeded cannot be retried, and needs none beside its student.
-    """
-    for job in scene.in_use.ended_jobs:
-        folder = scene.settings.run_dir(job.id)
-        may_go_on = job.status != "succeeded"
-        beside = "beside" in scene.limits.ages and not may_go_on and (folder / "student").is_dir()
-        rule, keep = ("beside", 0) if beside else ("checkpoints", scene.limits.keep)
-        for path, reason in list_spare_checkpoints(folder, keep, may_go_on):
-            yield Item(rule, job.id, path, job.ended, reason)
 
 
 def _remove_part(scene: Scene, item: Item) -> None:
@@ -248,7 +252,8 @@ def _find_imports(scene: Scene) -> Iterator[Item]:
     for root in (scene.settings.models, scene.settings.data):
         for path in sorted(root.glob("*")):
             if found := SAVED.fullmatch(path.name):
-                yield Item("imports", found[1], path, None, "saved {age} ago")
+                since = scene.find_last_change(path)
+                yield Item("imports", found[1], path, since, "saved {age} ago")
 
 
 def _remove_gift(scene: Scene, item: Item) -> None:
@@ -266,9 +271,9 @@ def _find_leftovers(scene: Scene) -> Iterator[Item]:
     """Yield what crashes left of caches, in a folder or a bucket."""
     from cache.operations import find_garbage
 
-    for garbage in find_garbage(scene.settings.caches, scene.limits.ages["leftovers"]):
-        item = Item("leftovers", garbage.folder.name, garbage.path, None, garbage.why)
-        yield replace(item, bytes=garbage.bytes, due=True, garbage=garbage)
+    for one in find_garbage(scene.settings.caches, scene.limits.ages["leftovers"]):
+        name, since = one.folder.name, scene.find_last_change(one.path)
+        yield Item("leftovers", name, one.path, since, one.why, one.bytes, due=True, garbage=one)
 
 
 def _remove_leftover(scene: Scene, item: Item) -> None:
@@ -276,7 +281,7 @@ def _remove_leftover(scene: Scene, item: Item) -> None:
 
     assert item.garbage is not None, "the finder gives it"
     scene.require_unnamed(item.name)
-    if not remove_garbage([item.garbage], scene.limits.ages["leftovers"]):
+    if not remove_garbage(item.garbage, scene.limits.ages["leftovers"]):
         raise Kept("it is in use again")
 
 
@@ -286,10 +291,11 @@ def _find_strays(scene: Scene) -> Iterator[Item]:
     names = [path.name for path in settings.runs.glob("job_*") if JOB_ID.fullmatch(path.name)]
     for run in map(settings.run_dir, scene.store.list_unknown(sorted(names))):
         if run.is_dir() and not run.is_symlink() and not is_held(run):
-            yield Item("strays", run.name, run, None, "a run that no job record names")
+            since = scene.find_last_change(run)
+            yield Item("strays", run.name, run, since, "a run that no job record names")
     for root in (settings.texts, settings.runs, settings.models, settings.data):
         for path in disk.find_interrupted(root):
-            since = _find_last_change(path, scene)
+            since = scene.find_last_change(path)
             # Nobody writes to a removed run. Of others it is sure after some time.
             removed = JOB_ID.fullmatch(path.name.removeprefix(disk.TEMPORARY_PREFIX)) is not None
             if removed or scene.now - since >= ABANDONED_SECONDS:
@@ -304,13 +310,6 @@ def _remove_stray(scene: Scene, item: Item) -> None:
         if not scene.store.list_unknown([item.name]):
             raise Kept("a job record names it by now")
         disk.discard_path(item.path)
-
-
-def _find_last_change(path: Path, scene: Scene) -> float:
-    try:
-        return disk.find_last_change(path)
-    except FileNotFoundError:  # it is being written or removed, or it lies in a bucket
-        return scene.now
 
 
 # ---------------------------------------------------------------------- the table of rules
@@ -330,11 +329,11 @@ RULES: Mapping[str, Rule] = {
     "caches": Rule("caches", "caches_unused_days", _find_caches, _remove_cache),
     "captured": Rule("caches", "caches_days", _find_caches, _remove_cache),
     "texts": Rule("texts", "texts_days", _find_texts, _remove_text),
-    "runs": Rule("runs", "runs_days", _find_runs, _remove_run),
-    "checkpoints": Rule("checkpoints", "checkpoints", _find_checkpoints, _remove_part),
-    "beside": Rule("checkpoints", "checkpoints_of_students", _find_checkpoints, _remove_part),
-    "events": Rule("events", "events_days", _find_events, _forget_events),
-    "logs": Rule("logs", "logs_days", _find_runs, _remove_part),
+    "runs": Rule("runs", "runs_days", _find_ended, _remove_run),
+    "checkpoints": Rule("checkpoints", "checkpoints", _find_ended, _remove_part),
+    "beside": Rule("checkpoints", "checkpoints_of_students", _find_ended, _remove_part),
+    "events": Rule("events", "events_days", _find_ended, _forget_events),
+    "logs": Rule("logs", "logs_days", _find_ended, _remove_part),
     "files": Rule("files", "files_days", _find_files, _remove_gift),
     "imports": Rule("imports", "imports_days", _find_imports, _remove_gift),
     "leftovers": Rule("leftovers", "leftovers_days", _find_leftovers, _remove_leftover),
@@ -377,32 +376,6 @@ class AgeLimits:
         """True if a rule is on that Redis does not apply by itself, as it does that of events."""
         return any(name != "events" for name in self.ages)
 
-    def change(
-        self, asked: Mapping[str, bool | None], age: float | None, keep: int | None
-    ) -> AgeLimits:
-        """Return these limits as one call of `kd gc` changes them.
-
-        ``asked`` says of each kind whether the call names it; None = it does not speak of it.
-        ``age`` in seconds is for the kinds that it names, or else for leftovers; it counts from the
-        last use of a cache, and does not switch on a rule of checkpoints. ``keep`` replaces both
-        rules of checkpoints; 0 = no checkpoint stays beside a saved student.
-        """
-        named = {kind for kind, wanted in asked.items() if wanted}
-        ages = dict(self.ages)
-        if keep is not None:
-            on, off = ("checkpoints", "beside") if keep else ("beside", "checkpoints")
-            ages.pop(off, None)
-            ages[on] = 0.0
-        for name, rule in RULES.items():
-            if age is not None and rule.kind in (named or {"leftovers"}):
-                if name == "captured":
-                    ages.pop(name, None)
-                elif rule.kind != "checkpoints" or name in ages:
-                    ages[name] = age
-        wanted = named or {kind for kind, each in asked.items() if each is None}
-        ages = {name: each for name, each in ages.items() if RULES[name].kind in wanted}
-        return AgeLimits(ages, self.keep if keep is None else keep)
-
 
 # ---------------------------------------------------------------------- a pass
 
@@ -419,30 +392,25 @@ def look(
 def find_items(scene: Scene) -> list[Item]:
     """List what the limits would remove, with those things that something needs."""
     finders = dict.fromkeys(rule.find for name, rule in RULES.items() if name in scene.limits.ages)
-    found: dict[tuple[str, str, Path], Item] = {}
+    found: dict[tuple[str, Path], Item] = {}  # each thing once, although two rules may find it
     for item in (item for find in finders for item in find(scene)):
-        since = _find_last_change(item.path, scene) if item.since is None else item.since
-        if item.key in found or not (item.due or scene.is_old(item.rule, since)):
+        key = item.kind, item.path
+        if key in found or not (item.due or scene.is_old(item.rule, item.since)):
             continue
         # An ended job may be retried, and cannot make again what users gave.
-        holder = scene.in_use.find_holder(item.name, ended=item.kind in ("files", "imports"))
+        holder = scene.find_holder(item.name, ended=item.kind in ("files", "imports"))
         if item.garbage is not None and item.path != item.garbage.folder:
             # A student needs its cache, and not what was left in it or beside it.
-            holder = scene.in_use.open.get(item.name)
-        age = scene.now - since
-        found[item.key] = replace(
+            holder = None if scene.force else scene.in_use.open.get(item.name)
+        age = scene.now - item.since
+        found[key] = replace(
             item,
-            age_seconds=age,
+            age_seconds=round(age, 1),
             reason=item.reason.replace("{age}", f"{age / DAY_SECONDS:.3g} days"),
             bytes=item.bytes or disk.measure_path(item.path),
-            kept_by=None if scene.force else holder,
+            kept_by=holder,
         )
-    whole = {item.name for item in found.values() if item.kind == "runs" and not item.kept_by}
-    parts = ("checkpoints", "events", "logs")  # of a run, which go with it
-    return sorted(
-        (item for item in found.values() if item.kind not in parts or item.name not in whole),
-        key=lambda item: KINDS.index(item.kind),
-    )
+    return sorted(found.values(), key=lambda item: KINDS.index(item.kind))
 
 
 def remove_items(

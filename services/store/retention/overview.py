@@ -35,8 +35,7 @@ def survey(
     """
     limits = AgeLimits.of(settings, LEFTOVERS_DAYS)
     scene = look(settings, store, limits)
-    read = wire.StoredItem.model_validate
-    items = [read(item, from_attributes=True) for item in find_items(scene)]
+    items = [item.view for item in find_items(scene)]
     free = [item for item in items if item.kept_by is None]
     needed = [item for item in items if item.kept_by is not None]
     stored: dict[str, list[wire.StoredItem]] = {kind: [] for kind in KINDS}

@@ -103,18 +103,21 @@ def gc(
         kept = [item for item in found if item.kept_by is not None]
         if not mode.as_json:
             _print_items(free, kept, local)
-        if free and not (yes or mode.as_json):
-            typer.confirm("Remove them?", abort=True, err=True)
+            if free and not yes:
+                typer.confirm("Remove them?", abort=True, err=True)
         gone: list[Item] = free
         needed: list[Item] = []
         if free and (yes or not mode.as_json):
             # Looked at again: a job may have begun, or a student been saved, meanwhile.
             scene = look(settings, store, limits, force)
-            shown = {item.key for item in free}
-            still = [item for item in find_items(scene) if item.key in shown]
+            shown = {(item.kind, item.path) for item in free}
+            still = [item for item in find_items(scene) if (item.kind, item.path) in shown]
             gone, needed = remove_items(still, scene, partial(audit_command, settings))
     parts = {"items": gone, "kept": kept + needed}
-    listed = {name: [item.to_json() for item in part] for name, part in parts.items()}
+    listed = {
+        name: [{**item.view.model_dump(), "path": str(item.path)} for item in part]
+        for name, part in parts.items()
+    }
     if not print_as_json({"removed": yes, **listed, "local_runs": local}) and free:
         _print_kept(needed)
         size = format_value(sum(item.bytes for item in gone), "bytes")
@@ -136,20 +139,35 @@ def _enter_store(stack: ExitStack, settings: Settings, place: str | None) -> Job
 
 
 def _choose_limits(settings: Settings, given: Mapping[str, Any]) -> AgeLimits:
-    """Return the limits of the settings, as the options of this call change them."""
-    from services.store.retention.collector import KINDS, LEFTOVERS_DAYS, AgeLimits
+    """Return the limits of the settings, as the options of this call change them.
 
-    age = None if given["older_than"] is None else parse_age(given["older_than"])
+    An age is for the kinds that the call names, or else for leftovers. It counts from the last use
+    of a cache, and does not switch on a rule of checkpoints.
+    """
+    from services.store.retention.collector import KINDS, LEFTOVERS_DAYS, RULES, AgeLimits
+
     asked = {kind: given[kind] for kind in KINDS}
-    if given["keep"] is not None and asked["checkpoints"] is None:
-        asked["checkpoints"] = True
+    if (keep := given["keep"]) is not None:
+        # Both rules of checkpoints are replaced: 0 = none stays beside a saved student.
+        both = {"retain_checkpoints": keep, "retain_checkpoints_of_students": keep > 0}
+        settings = settings.model_copy(update=both)
+        asked["checkpoints"] = asked["checkpoints"] is not False
     named = [kind for kind in KINDS if asked[kind]]
-    limits = AgeLimits.of(settings, LEFTOVERS_DAYS).change(asked, age, given["keep"])
-    if given["place"] is not None:
-        if {*named} - {"leftovers"}:
-            raise typer.BadParameter("it is for leftovers only", param_hint="--store")
-        ages = {rule: each for rule, each in limits.ages.items() if rule == "leftovers"}
-        return replace(limits, ages=ages)
+    if given["place"] is not None and set(named) - {"leftovers"}:
+        raise typer.BadParameter("it is for leftovers only", param_hint="--store")
+    wanted = named or [kind for kind in KINDS if asked[kind] is None]
+    age = None if given["older_than"] is None else parse_age(given["older_than"])
+    limits = AgeLimits.of(settings, LEFTOVERS_DAYS)
+    ages = dict(limits.ages)
+    for name, rule in RULES.items():
+        if age is not None and rule.kind in (named or ["leftovers"]):
+            if name == "captured":
+                ages.pop(name, None)
+            elif rule.kind != "checkpoints" or name in ages:
+                ages[name] = age
+        if rule.kind not in wanted or (given["place"] is not None and name != "leftovers"):
+            ages.pop(name, None)
+    limits = replace(limits, ages=ages)
     for kind in named:
         if kind not in limits.kinds:
             needed = "--keep" if kind == "checkpoints" else "--older-than"

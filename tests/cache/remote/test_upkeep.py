@@ -43,7 +43,7 @@ def test_an_unfinished_capture_goes_when_it_is_old(root, elsewhere, objects) -> 
     assert find_stored(elsewhere, DAY) == []
     [found] = find_stored(elsewhere, 0.0)
     assert "its capture has not finished" in found.why
-    assert remove_garbage([found], 0.0) == [found]
+    assert remove_garbage(found, 0.0)
     assert objects() == set()
 
 
@@ -58,7 +58,7 @@ def test_files_that_no_seal_names_go_and_all_others_stay(root, elsewhere, stored
         lost,
         f"{folder.name}/shards/000077.{'1' * 32}/zarr.json",
     }
-    remove_garbage([found], 0.0)
+    remove_garbage(found, 0.0)
     assert find_stored(elsewhere, 0.0) == []
     assert verify_cache(folder) == []
 

@@ -141,13 +141,13 @@ def test_phases_stand_on_the_axis_of_time(page: Page, api: Parts) -> None:
     picture = page.get_by_role("img", name="Phases over time")
     expect(picture).to_have_attribute(
         "aria-label",
-        re.compile("waiting .*, capture .*, waiting .*, training .*, evaluation "),
+        re.compile("waiting .*, precompute .*, waiting .*, train .*, evaluation "),
     )
     page.get_by_text("Phases as a table").click()
     rows = page.get_by_role("table", name="Phases").get_by_role("row")
     expect(rows).to_contain_text(
-        ["Phase", "waiting", "capture", "loading data", "reading data.train", "waiting",
-         "training", "training", "evaluation", "saving"]
+        ["Phase", "waiting", "precompute", "loading data", "reading data.train", "waiting",
+         "train", "training", "evaluation", "saving"]
     )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_the_time_between_a_failure_and_its_retry_is_no_phase_of_work(
     assert api.http.post(f"/jobs/{claim.id}/retry").is_success
     page.goto(f"{api.settings.server}/jobs/{claim.id}")
     expect(page.get_by_role("img", name="Phases over time")).to_have_attribute(
-        "aria-label", re.compile("waiting .*, training .*, failed .*, waiting ")
+        "aria-label", re.compile("waiting .*, train .*, failed .*, waiting ")
     )
 
 
@@ -171,7 +171,7 @@ def test_the_time_of_a_lost_worker_is_no_phase_of_work(page: Page, api: Parts) -
     wait_until(lambda: expire(api, claim.id), 30)
     page.goto(f"{api.settings.server}/jobs/{claim.id}")
     expect(page.get_by_role("img", name="Phases over time")).to_have_attribute(
-        "aria-label", re.compile("waiting .*, training .*, worker lost .*, waiting ")
+        "aria-label", re.compile("waiting .*, train .*, worker lost .*, waiting ")
     )
 
 
