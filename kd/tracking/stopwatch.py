@@ -25,7 +25,7 @@ class Phase:
     mean_milliseconds: float
     share: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, str | float]:
         """The row as events and reports hold it."""
         return asdict(self)
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from cache.perplexity import BlockLosses, raise_e
 from kd.config.loss import LearnedTemperature, LossConfig, Ramp
+from kd.files import Json
 from kd.loss.chunk_size import choose_chunk_positions
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import split_into_chunks
@@ -31,6 +32,7 @@ from kd.parallel.group import ALONE, Group
 from kd.text.batches import Batch, Source
 from kd.text.steps.reading import deal_validation_batches
 from kd.training.calibration import BINS, Calibration
+from kd.training.saved.state import Evaluation
 
 
 def choose_evaluation_temperature(loss: LossConfig) -> float:
@@ -63,7 +65,7 @@ def evaluate_student(
     temperature: float = 1.0,
     group: Group = ALONE,
     call: Callable[..., BatchScore | None] = call_directly,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Compute means over the held-out targets, in nats; empty where nothing is held out.
 
     ``validation_kl`` is at ``temperature``; from sampled records it is unbiased but noisy.
@@ -112,7 +114,7 @@ class BatchScore:
         """The losses by blocks of successive targets."""
         return BlockLosses.of(self.score.ce_N, self.targets_S)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return all numbers, for another rank."""
         fields = {name: getattr(self.score, name) for name in ("ce", "kd", "agreed", "comparable")}
         return fields | {
@@ -122,7 +124,7 @@ class BatchScore:
         }
 
     @classmethod
-    def from_json(cls, numbers: dict[str, Any]) -> BatchScore:
+    def from_json(cls, numbers: Json) -> BatchScore:
         """Rebuild the score of another rank."""
         targets_S = np.array(numbers.pop("targets_S"), dtype=np.int64)
         ce_N = np.array(numbers.pop("ce_N"), dtype=np.float64)
@@ -186,7 +188,7 @@ def score_positions(
     return Score(ce, None if targets.teacher is None else kd, agreed, comparable, calibration, ce_N)
 
 
-def _average_scores(scores: list[Score], losses: BlockLosses) -> dict[str, Any]:
+def _average_scores(scores: list[Score], losses: BlockLosses) -> Evaluation:
     tokens = losses.tokens
     loss = sum(score.ce for score in scores) / tokens
     kl = sum(score.kd or 0.0 for score in scores) / tokens

@@ -56,9 +56,9 @@ def find_earlier(resume: ResumeConfig, run_dir: Path, identity: RunIdentity) -> 
         newest = checkpoint.read_newest_state(folder)
         if newest is None:
             raise _refuse("/resume/run", f"the run {named} has no checkpoint.", _NAME_A_RUN)
-    if newest["identity"] == identity.own:
+    if newest.identity == identity.own:
         return None if folder == own else Earlier(folder, identity.own)
-    if newest["progress"].get("stems", {}).get(resume.schedule) != identity.shared[resume.schedule]:
+    if newest.progress.stems.get(resume.schedule) != identity.shared[resume.schedule]:
         if folder == own:
             return None  # the checkpoint itself is refused, with what differs
         raise _refuse(
@@ -67,13 +67,13 @@ def find_earlier(resume: ResumeConfig, run_dir: Path, identity: RunIdentity) -> 
             "Change train.max_steps or train.epochs alone; with resume.schedule restart the "
             "learning rate and its schedule may change too.",
         )
-    return Earlier(folder, newest["identity"])
+    return Earlier(folder, newest.identity)
 
 
 def read_schedule_start(run_dir: Path) -> int:
     """Read at which step the present schedule began; 0 without a checkpoint."""
     newest = checkpoint.read_newest_state(run_dir / "checkpoints")
-    return 0 if newest is None else int(newest["progress"].get("schedule_began", 0))
+    return 0 if newest is None else newest.progress.schedule_began
 
 
 def make_resumed_scheduler(

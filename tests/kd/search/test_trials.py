@@ -119,7 +119,7 @@ def test_it_finds_the_better_of_two_rates_and_leaves_what_it_names(
         )
     assert all(Path(path).exists() for path in found.artifacts.values())
     assert found.artifacts["student"].startswith(
-        str(run_dir / "trials" / f"{found['report']['best']['number']:04d}")
+        str(run_dir / "trials" / f"{found.report['best']['number']:04d}")
     )
     assert [path.name for path in (home / "caches").iterdir() if path.is_dir()] == [
         json.loads((run_dir / "cache.json").read_text())["fingerprint"]
