@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kd.config.job import JobConfig
 from kd.errors import TrainingError
-from kd.files import Json
 from kd.progress import Event, Monitor
-
-if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
 
 #: The types of events whose numbers the trackers get.
 NUMBERS = ("metrics", "evaluation", "scalars", "temperature")
@@ -27,7 +23,7 @@ class Trackers:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
-        self._trackers: dict[str, GeneralTracker] = {}
+        self._trackers: dict[str, Any] = {}
 
     def start(
         self, config: JobConfig, names: tuple[str, ...], run_dir: Path, first: int = 0
@@ -56,7 +52,7 @@ class Trackers:
                     "out.",
                 ) from error
 
-    def log(self, step: int, values: Json) -> None:
+    def log(self, step: int, values: dict[str, Any]) -> None:
         """Send the numbers among ``values``."""
         numbers = {
             key: float(value) for key, value in values.items() if isinstance(value, int | float)
@@ -94,9 +90,9 @@ def add_trackers(monitor: Monitor, trackers: Trackers) -> Monitor:
     return replace(monitor, listen=listen)
 
 
-def _flatten(tree: Json, above: str = "") -> dict[str, str | float]:
+def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
     """A nested configuration as dotted names; lists become text, as trackers take scalars only."""
-    flat: dict[str, str | float] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{above}{key}"
         if isinstance(value, dict):
