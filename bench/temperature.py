@@ -104,7 +104,7 @@ def run_or_load(job: dict[str, Any], run_dir: Path, work: Path) -> dict[str, Any
     kept = run_dir / "finished.json"
     if kept.is_file() and (found := json.loads(kept.read_text(encoding="utf-8")))["job"] == job:
         return found["report"]
-    report = run_stages(parse_config(job), work, run_dir)["report"]
+    report = run_stages(parse_config(job), work, run_dir).report
     kept.write_text(json.dumps({"job": job, "report": report}), encoding="utf-8")
     return report
 

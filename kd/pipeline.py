@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -53,7 +53,7 @@ from kd.models.precision import pick_device
 from kd.preflight.devices import ask_torch, require_known_architecture
 from kd.preflight.problems import Folders, Machine, require_no_problems
 from kd.preflight.stored_models import note_models
-from kd.progress import SILENT, Monitor
+from kd.progress import SILENT, Monitor, StageResult
 from kd.search.trials import search_students
 from kd.stages.cache_checks import run_fidelity, run_verify
 from kd.stages.capture import run_precompute
@@ -69,7 +69,7 @@ LOG = "log.txt"
 
 
 #: What runs each stage of the table of kinds, by the name of its task.
-TASKS: dict[str, Callable[[JobConfig, Path, Path, Monitor], dict[str, Any]]] = {
+TASKS: dict[str, Callable[[JobConfig, Path, Path, Monitor], StageResult]] = {
     "capture": run_precompute,
     "train": run_train,
     "search": partial(search_students, train_student=run_train),
@@ -80,12 +80,13 @@ TASKS: dict[str, Callable[[JobConfig, Path, Path, Monitor], dict[str, Any]]] = {
 
 def run_stages(
     config: JobConfig, home: Path, run_dir: Path, monitor: Monitor = SILENT
-) -> dict[str, Any]:
-    """Run all stages of the job, one after the other; returns their results."""
-    result: dict[str, Any] = {}
+) -> StageResult:
+    """Run all stages of the job, one after the other; returns what they made."""
+    result = StageResult()
     for stage, turn in config.own_kind.list_turns():
         monitor.check(f"before stage {stage.name}")
-        result |= run_stage(stage.name, config, home, run_dir, monitor, turn)
+        made = run_stage(stage.name, config, home, run_dir, monitor, turn)
+        result = replace(result, **made.to_json())
     return result
 
 
@@ -96,7 +97,7 @@ def run_stage(
     run_dir: Path,
     monitor: Monitor = SILENT,
     turn: int = 0,
-) -> dict[str, Any]:
+) -> StageResult:
     """Run the stage of the job that has this name and turn (``kd.config.kinds``).
 
     ``home`` holds the texts and caches of all jobs, ``run_dir`` the files of this job. Raises
@@ -151,8 +152,7 @@ def settle_run(config: JobConfig, run_dir: Path, monitor: Monitor) -> JobConfig:
 
 def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
     """Put the results of the run into its bucket too, if it has one: all but its checkpoints."""
-    run = find_own_run(run_dir)
-    if run is None:
+    if (run := find_own_run(run_dir)) is None:
         return
     names = []
     for name in list_file_sizes(run_dir):

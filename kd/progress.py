@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kd.errors import Interrupted
-from kd.files import read_json, write_json
+from kd.files import Json, read_json, write_json
 
 #: Least seconds between two ``alive`` events.
 ALIVE_SECONDS = 5.0
@@ -63,11 +63,28 @@ class Event:
     """One fact about a run; ``data`` holds only values that JSON has."""
 
     type: str
-    data: dict[str, Any]
+    data: Json
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the event as JSON for another process; NaN and infinity become None."""
         return {"type": self.type, "data": replace_nonfinite(self.data)}
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage made: a cache, or a student; all is empty where it only helped another process.
+
+    ``cache`` is the summary of the cache, ``artifacts`` the places of the student's files by their
+    names, and ``report`` the content of its report.json.
+    """
+
+    cache: Json = field(default_factory=dict)
+    artifacts: dict[str, str] = field(default_factory=dict)
+    report: Json = field(default_factory=dict)
+
+    def to_json(self) -> Json:
+        """Return what the stage made, for another process and for a user."""
+        return {name: value for name, value in vars(self).items() if value}
 
 
 @dataclass(frozen=True)
@@ -87,7 +104,7 @@ class Notice:
         first = self.what[:1].upper() + self.what[1:]
         return f"{first}: {self.count:,}, for example {self.example}. {self.remedy}".strip()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, str | int]:
         """Return the entry in the file of a run's notices, and in the answer of a validation."""
         return asdict(self)
 
@@ -315,7 +332,7 @@ class ProgressMeter:
         self.done += done
         self._first += done
 
-    def advance(self, done: int, tokens: int) -> dict[str, Any]:
+    def advance(self, done: int, tokens: int) -> dict[str, float | str | None]:
         """Add ``done`` units and ``tokens`` tokens; return the data of a progress event."""
         self.done += done
         self.tokens += tokens

@@ -14,12 +14,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kd.parallel.parent_death import PARENT_VARIABLE, die_with_parent
 from kd.progress import Event, EventPipe, Monitor
 
 if TYPE_CHECKING:
+    from kd.files import Json
     from kd.parallel.launch import RankOrder
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     run_rank(run_order)
 
 
-def run_rank(work: Callable[[RankOrder, Monitor], dict[str, Any]]) -> None:
+def run_rank(work: Callable[[RankOrder, Monitor], Json]) -> None:
     """Do ``work`` for the order, report its result or its error, and end the process."""
     # Before the imports, which take seconds: torchrun may be killed meanwhile.
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
@@ -54,7 +55,7 @@ def run_rank(work: Callable[[RankOrder, Monitor], dict[str, Any]]) -> None:
     os._exit(code)
 
 
-def run_order(order: RankOrder, monitor: Monitor) -> dict[str, Any]:
+def run_order(order: RankOrder, monitor: Monitor) -> Json:
     """Join the other ranks and run the stage with them; returns the result, on rank 0."""
     from kd.config.jobfile import parse_config
     from kd.config.kinds import CAPTURE, TRAIN
@@ -69,7 +70,7 @@ def run_order(order: RankOrder, monitor: Monitor) -> dict[str, Any]:
     run = {CAPTURE.name: share_capture, TRAIN.name: run_training}[order.stage]
     config = parse_config(order.config)
     with confined_datasets(read_granted_limits()):
-        return run(config, Path(order.home), Path(order.run_dir), monitor, join_group())
+        return run(config, Path(order.home), Path(order.run_dir), monitor, join_group()).to_json()
 
 
 def has_stdin_ended() -> bool:

@@ -180,7 +180,7 @@ def train(
     device = pick_device()
     phases = Phases()
     reset_peak_memory(device)
-    report = run_stage("train", job, home, home / run, Monitor(phases.listen))["report"]
+    report = run_stage("train", job, home, home / run, Monitor(phases.listen)).report
     say("a student is trained")
     profile = phases.facts["profile"]
     seconds = report["tokens"] / profile["tokens_per_second"]

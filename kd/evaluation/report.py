@@ -68,7 +68,7 @@ def make_report(
         "steps": progress.step,
         "kept_step": find_best_step(progress, config.require_train()) or progress.step,
         "tokens": progress.tokens,
-        "skipped_batches": progress.skipped,
+        "skipped_batches": [asdict(each) for each in progress.skipped],
         "parameters": saved.num_parameters(),
         "train_seconds": round(progress.seconds, 1),
         "train_tokens_per_second": pace,

@@ -15,6 +15,7 @@ from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from kd.optim.state_size import BLOCK_NUMBERS
+from kd.optim.whole_steps import ParameterGroup
 
 
 class EightBitAdamW(AdamW8bit):
@@ -26,7 +27,7 @@ class EightBitAdamW(AdamW8bit):
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, block_size=BLOCK_NUMBERS, **settings)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParameterGroup) -> None:
         """Add a group whose rate stays the number that it is."""
         rate = param_group.get("lr", self.defaults["lr"])
         super().add_param_group(param_group)

@@ -32,10 +32,8 @@ from kd.errors import TrainingError
 from kd.models.layers import find_decoder_layers, list_layer_parameters
 from kd.optim.rare_rows import keep_floor
 from kd.optim.state_size import ParameterShape
-from kd.optim.whole_steps import WholeSteps, needs_whole_steps
+from kd.optim.whole_steps import ParameterGroup, WholeSteps, needs_whole_steps
 from kd.parallel.limits import WHOLE_OPTIMIZERS
-
-ParameterGroup = dict[str, Any]
 
 
 def make_optimizer(
@@ -157,10 +155,10 @@ _FUSED_DEVICES = {"cuda", "xpu", "mps", "cpu"}
 
 def _choose_class_and_settings(
     name: str, options: TrainConfig, device: torch.device
-) -> tuple[Callable[..., Any], dict[str, Any]]:
+) -> tuple[Callable[..., Any], dict[str, object]]:
     """The optimiser's class, and the arguments that ``options`` or this project decide."""
     betas = (options.adam_beta1, options.adam_beta2)
-    adam: dict[str, Any] = {"betas": betas, "eps": options.adam_epsilon}
+    adam: dict[str, object] = {"betas": betas, "eps": options.adam_epsilon}
     if name == "adamw":
         adam["fused"] = True if device.type in _FUSED_DEVICES else None
         if not options.is_pure_bfloat16:
@@ -249,14 +247,14 @@ _RESERVED_ARGUMENTS = {
 }
 
 
-def list_optimizer_arguments(name: str, options: TrainConfig) -> dict[str, Any]:
+def list_optimizer_arguments(name: str, options: TrainConfig) -> dict[str, float]:
     """The possible arguments in ``train.optim_args`` of the optimiser ``name``, with defaults.
 
     Each part of a tuple is an argument. Rates, decay and AdamW's betas are missing: they have
     fields of their own.
     """
     factory, settings = _choose_class_and_settings(name, options, torch.device("cpu"))
-    known: dict[str, Any] = {}
+    known: dict[str, float] = {}
     for key, parameter in inspect.signature(factory).parameters.items():
         if key in _RESERVED_ARGUMENTS | settings.keys():
             continue
@@ -267,7 +265,7 @@ def list_optimizer_arguments(name: str, options: TrainConfig) -> dict[str, Any]:
     return known
 
 
-def _read_arguments(name: str, options: TrainConfig) -> dict[str, Any]:
+def _read_arguments(name: str, options: TrainConfig) -> dict[str, float | tuple[float, ...]]:
     """``train.optim_args`` as arguments of the optimiser's class."""
     known = list_optimizer_arguments(name, options)
     for key in options.optim_args.keys() - known.keys():

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
+from kd.optim.whole_steps import ParameterGroup
 from kd.parallel.sharded_files import get_own
 
 
@@ -38,7 +39,7 @@ class RoundedAdamW(AdamW):
                     self._step_parameter(parameter, parameter.grad, group)
 
     def _step_parameter(
-        self, parameter: Parameter, gradient: Tensor, group: dict[str, Any]
+        self, parameter: Parameter, gradient: Tensor, group: ParameterGroup
     ) -> None:
         state = self.state[parameter] or self._begin_state(parameter, group)
         wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
@@ -64,7 +65,7 @@ class RoundedAdamW(AdamW):
         if wide.dtype != parameter.dtype:
             copy_stochastic(get_own(parameter.detach()), get_own(wide))
 
-    def _begin_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _begin_state(self, parameter: Parameter, group: ParameterGroup) -> dict[str, Tensor]:
         """An empty state in float32 or better, as ``AdamW`` makes it for such parameters."""
         state: dict[str, Tensor] = self.state[parameter]
         dtype = torch.promote_types(parameter.dtype, torch.float32)

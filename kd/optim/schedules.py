@@ -19,6 +19,9 @@ from transformers import get_scheduler
 from kd.config.train import TrainConfig
 from kd.errors import TrainingError
 
+#: What ``train.lr_scheduler_kwargs`` gives to the class of a schedule.
+Arguments = dict[str, Any]
+
 
 def make_scheduler(optimizer: torch.optim.Optimizer, options: TrainConfig, steps: int) -> Any:
     """Make the schedule that ``options`` name, over ``steps`` optimiser steps.
@@ -29,7 +32,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, options: TrainConfig, steps
     """
     name = options.lr_scheduler_type
     # YAML may write a count as 2.0; the schedules need whole numbers.
-    extra: dict[str, Any] = {
+    extra = {
         key: int(value) if not isinstance(value, tuple) and value == int(value) else value
         for key, value in options.lr_scheduler_kwargs.items()
     }
@@ -60,7 +63,7 @@ def _make_one_cycle(optimizer: torch.optim.Optimizer, options: TrainConfig, step
     The rise takes the share ``pct_start`` of the steps, or ``train.warmup_steps`` steps. Momentum
     stays constant, because not every optimiser has one.
     """
-    extra: dict[str, Any] = dict(options.lr_scheduler_kwargs)
+    extra: Arguments = dict(options.lr_scheduler_kwargs)
     if options.warmup_steps and "pct_start" in extra:
         raise ValueError(
             "pct_start and train.warmup_steps both set the length of the rise: give one of them"
@@ -86,7 +89,7 @@ def _make_falls(optimizer: torch.optim.Optimizer, options: TrainConfig, steps: i
     run. (torch's StepLR and MultiStepLR have no warm-up.)
     """
     warmup = options.warmup_steps
-    arguments: dict[str, Any] = dict(options.lr_scheduler_kwargs)
+    arguments: Arguments = dict(options.lr_scheduler_kwargs)
     gamma = float(arguments.get("gamma", 0.1))
     milestones = arguments.get("milestones")
     if isinstance(milestones, tuple):

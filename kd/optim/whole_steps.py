@@ -18,6 +18,9 @@ from torch.optim import Optimizer
 
 from kd.parallel.sharded_files import make_whole, take_part
 
+#: A group of an optimiser as torch has it: its ``params``, its rate ``lr``, and its own fields.
+ParameterGroup = dict[str, Any]
+
 
 class WholeSteps(Optimizer):
     """``inner`` for parameters of which each rank holds a part; its groups are the same."""
@@ -39,8 +42,8 @@ class WholeSteps(Optimizer):
             group.update(own)
 
     def _step_parameter(
-        self, parameter: Parameter, gradient: Tensor, group: dict[str, Any]
-    ) -> dict[str, Any]:
+        self, parameter: Parameter, gradient: Tensor, group: ParameterGroup
+    ) -> ParameterGroup:
         """Step one parameter, and return its group without parameters as the step left it."""
         whole = Parameter(make_whole(parameter.detach()))
         whole.grad = make_whole(gradient)
@@ -61,7 +64,7 @@ class WholeSteps(Optimizer):
         return group
 
 
-def needs_whole_steps(groups: list[dict[str, Any]]) -> bool:
+def needs_whole_steps(groups: list[ParameterGroup]) -> bool:
     """Return whether some parameter of ``groups`` is in parts."""
     return any(isinstance(each, DTensor) for group in groups for each in group["params"])
 

@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from cache.disk import make_folder, remove_path, storage_errors
 from kd.errors import RankLost
-from kd.files import read_json, write_json
+from kd.files import Json, read_json, write_json
 from kd.parallel.agent import END_SIGNAL, FAILURES
 from kd.parallel.children import build_path, relay_events
 from kd.parallel.rank_failures import RankError, read_first_failure
@@ -42,23 +41,17 @@ class RankOrder:
     """The work of all ranks: a stage of a job, the folder of caches, and the run folder."""
 
     stage: str
-    config: dict[str, Any]
+    config: Json
     home: str
     run_dir: str
 
-    def write(self, folder: Path) -> None:
-        """Write the order into ``folder``, where each rank reads it."""
-        write_json(folder / "order.json", asdict(self))
-
     @classmethod
     def read(cls, folder: Path) -> RankOrder:
-        """Read the order that ``write`` wrote."""
+        """Read the order that ``run_in_ranks`` wrote."""
         return cls(**read_json(folder / "order.json"))
 
 
-def run_in_ranks(
-    order: RankOrder, count: int, monitor: Monitor, module: str = RANK_MODULE
-) -> dict[str, Any]:
+def run_in_ranks(order: RankOrder, count: int, monitor: Monitor, module: str = RANK_MODULE) -> Json:
     """Run ``order`` in ``count`` ranks, and return the result of rank 0.
 
     Raises the error of the rank that failed first: ``Interrupted`` after a stop, and ``RankLost``
@@ -68,7 +61,7 @@ def run_in_ranks(
     with storage_errors(folder):
         remove_path(folder)  # an earlier process may have been killed
         make_folder(folder)
-    results: list[dict[str, Any]] = []
+    results: list[Json] = []
 
     def listen(event: Event) -> None:
         if event.type == "result":
@@ -77,7 +70,7 @@ def run_in_ranks(
             monitor.listen(event)
 
     try:
-        order.write(folder)
+        write_json(folder / "order.json", asdict(order))
         with _running_agent(folder, count, module) as process:
             relay_events(process, listen, monitor.should_stop)
             code = process.wait()

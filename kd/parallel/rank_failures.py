@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from cache.errors import PotstillError
 from kd.errors import ConfigError, Problem
-from kd.files import read_json, write_json
+from kd.files import Json, read_json, write_json
 
 
 class RankError(Exception):
@@ -18,7 +17,7 @@ class RankError(Exception):
 
 def write_failure(folder: Path, rank: int, error: BaseException) -> None:
     """Write the error of ``rank`` into ``folder``."""
-    content: dict[str, Any] = {"at": time.time(), "name": type(error).__name__}
+    content: Json = {"at": time.time(), "name": type(error).__name__}
     if isinstance(error, ConfigError):
         content["problems"] = [each.to_json() for each in error.problems]
     elif isinstance(error, PotstillError):

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -16,6 +15,7 @@ from cache.shards.names import FINGERPRINT
 from kd.buckets.inputs import is_stored_name
 from kd.buckets.runs import RUNS
 from kd.config.job import JobConfig
+from kd.files import Json
 from kd.preflight.named_paths import list_named_resources, resolve_links, resolve_named_paths
 
 
@@ -103,11 +103,6 @@ class Confinement:
                 return file
         return None
 
-    def is_owned(self, path: Path) -> bool:
-        """Whether ``path`` is in a run folder or a cache that the job's owner may read."""
-        real = resolve_links(path)
-        return real is not None and self._grants(*_find_own_folder(real, self.home))
-
     def _grants(self, kind: str, name: str) -> bool:
         if kind == "runs":
             return self.may_read_run(name)
@@ -121,10 +116,11 @@ class Confinement:
         if is_stored_name(name):
             owned = find_own_objects(name, self.store)[0] == "runs" and self.permits_url(name)
         else:
-            owned = self.is_owned(root / name)
+            real = resolve_links(root / name)
+            owned = real is not None and self._grants(*_find_own_folder(real, self.home))
         return owned or any(_is_listed(name, revision, root, entry) for entry in self.models)
 
-    def to_order(self, config: JobConfig, root: Path) -> dict[str, Any]:
+    def to_order(self, config: JobConfig, root: Path) -> Json:
         """Return the limits as JSON for the process that runs ``config``.
 
         The runs and caches in ``home`` that ``config`` may read are listed by name.
@@ -139,7 +135,7 @@ class Confinement:
         return {**known, "runs": sorted(runs), "caches": sorted(caches)}
 
     @classmethod
-    def from_order(cls, order: dict[str, Any]) -> Confinement:
+    def from_order(cls, order: Json) -> Confinement:
         """Rebuild the confinement from the JSON that ``to_order`` returned."""
         granted = {
             "may_read_run": frozenset(order["runs"]).__contains__,
@@ -229,7 +225,7 @@ def _is_listed(name: str, revision: str | None, root: Path, entry: AllowedModel)
 LIMITS_VARIABLE = "KD_GRANTED_LIMITS"
 
 
-def grant_limits(order: dict[str, Any] | None) -> None:
+def grant_limits(order: Json | None) -> None:
     """Let the processes that this one starts have the limits of ``order``; None = no limits."""
     os.environ.pop(LIMITS_VARIABLE, None)
     if order is not None:

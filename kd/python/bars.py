@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kd.files import Json
 from kd.progress import Event
 
 #: Seconds between two lines of progress where no bar is drawn.
@@ -58,7 +59,7 @@ class ProgressBars:
         else:
             self._bar.write(message, file=sys.stderr)
 
-    def _show_stage(self, data: dict[str, Any]) -> None:
+    def _show_stage(self, data: Json) -> None:
         stage = data.get("stage") or self._stage
         if stage != self._stage or self._bar is None:
             self._close()
@@ -70,7 +71,7 @@ class ProgressBars:
         self._bar.set_description_str(title)
         self._tell_without_bar(title)
 
-    def _show_progress(self, data: dict[str, Any]) -> None:
+    def _show_progress(self, data: Json) -> None:
         if self._bar is None:
             return
         done, total = data.get("done"), data.get("total")
@@ -84,11 +85,11 @@ class ProgressBars:
         if done == total or time.monotonic() - self._told_at > LINE_SECONDS:
             self._tell_without_bar(f"{self._stage}: {done} of {total}{self._bar.unit}")
 
-    def _show_metrics(self, data: dict[str, Any]) -> None:
+    def _show_metrics(self, data: Json) -> None:
         self._note("loss", data.get("loss"))
         self._note("train ppl", data.get("train_perplexity"))
 
-    def _show_evaluation(self, data: dict[str, Any]) -> None:
+    def _show_evaluation(self, data: Json) -> None:
         self._note("held-out ppl", data.get("validation_perplexity"))
         # One that is not finite comes from another process as null.
         if (perplexity := data.get("validation_perplexity")) is not None:

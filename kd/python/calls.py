@@ -12,13 +12,14 @@ from kd.buckets.inputs import begin_downloads
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from kd.files import find_caches
-from kd.python.inputs import ModelSaver, describe_data, describe_text, find_home
+from kd.python.inputs import ModelSaver, Section, describe_data, describe_text, find_home
 from kd.python.jobs import Named, make_job
 from kd.python.results import CacheResult, DistillationResult, EvaluationResult, StudentResult
 from kd.python.running import run_in_process
 
 if TYPE_CHECKING:
-    from kd.progress import Monitor
+    from kd.evaluation.report import Report
+    from kd.progress import Monitor, StageResult
 
 
 def distill(
@@ -111,7 +112,7 @@ def train_student(
     """
     place, fingerprint = _find_cache(sealed_cache, home)
     models = ModelSaver(place, tokenizer)
-    job: dict[str, Any] = {
+    job: Section = {
         "kind": "train",
         "student": models.describe(student, "student"),
         "cache": {"fingerprint": fingerprint},
@@ -148,7 +149,7 @@ def evaluate(
     models = ModelSaver(place, tokenizer)
     found = describe_text(text, "/text", place)
     name = models.name(model, "model")
-    job: dict[str, Any] = {
+    job: Section = {
         "kind": "train",
         "student": {"model": name},
         "data": {"train": found.sources, "validation": found.sources},
@@ -172,7 +173,7 @@ def _examine(
     config = config.model_copy(update={"data": held_out})
     folder = _find_folder(out, home / "evaluations" / config.name)
 
-    def run(monitor: Monitor) -> tuple[Path, dict[str, Any]]:
+    def run(monitor: Monitor) -> tuple[Path, Report]:
         from kd.examine import ExaminedModel, examine
 
         target = ExaminedModel.find(name, home)
@@ -211,7 +212,7 @@ def run_job(
     base = find_home(home)
     run_dir = _find_folder(out, base / "runs" / job.name)
 
-    def run(monitor: Monitor) -> dict[str, Any]:
+    def run(monitor: Monitor) -> StageResult:
         from kd.pipeline import run_stages
         from kd.preflight.problems import Folders, Machine, require_no_problems
 
@@ -220,31 +221,37 @@ def run_job(
         return run_stages(job, base, run_dir, monitor)
 
     found, warnings = run_in_process(run, run_dir, progress)
-    parts: dict[str, Any] = {"job": job, "warnings": warnings}
-    if "report" not in found:
-        return _make_cache_result(found["cache"], base, **parts)
-    report = found["report"]
-    facts: dict[str, Any] = {
-        "run": run_dir,
-        "report": report,
-        "perplexity": report.get("student_perplexity"),
-        "perplexity_before": report.get("student_perplexity_before"),
-        "teacher_perplexity": report.get("teacher_perplexity"),
-        "bits_per_byte": report.get("student_bits_per_byte"),
-        "kl": report.get("validation_kl"),
-        "agreement": report.get("validation_agreement"),
-    }
-    if "cache" not in found:
-        return StudentResult(**facts, **parts)
-    cached = _make_cache_result(found["cache"], base, **parts)
-    return DistillationResult(**facts, **parts, cached=cached)
+    if not (report := found.report):
+        return _make_cache_result(found.cache, base, job, warnings)
+    student = StudentResult(
+        run=run_dir,
+        perplexity=report.get("student_perplexity"),
+        perplexity_before=report.get("student_perplexity_before"),
+        teacher_perplexity=report.get("teacher_perplexity"),
+        bits_per_byte=report.get("student_bits_per_byte"),
+        kl=report.get("validation_kl"),
+        agreement=report.get("validation_agreement"),
+        job=job,
+        report=report,
+        warnings=warnings,
+    )
+    if not found.cache:
+        return student
+    cached = _make_cache_result(found.cache, base, job, warnings)
+    return DistillationResult(**vars(student), cached=cached)
 
 
-def _make_cache_result(summary: Mapping[str, Any], home: Path, **parts: Any) -> CacheResult:
+def _make_cache_result(
+    summary: Mapping[str, Any], home: Path, job: JobConfig, warnings: tuple[str, ...]
+) -> CacheResult:
     keys = ("fingerprint", "bytes_per_token", "entries_per_token", "tokens", "reused")
-    parts |= {key: summary[key] for key in keys}
-    folder = find_caches(home, None) / summary["fingerprint"]
-    return CacheResult(folder=folder, report=summary, **parts)
+    return CacheResult(
+        folder=find_caches(home, None) / summary["fingerprint"],
+        job=job,
+        report=summary,
+        warnings=warnings,
+        **{key: summary[key] for key in keys},
+    )
 
 
 def _find_folder(out: Named | None, default: Path) -> Path:

@@ -33,6 +33,8 @@ from kd.python.bars import library_bars_hidden
 from kd.text.rows import COLUMNS
 from kd.text.text_files import SUFFIXES, find_suffix
 
+#: A job of a call or a section of it, by the names of a job file; ``parse_config`` reads it.
+Section = dict[str, Any]
 #: The default data folder, as for the command ``kd``: KD_HOME, or this one in the current folder.
 DEFAULT_HOME = "potstill-data"
 #: Digits of a digest in a name.
@@ -66,7 +68,7 @@ class ModelSaver:
     home: Path
     tokenizer: Any = None
 
-    def describe(self, model: Any, role: str) -> dict[str, Any]:
+    def describe(self, model: Any, role: str) -> Section:
         """Return the section ``role``, teacher or student; a mapping is the section itself."""
         if not isinstance(model, Mapping):
             return {"model": self.name(model, role)}
@@ -135,14 +137,14 @@ class Text:
     format: str | None = None
 
 
-def describe_data(data: Any, validation: Any, home: Path) -> dict[str, Any]:
+def describe_data(data: Any, validation: Any, home: Path) -> Section:
     """Return the section ``data`` of a call.
 
     ``data`` is the training text in any form, or a mapping: the section itself, whose ``train`` and
     ``validation`` may have any form too.
     """
     _require_no_splits(data, "/data/train")
-    section: dict[str, Any] = {"train": data}
+    section: Section = {"train": data}
     if isinstance(data, Mapping) and "path" not in data:
         section = dict(data)
     if validation is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kd.config.job import JobConfig
+from kd.files import Json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,7 +116,7 @@ class StudentResult(_Shown):
         return self.run / "report.md"
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Json]:
         """The lines of metrics.jsonl: losses by step, evaluations, checks."""
         from kd.tracking.metrics import read_metrics
 

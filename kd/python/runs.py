@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from cache.disk import is_lock_free, locked, remove_path, set_aside, storage_errors, sum_file_sizes
 from kd.config.kinds import KINDS, TRAIN
 from kd.errors import ModelError
-from kd.files import LOCK, read_json
+from kd.files import LOCK, Json, read_json
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class RunSummary:
     bytes: int
     began: datetime
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return it as plain JSON values."""
         return {**asdict(self), "folder": str(self.folder), "began": self.began.isoformat()}
 
@@ -120,7 +119,7 @@ def remove_run(folder: Path) -> None:
         remove_path(set_aside(folder))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Json:
     try:
         found = read_json(path)
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ from kd.config.job import JobConfig
 from kd.errors import ConfigError, Interrupted, ModelError, TrainingError
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.files import read_json, write_json
-from kd.progress import Event, Monitor
+from kd.progress import Event, Monitor, StageResult
 from kd.search.findings import describe_trial, make_search_report, write_search
 from kd.search.space import find_space_problems, get_search, keeps_best, make_trial_job
 from kd.search.study import (
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
 #: ``kd.pipeline.run_train``, which this room may not import.
-TrainStudent = Callable[[JobConfig, Path, Path, Monitor], dict[str, Any]]
+TrainStudent = Callable[[JobConfig, Path, Path, Monitor], StageResult]
 
 #: Events of a trial that the listener of the search gets too.
 SHOWN_EVENTS = {"progress", "metrics", "evaluation", "warning", "check"}
@@ -53,7 +53,7 @@ SHOWN_EVENTS = {"progress", "metrics", "evaluation", "warning", "check"}
 
 def search_students(
     config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, train_student: TrainStudent
-) -> dict[str, Any]:
+) -> StageResult:
     """Run all trials of the search, from the sealed cache that ``run_dir``/cache.json names.
 
     A trial fails if its values contradict each other or if it diverges; the search continues.
@@ -72,7 +72,7 @@ def search_students(
     artifacts["student"] = str(get_trial_folder(run_dir, found["best"]["number"]) / "student")
     for name, path in artifacts.items():
         monitor.emit("artifact", name=name, path=path)
-    return {"artifacts": artifacts, "report": found}
+    return StageResult(artifacts=artifacts, report=found)
 
 
 def get_trial_folder(run_dir: Path, number: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from cache.checking.verify import find_extras, verify_cache
 from cache.errors import CacheCorrupt
@@ -15,11 +14,11 @@ from kd.config.job import JobConfig
 from kd.errors import FidelityError
 from kd.files import find_caches, write_json
 from kd.models.layers import stopping_forward
-from kd.progress import Monitor, Notice
+from kd.progress import Monitor, Notice, StageResult
 from kd.tracking.loading_events import reported_loading
 
 
-def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> StageResult:
     """Compare all digests of a sealed cache; ``CacheCorrupt`` names what is damaged."""
     folder = find_caches(home, config.cache.store) / str(config.cache.fingerprint)
     monitor.emit("stage", stage="precompute", phase="verifying")
@@ -40,10 +39,10 @@ def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -
         )
     found = {"fingerprint": folder.name, "verified": True}
     monitor.emit("cache", **found)
-    return {"cache": found}
+    return StageResult(found)
 
 
-def run_fidelity(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+def run_fidelity(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> StageResult:
     """Compare some records of a sealed cache with its teacher; ``FidelityError`` where they differ.
 
     What was measured is written beside the job, and into the cache if it is in bounds.
@@ -70,4 +69,4 @@ def run_fidelity(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor)
         )
     result = {"fingerprint": folder.name, "faithful": True, "noise": found.noise}
     monitor.emit("cache", **result)
-    return {"cache": result}
+    return StageResult(result)

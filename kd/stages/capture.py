@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from cache.store import has_manifest
 from kd.capture.capturing import capture_cache, help_capture
@@ -25,15 +24,13 @@ from kd.models.tokenizing.rules import sample_texts
 from kd.parallel.devices import count_ranks
 from kd.parallel.group import Group, leave_group
 from kd.parallel.launch import RankOrder, run_in_ranks
-from kd.progress import NOTICES, Monitor, keep_notices
+from kd.progress import NOTICES, Monitor, StageResult, keep_notices
 from kd.stages.source import load_student_tokenizer, select_cache_inputs
 from kd.text.corpus import TEXTS
 from kd.training.preparing.requirements import require_stages
 
 
-def run_precompute(
-    config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
-) -> dict[str, Any]:
+def run_precompute(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> StageResult:
     """Make sure that a sealed cache for this job exists: capture it if it does not.
 
     A teacher that several processes share runs in as many as the job has devices.
@@ -44,18 +41,18 @@ def run_precompute(
     ranks = count_ranks(config)
     require_shareable_teacher(TeacherFiles.resolve(teacher), ranks)
     order = RankOrder(CAPTURE.name, config.model_dump(mode="json"), str(home), str(run_dir))
-    return run_in_ranks(order, ranks, monitor)
+    return StageResult(**run_in_ranks(order, ranks, monitor))
 
 
 def share_capture(
     config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, group: Group
-) -> dict[str, Any]:
+) -> StageResult:
     """Capture with a teacher that all ranks of ``group`` share.
 
     Rank 0 alone plans, records, seals and reports. The others run the teacher with it, and return
     nothing.
     """
-    result: dict[str, Any] = {}
+    result = StageResult()
     if group.leads:
         with leading():
             result = run_capture(config, home, run_dir, monitor)
@@ -65,7 +62,7 @@ def share_capture(
     return result
 
 
-def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> StageResult:
     """Make sure that a sealed cache for this job exists, as ``run_precompute`` does.
 
     Where several workers capture it, one of them does this, and the others help with the shards.
@@ -75,7 +72,7 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     if monitor.ranges is not None and monitor.ranges.shared is not None:
         caches = find_caches(home, config.cache.store)
         help_capture(planned, caches, monitor.ranges.shared, monitor)
-        return {}
+        return StageResult()
     require_possible_student(config, planned, monitor)
     caches = find_caches(home, config.cache.store)
     if not has_manifest(caches / planned.identity.fingerprint):
@@ -89,7 +86,7 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     write_json(run_dir / "cache.json", {**summary, "inputs": select_cache_inputs(config)})
     keep_notices(run_dir / NOTICES, monitor)
     monitor.emit("cache", **summary)
-    return {"cache": summary}
+    return StageResult(summary)
 
 
 def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: Monitor) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from kd.buckets.runs import find_own_run
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
 from kd.evaluation.model_card import PROVENANCE
-from kd.evaluation.report import COMPARED
+from kd.evaluation.report import COMPARED, Report
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.evaluation.tokens.scoring import FILE as TOKENS_FILE
 from kd.files import read_json
-from kd.progress import Monitor
+from kd.progress import Monitor, StageResult
 from kd.text.batches import Source
 from kd.training import checkpoint
 from kd.training.resume.identity import compute_resume_identity
@@ -24,10 +23,10 @@ CHECKPOINTS = "checkpoints"
 ARTIFACTS = ("student", "report.md", "report.json", "metrics.jsonl", "profile.json")
 
 
-def read_finished(config: JobConfig, source: Source, run_dir: Path) -> dict[str, Any] | None:
+def read_finished(config: JobConfig, source: Source, run_dir: Path) -> Report | None:
     """The report in ``run_dir``, if just this job has trained and measured the student there."""
     made = read_json(run_dir / "student" / PROVENANCE) or {}
-    report: dict[str, Any] | None = read_json(run_dir / "report.json")
+    report: Report | None = read_json(run_dir / "report.json")
     if made.get("job") != config.model_dump(mode="json") or report != made["report"]:
         return None
     # Also the text and the cache must be those of then.
@@ -36,7 +35,7 @@ def read_finished(config: JobConfig, source: Source, run_dir: Path) -> dict[str,
     return report if same else None
 
 
-def tell_results(report: dict[str, Any], run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+def tell_results(report: Report, run_dir: Path, monitor: Monitor) -> StageResult:
     """Emit what the student is worth and where its files are; return both."""
     monitor.emit("report", **{name: report.get(name) for name in COMPARED})
     warn_of_verdict(report, monitor)
@@ -45,7 +44,7 @@ def tell_results(report: dict[str, Any], run_dir: Path, monitor: Monitor) -> dic
     artifacts = {name: str(run_dir / name) for name in names}
     for name, path in artifacts.items():
         monitor.emit("artifact", name=name, path=path)
-    return {"artifacts": artifacts, "report": report}
+    return StageResult(artifacts=artifacts, report=report)
 
 
 def keep_last_checkpoint(run_dir: Path, options: TrainConfig) -> None:

@@ -17,7 +17,7 @@ from kd.capture.plan import plan_capture
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.errors import ConfigError
-from kd.files import find_caches, read_json
+from kd.files import Json, find_caches, read_json
 from kd.memory.host import choose_chunk_memory
 from kd.models.folder import find_source, resolve_model, resolve_source
 from kd.models.tokenizers import (
@@ -142,12 +142,12 @@ def load_student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
     return load_source_tokenizer(teacher, resolve_source(teacher, whole=False))
 
 
-def select_cache_inputs(config: JobConfig) -> dict[str, Any]:
+def select_cache_inputs(config: JobConfig) -> Json:
     """The part of a configuration that decides which cache it needs."""
     return config.model_dump(mode="json", include={"teacher", "data", "cache"})
 
 
-def read_cache_inputs(known: Any) -> dict[str, Any] | None:
+def read_cache_inputs(known: Any) -> Json | None:
     """Return what the cache of a run was made from, by the run's cache.json.
 
     Fields that are newer than the run mean what was done then. None where it does not tell.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from kd.config.job import JobConfig
 from kd.config.kinds import TRAIN
@@ -22,7 +21,7 @@ from kd.parallel.devices import count_ranks
 from kd.parallel.group import ALONE, Group, leave_group
 from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.parallel.strategies import collect_weights, put_weights
-from kd.progress import Monitor
+from kd.progress import Monitor, StageResult
 from kd.stages.results import keep_last_checkpoint, read_finished, tell_results
 from kd.stages.source import adopt_cache_layout, open_source
 from kd.training.loop import train
@@ -30,19 +29,19 @@ from kd.training.samples import EvaluationSamples
 from kd.training.uploads import CheckpointUploads
 
 
-def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> StageResult:
     """Train the student on as many devices as the job asks for, each with a process of its own."""
     # Devices may be for the teacher alone.
     ranks = 1 if config.require_train().strategy == "single" else count_ranks(config)
     if ranks == 1:
         return run_training(config, home, run_dir, monitor)
     order = RankOrder(TRAIN.name, config.model_dump(mode="json"), str(home), str(run_dir))
-    return run_in_ranks(order, ranks, monitor)
+    return StageResult(**run_in_ranks(order, ranks, monitor))
 
 
 def run_training(
     config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, group: Group = ALONE
-) -> dict[str, Any]:
+) -> StageResult:
     """Train the student from the sealed cache (or on plain text), save it and report.
 
     The ranks of ``group`` train together; then rank 0 alone saves and reports, and the others
@@ -56,7 +55,7 @@ def run_training(
         leave_group(group)
         phase = "this run has finished before, and nothing is measured again"
         monitor.emit("stage", stage="train", phase=phase)
-        return tell_results(report, run_dir, monitor) if group.leads else {}
+        return tell_results(report, run_dir, monitor) if group.leads else StageResult()
     monitor.check("before the student was loaded")
     student = build_first_student(config, tokenizer, group)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
@@ -70,7 +69,7 @@ def run_training(
         # Before the block waits for the last upload: other ranks would wait for this one.
         leave_group(group)
     if not group.leads:
-        return {}
+        return StageResult()
     if weights:
         student = build_starting_student(config, tokenizer)
         # In float32, as the finished student is.

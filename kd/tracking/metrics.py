@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kd.checks.verdict import Verdict
-from kd.files import write_text
+from kd.files import Json, write_text
 from kd.progress import Monitor, replace_nonfinite
 
 
@@ -50,7 +50,7 @@ class MetricsLog:
             self.write_line("check", step, **verdict.to_json())
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Json]:
     """The lines of ``path`` up to one that a crash cut short; none if there is no file."""
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:

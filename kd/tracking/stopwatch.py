@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,10 +24,6 @@ class Phase:
     seconds: float
     mean_milliseconds: float
     share: float
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as events and reports hold it."""
-        return asdict(self)
 
 
 @dataclass

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any
 
 from cache.errors import PotstillError
 from cache.perplexity import raise_e
@@ -27,6 +26,7 @@ from kd.training import checkpoint
 from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
 from kd.training.evaluate import BatchScore, choose_evaluation_temperature, evaluate_student
 from kd.training.run import Run
+from kd.training.saved.state import Evaluation
 from kd.training.steps import Step, is_reported, join_stages
 
 
@@ -174,7 +174,7 @@ def finish_evaluation(run: Run) -> None:
             save_checkpoint(run)
 
 
-def evaluate_now(run: Run, in_float32: bool = False) -> dict[str, Any]:
+def evaluate_now(run: Run, in_float32: bool = False) -> Evaluation:
     """Evaluate the student on the held-out sequences, and log the results.
 
     That is in the precision of the steps, or ``in_float32``.

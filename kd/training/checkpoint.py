@@ -23,10 +23,9 @@ the same number of threads.
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -39,7 +38,7 @@ from kd.optim.schedules import scale_rates
 from kd.parallel.sharded_files import write_shards
 from kd.progress import replace_nonfinite
 from kd.training.saved.restoring import FILES, restore, restore_weights
-from kd.training.saved.state import TrainState, is_sharded
+from kd.training.saved.state import SavedState, TrainState, is_sharded
 from kd.training.saved.state_file import FORMAT, STATE, read_state
 from kd.training.saved.tensor_file import write_tensors
 from kd.training.saved.tensors import (
@@ -119,19 +118,19 @@ def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:
     problems = []
     for path in reversed(list_checkpoints(folder)):
         try:
-            content = _load_verified_state(path)
+            saved = _load_verified_state(path)
         except (OSError, CacheCorrupt) as error:
             # An older one is taken at once, so nobody has to do anything.
             why = error.detail if isinstance(error, CacheCorrupt) else str(error)
             problems.append(f"checkpoint {path.name} is damaged and was skipped: {why}")
             continue
-        if content["identity"] != identity:
+        if saved.identity != identity:
             raise TrainingError(
                 f"{path} was written by another job: its configuration, data or cache differ.",
                 "Give the job another name (or --run-dir), or delete this run folder to start "
                 "over.",
             )
-        restore(path, content, state)
+        restore(path, saved, state)
         break
     return problems
 
@@ -191,25 +190,21 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
 def read_newest_identity(folder: Path) -> str | None:
     """The identity in the newest checkpoint whose state.json is whole; its tensors are not read."""
     newest = read_newest_state(folder)
-    return None if newest is None else str(newest["identity"])
+    return None if newest is None else newest.identity
 
 
-def read_newest_state(folder: Path) -> dict[str, Any] | None:
-    """The newest state.json that is whole, with identity and progress; tensors are not read."""
+def read_newest_state(folder: Path) -> SavedState | None:
+    """The newest state.json that is whole; tensors are not read."""
     for path in reversed(list_checkpoints(folder)):
-        try:
-            content = verify_json((path / STATE).read_bytes(), STATE)
-        except (OSError, CacheCorrupt):
-            continue
-        if {"identity", "progress"} <= content.keys():
-            return dict(content)
+        with suppress(OSError, CacheCorrupt, KeyError):
+            return SavedState.from_json(verify_json((path / STATE).read_bytes(), STATE))
     return None
 
 
 def read_best_step(folder: Path) -> int | None:
     """The step of the best evaluation so far, by the newest state.json that is whole."""
     newest = read_newest_state(folder)
-    return None if newest is None else newest["progress"].get("best_step")
+    return None if newest is None else newest.progress.best_step
 
 
 def prune_checkpoints(folder: Path, limit: int, keep_step: int | None) -> None:
@@ -221,13 +216,13 @@ def prune_checkpoints(folder: Path, limit: int, keep_step: int | None) -> None:
         shutil.rmtree(path)
 
 
-def _load_verified_state(path: Path) -> dict[str, Any]:
+def _load_verified_state(path: Path) -> SavedState:
     """The contents of state.json. Raises ``CacheCorrupt`` where a file differs from its hash."""
-    content = read_state(path)
-    for name, digest in content["sha256"].items():
+    saved = SavedState.from_json(read_state(path))
+    for name, digest in saved.sha256.items():
         if hash_file(path / name) != digest:
             raise CacheCorrupt(
                 f"{name} differs from what was saved.",
                 "Delete the checkpoint: an older one is taken.",
             )
-    return content
+    return saved

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -97,10 +96,9 @@ def _read_counts() -> tuple[int, dict[str, int]]:
     # Imported here, because torch._dynamo takes a second to import.
     from torch._dynamo.utils import counters
 
-    found: dict[str, Any] = counters
     # Some releases of torch count graph breaks under one of these names, others under the other.
-    breaks = Counter(found["graph_break"]) + Counter(found["unimplemented"])
-    return found["stats"]["unique_graphs"], dict(breaks)
+    breaks = Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
+    return counters["stats"]["unique_graphs"], dict(breaks)
 
 
 def _shorten_reason(reason: str) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from kd.config.train import TrainConfig
-from kd.training.saved.state import TrainingProgress
+from kd.training.saved.state import Evaluation, TrainingProgress
 
 
-def record_evaluation(progress: TrainingProgress, found: dict[str, Any]) -> bool:
+def record_evaluation(progress: TrainingProgress, found: Evaluation) -> bool:
     """Write an evaluation into ``progress``; returns whether it is the best so far."""
     progress.last_evaluation = found
     loss = found.get("validation_loss")

@@ -20,8 +20,6 @@ the newest one that is whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -83,7 +81,12 @@ def train(
     them. Raises ``TrainingError`` where the loss is not finite, spikes too often, differs from a
     dense one or finds no memory, and ``Interrupted`` after a checkpoint when a stop is asked for.
     """
-    with tracked_run(config, source, student, vocabulary, run_dir, monitor, group) as run:
+    trackers = Trackers(monitor)
+    monitor = add_trackers(monitor, trackers)
+    try:
+        run = prepare(config, source, student, vocabulary, run_dir, monitor, group)
+        if group.leads:
+            trackers.start(config, run.options.report_to, run_dir, run.log.first)
         run.uploads = uploads
         run.samples = samples
         run.clock.restore(run.progress.phases)
@@ -93,31 +96,9 @@ def train(
         run_loop(run)
         finish(run)
         return run.progress
-
-
-@contextmanager
-def tracked_run(
-    config: JobConfig,
-    source: Source,
-    student: PreTrainedModel,
-    vocabulary: int,
-    run_dir: Path,
-    monitor: Monitor,
-    group: Group,
-) -> Iterator[Run]:
-    """Prepare a run whose numbers go to the trackers of the job, which the end of the block closes.
-
-    They are closed after an error too: open ones would disturb the next run of this process, for
-    example the next trial of a search.
-    """
-    trackers = Trackers(monitor)
-    monitor = add_trackers(monitor, trackers)
-    try:
-        run = prepare(config, source, student, vocabulary, run_dir, monitor, group)
-        if group.leads:
-            trackers.start(config, run.options.report_to, run_dir, run.log.first)
-        yield run
     finally:
+        # After an error too: open trackers would disturb the next run of this process, for example
+        # the next trial of a search.
         trackers.finish()
 
 
@@ -201,7 +182,7 @@ def finish(run: Run) -> None:
         progress = run.progress
         tokens_per_second = progress.tokens / progress.seconds if progress.seconds else 0.0
         profile = {
-            "phases": [phase.to_json() for phase in run.clock.table()],
+            "phases": [asdict(phase) for phase in run.clock.table()],
             "tokens_per_second": tokens_per_second,
             "mfu": compute_utilisation(tokens_per_second, run.speed.flops_per_token, run.device),
             "peak_memory_bytes": read_peak_memory(run.device),
@@ -209,7 +190,6 @@ def finish(run: Run) -> None:
         if run.group.leads:
             write_json(run.folder / "profile.json", profile)
         run.monitor.emit("profile", **profile)
-    best_step = find_best_step(run.progress, run.options)
-    if best_step is not None:
+    if (best_step := find_best_step(run.progress, run.options)) is not None:
         checkpoint.load_weights(checkpoint.locate_checkpoint(run.checkpoints, best_step), run.state)
     use_served_weights(run.student, run.state.optimizer, run.average)

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from cache.records import Sequences
 from kd.config.evaluation import EvaluationConfig
 from kd.models.layers import compute_hidden_states, find_device, find_model_context
 from kd.models.lm_head import LMHead
@@ -69,19 +69,16 @@ def choose_prompts(source: Source, tokenizer: PreTrainedTokenizerBase, count: in
     sequences, _ = source.read(first + chosen) if len(chosen) else (None, None)
     if sequences is None:
         return []
-    rows = zip(sequences.tokens, sequences.document_start, sequences.target_mask, strict=True)
-    ids = [_cut_prompt(*row, tokenizer) for row in rows]
+    ids = [_cut_prompt(sequences, row, tokenizer) for row in range(len(sequences))]
     return [Prompt(str(tokenizer.decode(list(each))), each) for each in ids if each]
 
 
 def _cut_prompt(
-    tokens_L: NDArray[np.uint32],
-    start_L: NDArray[np.bool_],
-    mask_L: NDArray[np.bool_],
-    tokenizer: PreTrainedTokenizerBase,
+    sequences: Sequences, row: int, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
     """Cut the prompt out of a sequence; empty where the sequence has no target."""
-    targets = np.flatnonzero(mask_L)
+    tokens_L, start_L = sequences.tokens[row], sequences.document_start[row]
+    targets = np.flatnonzero(sequences.target_mask[row])
     if not len(targets):
         return ()
     last = int(targets[0])

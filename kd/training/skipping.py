@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -23,6 +24,7 @@ from kd.text.batches import Batch
 from kd.text.steps.reading import read_step_sequences
 from kd.training import checkpoint
 from kd.training.run import Run
+from kd.training.saved.state import SkippedBatch
 from kd.training.steps import Step, drop_gradients
 
 #: Most sequences that a message names.
@@ -64,7 +66,7 @@ def skip_batch(run: Run, step: Step) -> None:
         raise make_error(run, step, f"{where} {describe_sequences(numbers)}")
     step.left_out = True
     run.progress.step += 1
-    run.progress.skipped.append({"step": run.progress.step, "sequences": numbers})
+    run.progress.skipped.append(SkippedBatch(run.progress.step, numbers))
     verdict = make_skip_verdict(run, step, where)
     run.log.write_verdicts(run.progress.step, [verdict])
     run.monitor.emit("warning", message=verdict.message)
@@ -156,10 +158,11 @@ def make_skip_verdict(run: Run, step: Step, where: str) -> Verdict:
     """The verdict on a batch that is left out, with its number among those of the run."""
     skipped = run.progress.skipped
     most = run.checks.max_skipped
-    facts = skipped[-1] | {"loss": step.loss, "grad_norm": step.grad_norm, "skipped": len(skipped)}
+    facts = asdict(skipped[-1])
+    facts |= {"loss": step.loss, "grad_norm": step.grad_norm, "skipped": len(skipped)}
     message = (
         f"At step {step.number + 1} the loss is {step.loss:.4g} and the gradient's norm "
         f"{step.grad_norm:.4g}, twice: its batch is left out ({len(skipped)} of at most {most}). "
-        f"{where} {describe_sequences(skipped[-1]['sequences'])}"
+        f"{where} {describe_sequences(skipped[-1].sequences)}"
     )
     return Verdict("finite", False, message, "Look at these texts in data.train.", facts)

@@ -70,7 +70,7 @@ def run_stage_of_pipeline(
         require_promised_gpus(gpus, ask_torch())
     finally:
         signal.signal(signal.SIGTERM, handler)
-    return run_stage(stage, config, home, run_dir, monitor, turn)
+    return run_stage(stage, config, home, run_dir, monitor, turn).to_json()
 
 
 def main(run_stage: StageRunner | None = None) -> int:

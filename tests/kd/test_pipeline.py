@@ -26,7 +26,7 @@ from kd.forecast.rehearsal import estimate_job
 from kd.memory.host import choose_chunk_memory
 from kd.models.loading import load_model
 from kd.pipeline import run_stage, run_stages, settle_run
-from kd.progress import Event, Monitor
+from kd.progress import Event, Monitor, StageResult
 from kd.tracking.metrics import read_metrics
 from tests.support.kd.tiny import make_tiny_job
 from tests.support.kd.tokenizers import permuted
@@ -64,7 +64,7 @@ class Listener:
 
 def run(
     job: Job, home: Path, name: str = "x", listener: Listener | None = None, stage: str = ""
-) -> dict[str, Any]:
+) -> StageResult:
     config = parse_config(job)
     monitor = (listener or Listener()).monitor
     if stage:
@@ -156,11 +156,11 @@ def numbers(value: Any) -> Iterator[float]:
 
 def test_a_run_leaves_a_sealed_cache_and_everything_it_names(done):
     (folder,) = [path for path in (done.home / "caches").iterdir() if path.is_dir()]
-    assert folder.name == done.result["cache"]["fingerprint"] and verify_cache(folder) == []
+    assert folder.name == done.result.cache["fingerprint"] and verify_cache(folder) == []
     written = {"student", "report.md", "report.json", "metrics.jsonl", "profile.json"}
     plots = {"curves.png", "reliability.png"}
-    assert set(done.result["artifacts"]) == written | plots | {"tokens.json"}
-    assert all(Path(path).exists() for path in done.result["artifacts"].values())
+    assert set(done.result.artifacts) == written | plots | {"tokens.json"}
+    assert all(Path(path).exists() for path in done.result.artifacts.values())
     assert not list(done.home.rglob(".tmp-*"))
     assert [path.name for path in sorted((done.run_dir / "checkpoints").iterdir())] == [
         "step-00000006",
@@ -184,7 +184,7 @@ def test_the_job_is_written_down_and_can_be_read_back(done, job):
 
 def test_the_report_is_complete_and_finite(done):
     report = json.loads((done.run_dir / "report.json").read_text(encoding="utf-8"))
-    assert report == done.result["report"]
+    assert report == done.result.report
     assert all(math.isfinite(number) for number in numbers(report))
     assert (report["name"], report["kind"], report["alpha"], report["steps"]) == (
         "tiny",
@@ -192,7 +192,7 @@ def test_the_report_is_complete_and_finite(done):
         0.1,
         6,
     )
-    assert report["fingerprint"] == done.result["cache"]["fingerprint"]
+    assert report["fingerprint"] == done.result.cache["fingerprint"]
     assert report["tokens"] == sum(each["tokens"] for each in [done.listener.of("metrics")[-1]])
     for name in (
         "teacher_perplexity",
@@ -213,7 +213,7 @@ def test_the_report_is_complete_and_finite(done):
     saved = [*(done.run_dir / "student").iterdir(), *(done.run_dir / "checkpoints").glob("*/*")]
     assert {path.stat().st_mode & 0o777 for path in saved if path.is_file()} == rights
     card = (done.run_dir / "student" / "README.md").read_text(encoding="utf-8")
-    teacher = done.result["report"]["teacher"]
+    teacher = done.result.report["teacher"]
     assert Path(teacher).is_absolute() and teacher in page
     assert card.startswith("---\n") and page.replace(teacher, Path(teacher).name) in card
     assert str(Path(teacher).parent) not in card
@@ -246,9 +246,9 @@ def held_out_perplexity(folder: Path, sequences: Sequences) -> float:
 def test_the_reported_perplexities_are_those_of_the_models_on_disk(done, tiny_teacher):
     from cache.store import open_cache
 
-    store = open_cache(done.home / "caches" / done.result["cache"]["fingerprint"])
+    store = open_cache(done.home / "caches" / done.result.cache["fingerprint"])
     sequences, _ = store.read(store.validation)
-    report = done.result["report"]
+    report = done.result.report
     student = held_out_perplexity(done.run_dir / "student", sequences)
     assert report["student_perplexity"] == pytest.approx(student, rel=1e-5)
     assert report["teacher_perplexity"] == pytest.approx(
@@ -276,8 +276,8 @@ def test_events_tell_the_run_in_order(done):
     ]
     assert [each["done"] for each in progress if each["unit"] == "steps"] == [1, 2, 3, 4, 5, 6]
     (told,) = done.listener.of("report")
-    assert told.items() <= done.result["report"].items()
-    table = done.result["report"]["evaluation"]
+    assert told.items() <= done.result.report.items()
+    table = done.result.report["evaluation"]
     bits = math.log(told["student_perplexity"]) * table["tokens"] / table["bytes"] / math.log(2)
     assert told["student_bits_per_byte"] == pytest.approx(bits)
     assert told["teacher_bits_per_byte"] > 0 and told["held_out_bytes"] == table["bytes"]
@@ -285,7 +285,7 @@ def test_events_tell_the_run_in_order(done):
     assert [each["step"] for each in done.listener.of("metrics")] == [1, 2, 3, 4, 5, 6]
     assert [each["step"] for each in done.listener.of("evaluation")] == [0, 3, 6]
     assert [each["step"] for each in done.listener.of("checkpoint")] == [2, 4, 6]
-    assert {each["name"] for each in done.listener.of("artifact")} == set(done.result["artifacts"])
+    assert {each["name"] for each in done.listener.of("artifact")} == set(done.result.artifacts)
     assert all(
         math.isfinite(number) for event in done.listener.events for number in numbers(event.data)
     )
@@ -312,14 +312,14 @@ def test_the_same_job_in_the_same_folders_finds_everything_done(done, job, tmp_p
     before = cache_bytes(home)
     listener = Listener()
     result = run(job, home, listener=listener)
-    assert result["cache"]["reused"] is True
+    assert result.cache["reused"] is True
     assert "precompute: capturing" not in listener.phases() and listener.of("metrics") == []
     assert student_bytes(home) == done.student and cache_bytes(home) == before
     # Nothing is measured either: also what a clock says is that of the first time.
-    assert result["report"] == done.result["report"]
+    assert result.report == done.result.report
     assert "train: this run has finished before, and nothing is measured again" in listener.phases()
     assert listener.of("report") == done.listener.of("report")
-    assert {each["name"] for each in listener.of("artifact")} == set(result["artifacts"])
+    assert {each["name"] for each in listener.of("artifact")} == set(result.artifacts)
 
 
 @pytest.mark.parametrize("change", ["another evaluation", "no student", "another report"])
@@ -433,7 +433,7 @@ def test_the_reader_s_memory_is_the_job_s_else_a_share_of_the_host_s(
 def test_another_job_with_the_same_teacher_and_text_uses_the_cache(done, job, home):
     before = cache_bytes(home)
     result = run(job, home, "other")
-    assert result["cache"]["reused"] is True and cache_bytes(home) == before
+    assert result.cache["reused"] is True and cache_bytes(home) == before
     assert student_bytes(home, "other") == done.student
 
 
@@ -465,7 +465,7 @@ def test_a_manifest_in_pieces_gives_the_same_student(
         with pytest.raises(Interrupted):
             run(job, tmp_path, listener=Listener(stop_at))
     report = run(job, tmp_path)
-    folder = tmp_path / "caches" / report["cache"]["fingerprint"]
+    folder = tmp_path / "caches" / report.cache["fingerprint"]
     assert [path.name for path in sorted((folder / "manifest").iterdir())] == [
         "000000.bin",
         "000001.bin",
@@ -482,10 +482,10 @@ def test_precompute_then_train_is_distill(done, job, tmp_path):
         "kind": "precompute"
     }
     result = run(captured, tmp_path, "first")
-    assert set(result) == {"cache"} and result["cache"]["reused"] is False
+    assert result.to_json().keys() == {"cache"} and result.cache["reused"] is False
     assert json.loads(
         (tmp_path / "runs" / "first" / "cache.json").read_text(encoding="utf-8")
-    ).items() >= (result["cache"].items())
+    ).items() >= (result.cache.items())
     listener = Listener()
     run(job | {"kind": "train"}, tmp_path, "second", listener)
     assert student_bytes(tmp_path, "second") == done.student
@@ -502,7 +502,7 @@ def test_training_on_plain_text_needs_neither_teacher_nor_cache(job, tiny_teache
         "loss": {"alpha": 1},
         "student": student,
     }
-    report = run(plain, tmp_path)["report"]
+    report = run(plain, tmp_path).report
     assert not (tmp_path / "caches").exists() and report["teacher"] is None
     assert report["student_perplexity"] < report["student_perplexity_before"]
     assert report["validation_kl"] is None and "teacher_perplexity" not in report
@@ -522,7 +522,7 @@ def test_a_student_may_start_from_a_checkpoint(job, home, tiny_teacher, tokenize
         "student": {"model": str(tmp_path / "start")},
         "train": job["train"] | {"learning_rate": 1e-9},
     }
-    report = run(same, home)["report"]
+    report = run(same, home).report
     assert report["student_perplexity_before"] == pytest.approx(
         report["teacher_perplexity"], rel=2e-3
     )
@@ -560,7 +560,7 @@ def test_a_student_whose_documents_cannot_share_rows_gets_rows_of_their_own(job,
     assert not (tmp_path / "caches").exists()
     listener = Listener()
     result = run(job, tmp_path, listener=listener)
-    assert result["report"]["steps"] == 6
+    assert result.report["steps"] == 6
     told = [each["message"] for each in listener.of("warning") if "share a row" in each["message"]]
     (message,) = told
     assert message.startswith("Models in which documents cannot share a row, so that each gets")
@@ -570,8 +570,8 @@ def test_a_student_whose_documents_cannot_share_rows_gets_rows_of_their_own(job,
     assert (used["data"]["packing"], used["train"]["order"]) == (False, "length")
     # The same cache as with the field itself, which also keeps the order.
     alone = job | {"data": job["data"] | {"packing": False}}
-    cache = run(alone, tmp_path, name="y", stage="precompute")["cache"]
-    assert cache["reused"] and cache["fingerprint"] == result["cache"]["fingerprint"]
+    cache = run(alone, tmp_path, name="y", stage="precompute").cache
+    assert cache["reused"] and cache["fingerprint"] == result.cache["fingerprint"]
     # Later stages do as the capture of their run did, and try no model.
     later = parse_config(job | {"student": {"model": str(tmp_path / "nowhere")}})
     settled = settle_run(later, tmp_path / "runs" / "x", Listener().monitor)
@@ -582,7 +582,7 @@ def test_a_teacher_whose_documents_cannot_share_rows_reads_each_alone(job, bloom
     job = job | {"teacher": {"model": str(bloom), "batch_size": 4}, "kind": "precompute"}
     with pytest.raises(ModelError, match="BloomForCausalLM attends across"):
         run(job | {"data": job["data"] | {"packing": True}}, tmp_path)
-    summary = run(job, tmp_path)["cache"]
+    summary = run(job, tmp_path).cache
     assert not open_cache(tmp_path / "caches" / summary["fingerprint"]).identity.data.packing
 
 
@@ -612,7 +612,7 @@ def test_a_student_with_shapes_of_its_own_is_trained_and_forecast(
     forecast = estimate_job(parse_config(job), tmp_path).training
     assert forecast is not None
     assert forecast.parameters == student.num_parameters()
-    assert run(job, tmp_path)["report"]["steps"] == 6
+    assert run(job, tmp_path).report["steps"] == 6
 
 
 SMALL = {
@@ -669,7 +669,7 @@ def test_a_damaged_cache_is_refused_and_captured_anew(done, job, home, flip):
         run(job | {"kind": "train"}, home)
     assert "000001" in caught.value.detail and caught.value.remedy
     listener = Listener()
-    assert run(job, home, "again", listener)["cache"]["reused"] is False
+    assert run(job, home, "again", listener).cache["reused"] is False
     captured = [each["done"] for each in listener.of("progress") if each["unit"] == "sequences"]
     assert captured == [20, 24]  # of 24: only the damaged shard was read again
     assert path.exists() and cache_bytes(home).keys() == before.keys()
@@ -715,7 +715,7 @@ def test_a_student_that_cannot_be_is_refused_before_the_capture(
         run(job | staged | {"student": shallow}, tmp_path / "home")
     assert not (tmp_path / "home" / "caches").exists()
     alone = {key: value for key, value in job.items() if key != "train"} | {"kind": "precompute"}
-    assert run(alone | {"student": wrong[0][0]}, tmp_path / "home")["cache"], (
+    assert run(alone | {"student": wrong[0][0]}, tmp_path / "home").cache, (
         "whoever captures alone may say anything"
     )
 

@@ -46,9 +46,7 @@ class Captured:
         }  # fmt: skip
         config = parse_config(self.job | {"student": {"init": {"layers": 1, "hidden_size": 16}}})
         (home / "made").mkdir()
-        self.fingerprint = run_precompute(config, home, home / "made", SILENT)["cache"][
-            "fingerprint"
-        ]
+        self.fingerprint = run_precompute(config, home, home / "made", SILENT).cache["fingerprint"]
         build_student(config.student, tokenizer, 32).save_pretrained(self.student)
         (pair,) = list_rare_tokens(tokenizer, 1, text.read_text(encoding="utf-8"))
         exchange_ids(tokenizer, self.student, [pair])

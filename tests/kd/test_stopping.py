@@ -201,7 +201,7 @@ def test_reading_a_cache_or_a_models_files_can_be_given_up(
     job: Job, tmp_path: Path, tiny_teacher: Path
 ) -> None:
     config = parse_config(job)
-    summary = run_stage("precompute", config, tmp_path, tmp_path / "run")["cache"]
+    summary = run_stage("precompute", config, tmp_path, tmp_path / "run").cache
     folder = tmp_path / "caches" / summary["fingerprint"]
     calls: list[int] = []
 

@@ -585,9 +585,9 @@ def test_a_job_in_bf16_stops_resumes_and_ends_as_if_it_had_not_stopped(
     assert again.steps == [4, 5, 6, 7, 8]
     (folder,) = (path for path in (tmp_path / "caches").iterdir() if path.is_dir())
     assert verify_cache(folder) == []
-    student = AutoModelForCausalLM.from_pretrained(cut["artifacts"]["student"])
+    student = AutoModelForCausalLM.from_pretrained(cut.artifacts["student"])
     assert student.dtype == torch.bfloat16 and all(p.isfinite().all() for p in student.parameters())
-    reports = [run["report"] for run in (cut, whole)]
+    reports = [run.report for run in (cut, whole)]
     ends = [report["student_perplexity"] for report in reports]
     assert ends[0] == pytest.approx(ends[1], rel=1e-2), (
         "a GPU's sums have no fixed order: near, not equal"
@@ -601,7 +601,7 @@ def test_a_job_of_every_profile_captures_and_learns(
 ) -> None:
     report = run_stages(
         make_job(teacher, tmp_path, profile, max_steps=20), tmp_path, tmp_path / "run"
-    )["report"]
+    ).report
     (folder,) = (path for path in (tmp_path / "caches").iterdir() if path.is_dir())
     assert verify_cache(folder) == []
     assert report["student_perplexity"] < 0.95 * report["student_perplexity_before"]
@@ -616,7 +616,7 @@ def test_a_job_in_float8_learns_as_one_in_bfloat16_does(teacher: Path, tmp_path:
     ends = []
     for name, fp8 in (("bf16", False), ("fp8", True)):
         job = make_job(teacher, tmp_path, max_steps=40, save_steps=100, eval_steps=40, fp8=fp8)
-        report = run_stages(job, tmp_path, tmp_path / "runs" / name)["report"]
+        report = run_stages(job, tmp_path, tmp_path / "runs" / name).report
         ends.append(report["student_perplexity"])
         assert ends[-1] < 0.95 * report["student_perplexity_before"]
     assert ends[0] != ends[1], "no layer multiplied in float8"
@@ -644,7 +644,7 @@ def test_fp16_skips_the_steps_whose_gradients_overflow(
             save_steps=100,
             eval_steps=100,
         )
-        results[name] = run_stages(job, tmp_path, runs / name)["report"]
+        results[name] = run_stages(job, tmp_path, runs / name).report
     assert read_scale(runs / "skipped") == 2.0**36
     before = "student_perplexity_before"
     after = "student_perplexity"

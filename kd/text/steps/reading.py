@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -41,11 +42,12 @@ def read_training_batches(
     first step, if the source lacks what ``options.order`` needs.
     """
     arrange = choose_epoch_order(source, options, steps)
-    load = partial(_load_step, source, options, arrange, group)
+    reader = _StepReader(source, options, arrange, group)
+    load = reader.load
     # In random order a shard that cannot stay on the disk would be fetched for one sequence.
     windows = options.order == "windows"
     if isinstance(source, Cache) and source.mirror and (source.brings_whole or windows):
-        load = partial(_load_far_step, source, options, arrange, load)
+        load = partial(reader.load_far, source)
     if workers := count_loader_threads(options):
         return _read_ahead(load, steps, workers)
     return (load(step) for step in steps)
@@ -57,43 +59,40 @@ def count_loader_threads(options: TrainConfig) -> int:
     return int(torch.cuda.is_available()) if wanted is None else wanted
 
 
-def _load_step(
-    source: Source, options: TrainConfig, arrange: EpochOrder, group: Group, step: int
-) -> list[Batch]:
-    """Load this rank's micro-batches of ``step``: those of all ranks are the whole step."""
-    indices, epochs = (
-        group.deal(each) for each in _list_step_slots(source, options, arrange, step)
-    )
-    size = options.batch_size
-    return [
-        _load_micro_batch(source, options, indices[at : at + size], epochs[at : at + size])
-        for at in range(0, len(indices), size)
-    ]
+@dataclass(frozen=True)
+class _StepReader:
+    """Reads the micro-batches of steps that the ``group``'s own rank computes."""
 
+    source: Source
+    options: TrainConfig
+    arrange: EpochOrder
+    group: Group = ALONE
 
-def _load_far_step(
-    source: Cache,
-    options: TrainConfig,
-    arrange: EpochOrder,
-    load: Callable[[int], list[Batch]],
-    step: int,
-) -> list[Batch]:
-    """Load a step from a bucket, and begin to fetch what the steps after it need."""
-    for later in range(step, step + FAR_STEPS):
-        source.prefetch(_list_step_slots(source, options, arrange, later)[0])
-    return load(step)
+    def list_slots(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """List the sequences of optimiser step ``step`` of all ranks, and the epoch of each."""
+        options, count = self.options, self.source.train_count
+        batch = options.batch_size * options.gradient_accumulation_steps
+        indices = list_step_indices(count, batch, options.seed, step, self.arrange)
+        return indices, list_step_epochs(count, batch, step)
 
+    def load(self, step: int) -> list[Batch]:
+        """Load this rank's micro-batches of ``step``: those of all ranks are the whole step."""
+        indices, epochs = map(self.group.deal, self.list_slots(step))
+        size = self.options.batch_size
+        batches = []
+        for at in range(0, len(indices), size):
+            sequences, records = self.source.read(indices[at : at + size], epochs[at : at + size])
+            if self.options.order == "length":
+                sequences = cut_padding(sequences)
+            batch = make_batch(sequences, records)
+            batches.append(batch.pin() if torch.cuda.is_available() else batch)
+        return batches
 
-def _list_step_slots(
-    source: Source, options: TrainConfig, arrange: EpochOrder, step: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """List the sequences of optimiser step ``step``, and the epoch of each."""
-    count = source.train_count
-    batch = options.batch_size * options.gradient_accumulation_steps
-    return (
-        list_step_indices(count, batch, options.seed, step, arrange),
-        list_step_epochs(count, batch, step),
-    )
+    def load_far(self, source: Cache, step: int) -> list[Batch]:
+        """Load a step from a bucket, and begin to fetch what the steps after it need."""
+        for later in range(step, step + FAR_STEPS):
+            source.prefetch(self.list_slots(later)[0])
+        return self.load(step)
 
 
 def read_step_sequences(
@@ -101,16 +100,9 @@ def read_step_sequences(
 ) -> Iterator[tuple[int, Batch]]:
     """Yield the number of each sequence of optimiser step ``step``, and a batch of only it."""
     arrange = choose_epoch_order(source, options, range(step, step + 1))
-    for index, epoch in zip(*_list_step_slots(source, options, arrange, step), strict=True):
+    slots = _StepReader(source, options, arrange).list_slots(step)
+    for index, epoch in zip(*slots, strict=True):
         yield int(index), make_batch(*source.read(np.array([index]), np.array([epoch])))
-
-
-def _load_micro_batch(
-    source: Source, options: TrainConfig, indices: np.ndarray, epochs: np.ndarray
-) -> Batch:
-    sequences, records = source.read(indices, epochs)
-    batch = make_batch(cut_padding(sequences) if options.order == "length" else sequences, records)
-    return batch.pin() if torch.cuda.is_available() else batch
 
 
 def cut_padding(sequences: Sequences) -> Sequences:

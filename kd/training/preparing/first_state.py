@@ -21,7 +21,6 @@ from kd.training.resume.continuing import (
     forget_lost_best,
     lengthen,
     make_resumed_scheduler,
-    read_schedule_start,
 )
 from kd.training.resume.identity import RunIdentity
 from kd.training.saved.state import TrainingProgress, TrainState
@@ -38,8 +37,7 @@ def restore_state(
     folder = setting.folder
     earlier = None if resume is None else find_earlier(resume, folder, identity)
     steps = parts.loss.steps
-    began = read_schedule_start(folder)
-    scheduler = make_resumed_scheduler(parts.optimizer, options, resume, steps, began)
+    scheduler = make_resumed_scheduler(parts.optimizer, options, resume, steps, folder)
     state = _make_state(setting, parts, scheduler)
     # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
     # generators with it. Ranks draw different dropout.
@@ -50,8 +48,7 @@ def restore_state(
     state.progress.stems = identity.shared
     if resume is not None and earlier is not None:
         state = lengthen(state, options, resume, steps)
-        warning = forget_lost_best(earlier, state, options)
-        if warning is not None:
+        if (warning := forget_lost_best(earlier, state, options)) is not None:
             setting.monitor.emit("warning", message=warning)
         if setting.group.leads:
             copy_history(earlier, folder)

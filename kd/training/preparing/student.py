@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import torch
-from transformers import PreTrainedModel
 
 from kd.config.data import DataConfig
 from kd.config.loss import LossConfig
@@ -60,7 +59,11 @@ def examine_student(
     if options.is_pure_bfloat16:
         # The checks above need all bits of float32, and all that follows sees the rounded weights.
         round_parameters(student, torch.bfloat16)
-    rooms = group.gather(_measure_room(student, setting.device))
+    # The bytes of the device that are free, and those that the student takes there.
+    free = measure_free_memory(setting.device)
+    tensors = (*student.parameters(), *student.buffers())
+    held = sum(each.nbytes for each in tensors if each.device.type == setting.device.type)
+    rooms = group.gather(None if free is None else free + held)
     room = None if None in rooms else min(rooms)
     found = None
     if group.leads:
@@ -76,14 +79,6 @@ def examine_student(
     for warning in filter(None, (memory.warning(room), host)):
         setting.monitor.emit("warning", message=warning)
     return lm_head, memory, strategy
-
-
-def _measure_room(student: PreTrainedModel, device: torch.device) -> int | None:
-    """The bytes of ``device`` that are free, and those that the student takes there."""
-    free = measure_free_memory(device)
-    tensors = (*student.parameters(), *student.buffers())
-    held = sum(each.nbytes for each in tensors if each.device.type == device.type)
-    return None if free is None else free + held
 
 
 def _choose_strategy(

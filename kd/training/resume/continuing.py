@@ -45,35 +45,28 @@ def find_earlier(resume: ResumeConfig, run_dir: Path, identity: RunIdentity) -> 
 
     Raises ``ConfigError`` if the run that it names cannot go on as this job.
     """
-    own = run_dir / "checkpoints"
+    own = folder = run_dir / "checkpoints"
     newest = checkpoint.read_newest_state(own)
-    named = resume.run
-    if newest is None and named is None:
-        return None
-    folder = own
     if newest is None:
-        folder = run_dir.parent / str(named) / "checkpoints"
+        if resume.run is None:
+            return None
+        folder = run_dir.parent / resume.run / "checkpoints"
         newest = checkpoint.read_newest_state(folder)
         if newest is None:
-            raise _refuse("/resume/run", f"the run {named} has no checkpoint.", _NAME_A_RUN)
-    if newest["identity"] == identity.own:
+            raise _refuse("/resume/run", f"the run {resume.run} has no checkpoint.", _NAME_A_RUN)
+    if newest.identity == identity.own:
         return None if folder == own else Earlier(folder, identity.own)
-    if newest["progress"].get("stems", {}).get(resume.schedule) != identity.shared[resume.schedule]:
+    if newest.progress.stems.get(resume.schedule) != identity.shared[resume.schedule]:
         if folder == own:
             return None  # the checkpoint itself is refused, with what differs
         raise _refuse(
             "/resume/run",
-            f"the run {named} trained another student: more than its length differs from this job.",
+            f"the run {resume.run} trained another student: more than its length differs from "
+            "this job.",
             "Change train.max_steps or train.epochs alone; with resume.schedule restart the "
             "learning rate and its schedule may change too.",
         )
-    return Earlier(folder, newest["identity"])
-
-
-def read_schedule_start(run_dir: Path) -> int:
-    """Read at which step the present schedule began; 0 without a checkpoint."""
-    newest = checkpoint.read_newest_state(run_dir / "checkpoints")
-    return 0 if newest is None else int(newest["progress"].get("schedule_began", 0))
+    return Earlier(folder, newest.identity)
 
 
 def make_resumed_scheduler(
@@ -81,9 +74,11 @@ def make_resumed_scheduler(
     options: TrainConfig,
     resume: ResumeConfig | None,
     steps: int,
-    began: int,
+    run_dir: Path,
 ) -> Any:
-    """Make the schedule of a run of ``steps`` steps whose present schedule began at ``began``."""
+    """Make the present schedule of a run of ``steps`` steps, which its newest checkpoint tells."""
+    newest = checkpoint.read_newest_state(run_dir / "checkpoints")
+    began = 0 if newest is None else newest.progress.schedule_began
     if not began or resume is None or resume.schedule == "extend":
         return make_scheduler(optimizer, options, steps)
     if resume.schedule == "constant":

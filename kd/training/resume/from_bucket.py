@@ -88,7 +88,7 @@ def _fetch_checkpoints(
 ) -> None:
     folder = run_dir / "checkpoints"
     newest = checkpoint.read_newest_state(folder)
-    known = -1 if newest is None else int(newest["progress"]["step"])
+    known = -1 if newest is None else newest.progress.step
     stored = run.list_checkpoints()
     for found in reversed(stored):
         if found.step <= known:

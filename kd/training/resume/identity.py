@@ -15,7 +15,7 @@ from kd.config.fields.removed import restore_removed
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.errors import ConfigError, TrainingError
-from kd.files import read_json
+from kd.files import Json, read_json
 from kd.training import checkpoint
 
 #: Fields of the train section that have no influence on the weights.
@@ -28,7 +28,7 @@ FREE_FIELDS = {
 TEACHER_FREE_FIELDS = ("parallel", "gpu_memory", "host_memory")
 #: Fields that are newer than the first checkpoints, with the values that mean what was done before
 #: they existed: then a checkpoint's identity does not have them.
-NEWER_FIELDS: dict[str, Any] = {
+NEWER_FIELDS: dict[str, float | None] = {
     "lm_head_floor": 0.0,
     "adaptive_clipping": None,
     "dropout": None,
@@ -93,7 +93,7 @@ def compute_resume_identity(
         if teacher["quantization"] is None:
             del teacher["quantization"]
     content = [
-        TypeAdapter(dict[str, Any]).dump_json(restore_removed(sections)).decode(),
+        TypeAdapter(Json).dump_json(restore_removed(sections)).decode(),
         train.model_dump_json(exclude=FREE_FIELDS | unused | free),
         source_identity,
     ]
@@ -160,7 +160,7 @@ def _list_shaping_sections(config: JobConfig) -> set[str]:
     return {"student", "loss"} | ({"teacher"} if cut_from_teacher else set())
 
 
-def _dump_shaping_fields(config: JobConfig) -> dict[str, Any]:
+def _dump_shaping_fields(config: JobConfig) -> Json:
     free = dict.fromkeys(FREE_FIELDS, True)
     return config.model_dump(
         mode="json", include={*_list_shaping_sections(config), "train"}, exclude={"train": free}

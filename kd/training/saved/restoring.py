@@ -15,7 +15,13 @@ from kd.errors import TrainingError
 from kd.models.precision import forget_unscaling
 from kd.parallel.group import ALONE, Group
 from kd.parallel.sharded_files import fill_tensors, list_stored
-from kd.training.saved.state import TrainingProgress, TrainState, is_sharded, name_parameters
+from kd.training.saved.state import (
+    SavedState,
+    TrainingProgress,
+    TrainState,
+    is_sharded,
+    name_parameters,
+)
 from kd.training.saved.tensor_file import list_tensors
 from kd.training.saved.tensors import (
     collect_extra_tensors,
@@ -28,10 +34,10 @@ from kd.training.saved.tensors import (
 FILES = ("model.safetensors", "optimizer.safetensors", "extras.safetensors", "random.safetensors")
 
 
-def restore(path: Path, content: dict[str, Any], state: TrainState) -> None:
+def restore(path: Path, saved: SavedState, state: TrainState) -> None:
     """Put all of a checkpoint into ``state``, which may be in the middle of a step."""
-    restore_weights(path, content, state)
-    schedule = dict(content["scheduler"])
+    restore_weights(path, saved, state)
+    schedule = dict(saved.scheduler)
     if hasattr(state.scheduler, "lr_lambdas"):
         # They are functions, which the configuration determines.
         schedule["lr_lambdas"] = [None] * len(state.scheduler.lr_lambdas)
@@ -39,8 +45,8 @@ def restore(path: Path, content: dict[str, Any], state: TrainState) -> None:
     if state.scaler.is_enabled():
         forget_unscaling(state.scaler)
         # A run on a device without loss scaling saved nothing.
-        if content["scaler"]:
-            state.scaler.load_state_dict(content["scaler"])
+        if saved.scaler:
+            state.scaler.load_state_dict(saved.scaler)
     # A rank that the checkpoint does not know keeps its seed.
     random = load_file(path / FILES[3])
     cpu = random.get(name_random_state("cpu", state.group.rank))
@@ -49,33 +55,29 @@ def restore(path: Path, content: dict[str, Any], state: TrainState) -> None:
         torch.set_rng_state(cpu)
     if torch.cuda.is_available() and cuda is not None:
         torch.cuda.set_rng_state(cuda)
-    known = {each.name for each in fields(TrainingProgress)}
-    saved = TrainingProgress(
-        **{key: value for key, value in content["progress"].items() if key in known}
-    )
-    for key in known:
-        setattr(state.progress, key, getattr(saved, key))
+    for each in fields(TrainingProgress):
+        setattr(state.progress, each.name, getattr(saved.progress, each.name))
 
 
-def restore_weights(path: Path, content: dict[str, Any], state: TrainState) -> None:
+def restore_weights(path: Path, saved: SavedState, state: TrainState) -> None:
     """Put the model, the optimiser and the extras of a checkpoint into ``state``."""
     # First, because it may refuse the checkpoint: then the model is as it was.
     _copy_into(collect_extra_tensors(state.extras), path, 2, state.group)
     load_trained_weights(path, state.model, state.group)
-    _restore_optimizer(path, content, state)
+    _restore_optimizer(path, saved, state)
 
 
-def _restore_optimizer(path: Path, content: dict[str, Any], state: TrainState) -> None:
+def _restore_optimizer(path: Path, saved: SavedState, state: TrainState) -> None:
     """Restore exactly the state that was saved, and drop all state since, for every parameter."""
     optimizer = state.optimizer
     parameters = {name: parameter for parameter, name in name_parameters(state).items()}
     for module in (state.model, *state.extras.values()):
         module.zero_grad(set_to_none=True)
-    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
+    for group, old in zip(optimizer.param_groups, saved.groups, strict=True):
         # A later step may have added keys to the group that the checkpoint does not have.
-        for key in select_group_numbers(group).keys() - saved.keys():
+        for key in select_group_numbers(group).keys() - old.keys():
             del group[key]
-        for key, value in saved.items():
+        for key, value in old.items():
             # JSON turned the tuples of betas into lists.
             group[key] = tuple(value) if isinstance(value, list) else value
     group_of = {
@@ -83,7 +85,7 @@ def _restore_optimizer(path: Path, content: dict[str, Any], state: TrainState) -
     }
     optimizer.state.clear()
     tensors = _load_optimizer_tensors(path, parameters, state)
-    for full_name, value in {**tensors, **content["optimizer"]}.items():
+    for full_name, value in {**tensors, **saved.optimizer}.items():
         name, _, key = full_name.rpartition(".")
         if name not in parameters and state.group.staged:
             continue  # another stage has it

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from cache.manifest import verify_json
 from kd.errors import TrainingError
+from kd.files import Json
 
 STATE = "state.json"
 #: The format of state.json; a checkpoint of another format is refused.
@@ -18,7 +18,7 @@ def read_format(path: Path) -> int:
     return _get_format(verify_json((path / STATE).read_bytes(), STATE))
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> Json:
     """The content of state.json; the files that it names are not read.
 
     Raises ``CacheCorrupt`` where it differs from its digest, and ``TrainingError`` where it is of
@@ -36,6 +36,6 @@ def read_state(path: Path) -> dict[str, Any]:
     return content
 
 
-def _get_format(content: dict[str, Any]) -> int:
+def _get_format(content: Json) -> int:
     # The first checkpoints did not say their format.
     return int(content.get("format", 1))

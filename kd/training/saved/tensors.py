@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from kd.optim.whole_steps import ParameterGroup
 from kd.parallel.group import Group
 from kd.training.saved.state import TrainState, name_parameters
 
@@ -30,10 +29,10 @@ def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def collect_optimizer_state(state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def collect_optimizer_state(state: TrainState) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The tensors and the plain numbers that the optimiser keeps, each as {parameter}.{key}."""
     tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, float] = {}
     names = name_parameters(state)
     for parameter, values in state.optimizer.state.items():
         for key, value in values.items():
@@ -48,7 +47,7 @@ def collect_optimizer_state(state: TrainState) -> tuple[dict[str, Tensor], dict[
     return tensors, numbers
 
 
-def select_group_numbers(group: dict[str, Any]) -> dict[str, Any]:
+def select_group_numbers(group: ParameterGroup) -> ParameterGroup:
     """The fields of an optimiser's group that a checkpoint holds."""
     return {key: value for key, value in group.items() if key not in _IMPLEMENTATION_KEYS}
 

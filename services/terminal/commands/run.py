@@ -57,12 +57,11 @@ def run(
         # Imported only now: it loads torch, which reads the environment that is set above.
         from kd.pipeline import run_stages
 
-        report = run_stages(config, settings.home, run_dir, monitor)
-    if print_as_json(report):
+        made = run_stages(config, settings.home, run_dir, monitor)
+    if print_as_json(made.to_json()):
         return
-    artifacts = report.get("artifacts", {})
-    for name, path in artifacts.items():
+    for name, path in made.artifacts.items():
         out.print(f"{name}: {path}", soft_wrap=True)
-    page = Path(artifacts.get("report.md", ""))
+    page = Path(made.artifacts.get("report.md", ""))
     if page.is_file():
         print_page(page.read_text(encoding="utf-8"))

@@ -246,17 +246,17 @@ def test_a_job_that_names_a_bucket_is_the_job_that_names_a_folder(
     events: list[Event] = []
     wanted = parse_config(name_in_bucket(job, address))
     found = run_stages(wanted, far, far / "runs" / "x", Monitor(events.append))
-    assert found["cache"]["fingerprint"] == known["cache"]["fingerprint"]
+    assert found.cache["fingerprint"] == known.cache["fingerprint"]
     student = "runs/x/student/model.safetensors"
     assert (far / student).read_bytes() == (plain / student).read_bytes()
-    assert found["report"]["teacher"] == f"{address}/model"
+    assert found.report["teacher"] == f"{address}/model"
     assert not list(tmp_path.glob("home/downloads/*"))
     # On another disk the run goes on: what it is made of does not depend on the folder.
     other = tmp_path / "other"
     far.rename(other)
     (other / "downloads").rename(tmp_path / "gone")
     again = run_stages(wanted, other, other / "runs" / "x")
-    assert again["report"]["steps"] == found["report"]["steps"]
+    assert again.report["steps"] == found.report["steps"]
 
 
 def test_what_is_missing_in_a_bucket_is_a_problem_of_its_field(

@@ -68,7 +68,7 @@ def grow(texts: tuple[Path, Path], tiny_text: Path) -> None:
 
 
 def capture(job: JobConfig, home: Path, monitor: Monitor = SILENT) -> Path:
-    summary = run_precompute(job, home, home / "run", monitor)["cache"]
+    summary = run_precompute(job, home, home / "run", monitor).cache
     return home / "caches" / str(summary["fingerprint"])
 
 

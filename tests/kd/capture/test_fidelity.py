@@ -132,9 +132,7 @@ def test_a_bfloat16_teacher_passes(tiny_teacher: Path, tiny_text: Path, tmp_path
         "teacher": {"model": str(tiny_teacher), "dtype": "bfloat16"},
         "data": data,
     }
-    assert (
-        run_precompute(parse_config(job), tmp_path, tmp_path / "run", SILENT)["cache"]["tokens"] > 0
-    )
+    assert run_precompute(parse_config(job), tmp_path, tmp_path / "run", SILENT).cache["tokens"] > 0
 
 
 # ---------------------------------------------------------------------- any other
@@ -315,7 +313,7 @@ def test_a_job_measures_anew_and_the_cache_keeps_it(
     done = run_stage(
         "precompute", make_fidelity_job(store, tiny_teacher), home, run, Monitor(events.append)
     )
-    assert done["cache"]["faithful"] is True
+    assert done.cache["faithful"] is True
     written = json.loads((run / "fidelity.json").read_text())
     assert (written["fingerprint"], written["problems"]) == (folder.name, [])
     assert read_manifest(folder).fidelity == store.manifest.fidelity
@@ -366,7 +364,7 @@ def test_a_gguf_teacher_is_found_where_the_cache_says(
             "max_eval_samples": 1,
         },
     }
-    found = run_precompute(parse_config(job), tmp_path, tmp_path / "run", SILENT)["cache"][
+    found = run_precompute(parse_config(job), tmp_path, tmp_path / "run", SILENT).cache[
         "fingerprint"
     ]
     store = open_cache(tmp_path / "caches" / found)

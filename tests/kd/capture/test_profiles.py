@@ -14,6 +14,7 @@ from kd.errors import ConfigError
 from kd.exchange.exporting import export_records
 from kd.exchange.importing import ImportRequest, import_records
 from kd.pipeline import run_stages
+from kd.progress import StageResult
 from tests.support.remote_server import RemoteServer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +55,7 @@ def make_job(
     }
 
 
-def run(job: dict[str, Any], home: Path, name: str = "x") -> dict[str, Any]:
+def run(job: dict[str, Any], home: Path, name: str = "x") -> StageResult:
     return run_stages(parse_config(job), home, home / "runs" / name)
 
 
@@ -65,9 +66,9 @@ def test_a_student_learns_from_every_profile(
     section: dict[str, Any], temperature: float, tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     loss = {"alpha": 0.1, "temperature": temperature}
-    report = run(make_job({"model": str(tiny_teacher)}, tiny_text, section, loss=loss), tmp_path)[
-        "report"
-    ]
+    report = run(
+        make_job({"model": str(tiny_teacher)}, tiny_text, section, loss=loss), tmp_path
+    ).report
     folder = tmp_path / "caches" / report["fingerprint"]
     assert verify_cache(folder) == []
     rows = open_cache(folder).manifest.fidelity
@@ -93,13 +94,13 @@ def test_a_student_learns_from_a_server(
             "url": server.url,
             "tokenizer": str(tiny_teacher),
         }
-        far = run(make_job(remote, tiny_text, {"profile": "topk", "k": 12}), tmp_path / "far")[
-            "report"
-        ]
+        far = run(
+            make_job(remote, tiny_text, {"profile": "topk", "k": 12}), tmp_path / "far"
+        ).report
     near = run(
         make_job({"model": str(tiny_teacher)}, tiny_text, {"profile": "topk", "k": 12}),
         tmp_path / "near",
-    )["report"]
+    ).report
     assert far["fingerprint"] != near["fingerprint"]
     assert far["student_perplexity"] == pytest.approx(near["student_perplexity"], rel=1e-2)
     assert far["teacher_perplexity"] == pytest.approx(near["teacher_perplexity"], rel=1e-2)
@@ -113,7 +114,7 @@ def test_a_student_learns_from_an_imported_cache(
     """A cache that went to Parquet and back teaches the same as the captured one."""
     captured = run(
         make_job({"model": str(tiny_teacher)}, tiny_text, {"profile": "topk", "k": 12}), tmp_path
-    )["report"]
+    ).report
     store = open_cache(tmp_path / "caches" / captured["fingerprint"])
     export_records(store, "parquet", tmp_path / "records", 12)
     files = tuple(sorted((tmp_path / "records").glob("*.parquet")))
@@ -126,7 +127,7 @@ def test_a_student_learns_from_an_imported_cache(
         {}, tiny_text, {"fingerprint": imported["fingerprint"]}, kind="train", student=student
     )
     del job["teacher"], job["data"], job["cache"]["shard_sequences"]
-    report = run(job, tmp_path, "imported")["report"]
+    report = run(job, tmp_path, "imported").report
     assert report["teacher"] == "elsewhere" and report["fingerprint"] == imported["fingerprint"]
     assert report["student_perplexity"] == pytest.approx(captured["student_perplexity"], rel=1e-3)
 

@@ -84,7 +84,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def captured(job: JobConfig, home: Path, monitor: Monitor = SILENT) -> Path:
-    summary = run_precompute(job, home, home / "run", monitor)["cache"]
+    summary = run_precompute(job, home, home / "run", monitor).cache
     return home / "caches" / str(summary["fingerprint"])
 
 
@@ -346,7 +346,7 @@ def kill_captures(process: subprocess.Popen[str], dice: random.Random) -> list[i
 def test_sealed_cache_is_found_without_loading_the_teacher(job: JobConfig, tmp_path: Path) -> None:
     first = captured(job, tmp_path)
     events: list[Event] = []
-    again = run_precompute(job, tmp_path, tmp_path / "other run", Monitor(events.append))["cache"]
+    again = run_precompute(job, tmp_path, tmp_path / "other run", Monitor(events.append)).cache
     assert again["reused"] is True and first.name == again["fingerprint"]
     assert "loading the teacher" not in [event.data.get("phase") for event in events]
 
@@ -372,9 +372,7 @@ def test_two_jobs_that_want_the_same_cache_capture_it_once(job: JobConfig, tmp_p
 
     def run(name: str) -> bool:
         return bool(
-            run_precompute(job, tmp_path, tmp_path / name, Monitor(events.append))["cache"][
-                "reused"
-            ]
+            run_precompute(job, tmp_path, tmp_path / name, Monitor(events.append)).cache["reused"]
         )
 
     with ThreadPoolExecutor(2) as pool:

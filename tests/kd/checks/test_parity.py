@@ -84,7 +84,7 @@ def targets_of(
         }
         (home / profile).mkdir()
         found = run_precompute(parse_config(job), home, home / profile, Monitor())
-        source = open_cache(home / "caches" / found["cache"]["fingerprint"])
+        source = open_cache(home / "caches" / found.cache["fingerprint"])
         return source, make_batch(*source.read(np.arange(source.train_count)))
 
     return take

@@ -58,7 +58,7 @@ def measured(
             "evaluation": {"continuations": 0},
         }
     )
-    cached = run_precompute(config, home, home / "run", SILENT)["cache"]
+    cached = run_precompute(config, home, home / "run", SILENT).cache
     return config, home, open_cache(home / "caches" / cached["fingerprint"])
 
 

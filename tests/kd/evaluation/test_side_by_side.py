@@ -61,7 +61,7 @@ def done(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Simpl
     )
     result = run_stages(config, home, home / "run", Monitor(events.append))
     return SimpleNamespace(
-        config=config, run=home / "run", report=result["report"], events=events, home=home
+        config=config, run=home / "run", report=result.report, events=events, home=home
     )
 
 

@@ -60,7 +60,7 @@ def test_a_sealed_cache_needs_no_memory_for_its_teacher(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     enough = make_job(tiny_teacher, tiny_text)
-    first = run_precompute(enough, tmp_path, tmp_path / "run", SILENT)["cache"]
+    first = run_precompute(enough, tmp_path, tmp_path / "run", SILENT).cache
     little = make_job(tiny_teacher, tiny_text, memory=1)
-    again = run_precompute(little, tmp_path, tmp_path / "run", SILENT)["cache"]
+    again = run_precompute(little, tmp_path, tmp_path / "run", SILENT).cache
     assert again["reused"] and again["fingerprint"] == first["fingerprint"]

@@ -93,10 +93,10 @@ def test_v_is_the_smaller_of_ids_and_rows_in_the_whole_run(
     teacher = gemma if family == "Gemma3" else make_model(family, tokenizer, tmp_path / "teacher")
     job = make_job(teacher, teacher, text, cache={"profile": "hidden"})
     result = run_stages(job, tmp_path, tmp_path / "runs" / "x")
-    store = open_cache(tmp_path / "caches" / result["cache"]["fingerprint"])
+    store = open_cache(tmp_path / "caches" / result.cache["fingerprint"])
     assert store.identity.tokenizer.vocabulary_size == 2048
     assert TokenMap.of_cache(store).tokens.keys() == set(range(2048))
-    found = result["report"]["evaluation"]["models"]
+    found = result.report["evaluation"]["models"]
     # The student begins as the teacher's copy and takes one small step.
     assert found["student"]["perplexity"] == pytest.approx(found["teacher"]["perplexity"], rel=0.5)
 
@@ -106,7 +106,7 @@ def test_plain_text_needs_no_teacher_to_leave_the_id_out(
 ) -> None:
     alone = make_job(gemma, gemma, text, **ALONE)
     assert not alone.needs_cache
-    assert run_stages(alone, tmp_path, tmp_path / "runs" / "x")["report"]
+    assert run_stages(alone, tmp_path, tmp_path / "runs" / "x").report
     target = ExaminedModel(gemma, None)
     assert examine(make_job(gemma, gemma, text), target, tmp_path, tmp_path / "out")["evaluation"]
 
@@ -146,6 +146,6 @@ def test_a_fresh_student_has_a_row_for_every_id(
 ) -> None:
     assert get_vocabulary_size(wide) == 2049
     job = make_job(gemma, {"layers": 1, "hidden_size": 16}, text)
-    assert run_stages(job, tmp_path, tmp_path / "runs" / "x")["report"]["evaluation"]
+    assert run_stages(job, tmp_path, tmp_path / "runs" / "x").report["evaluation"]
     config = json.loads((tmp_path / "runs" / "x" / "student" / "config.json").read_text())
     assert config["vocab_size"] == 2049

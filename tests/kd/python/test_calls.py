@@ -59,9 +59,9 @@ def test_a_call_equals_a_job_in_yaml(
         }
     )
     plain = run_stages(job, tmp_path, tmp_path / "run")
-    assert plain["cache"]["fingerprint"] == result.fingerprint
-    assert plain["cache"]["bytes_per_token"] == result.bytes_per_token
-    assert plain["report"]["student_perplexity"] == result.perplexity
+    assert plain.cache["fingerprint"] == result.fingerprint
+    assert plain.cache["bytes_per_token"] == result.bytes_per_token
+    assert plain.report["student_perplexity"] == result.perplexity
     weights = (tmp_path / "run" / "student" / "model.safetensors").read_bytes()
     assert (result.folder / "model.safetensors").read_bytes() == weights
 

@@ -14,7 +14,7 @@ import pytest
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
 from kd.errors import ConfigError, Interrupted, TrainingError
-from kd.progress import SILENT, Event, Monitor
+from kd.progress import SILENT, Event, Monitor, StageResult
 from kd.search import study
 from kd.search.trials import search_students
 from kd.stages.capture import run_precompute
@@ -75,7 +75,7 @@ def home(captured: Path, tmp_path: Path) -> Path:
 
 def search(
     job: JobConfig, home: Path, monitor: Monitor = SILENT, train: Any = run_train
-) -> dict[str, Any]:
+) -> StageResult:
     return search_students(job, home, home / "runs" / "sweep", monitor, train)
 
 
@@ -84,8 +84,8 @@ def stop_after(kind: str, count: int, seen: list[Event]) -> Monitor:
     return Monitor(seen.append, lambda: sum(event.type == kind for event in seen) >= count)
 
 
-def trials_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    trials: list[dict[str, Any]] = found["report"]["trials"]
+def trials_of(found: StageResult) -> list[dict[str, Any]]:
+    trials: list[dict[str, Any]] = found.report["trials"]
     return trials
 
 
@@ -100,7 +100,7 @@ def test_it_finds_the_better_of_two_rates_and_leaves_what_it_names(
     assert {row["values"]["train.learning_rate"] for row in trials} == {1e-6, 1e-2}, (
         "both were tried"
     )
-    assert found["report"]["best"]["values"] == {"train.learning_rate": 1e-2}
+    assert found.report["best"]["values"] == {"train.learning_rate": 1e-2}
     assert [row["state"] for row in trials] == ["complete"] * 2, "no point is trained twice"
     page = (run_dir / "report.md").read_text(encoding="utf-8")
     assert "| perplexity of 62 tokens: each trial's report has the interval |" in page
@@ -117,9 +117,9 @@ def test_it_finds_the_better_of_two_rates_and_leaves_what_it_names(
             parse_config(json.loads((folder / "config.json").read_text())).name
             == f"sweep-{row['number']:04d}"
         )
-    assert all(Path(path).exists() for path in found["artifacts"].values())
-    assert found["artifacts"]["student"].startswith(
-        str(run_dir / "trials" / f"{found['report']['best']['number']:04d}")
+    assert all(Path(path).exists() for path in found.artifacts.values())
+    assert found.artifacts["student"].startswith(
+        str(run_dir / "trials" / f"{found.report['best']['number']:04d}")
     )
     assert [path.name for path in (home / "caches").iterdir() if path.is_dir()] == [
         json.loads((run_dir / "cache.json").read_text())["fingerprint"]
@@ -133,7 +133,7 @@ def test_it_finds_the_better_of_two_rates_and_leaves_what_it_names(
     shown = [event.data for event in events if event.type == "trial"]
     assert [each["state"] for each in shown] == ["running", "complete"] * 2
     assert {event.data["name"] for event in events if event.type == "artifact"} == set(
-        found["artifacts"]
+        found.artifacts
     )
 
 
@@ -144,12 +144,12 @@ def test_the_best_job_by_itself_gives_the_student_of_the_best_trial(
     found = search(
         make_job(trials=2, space={"train.learning_rate": {"min": 1e-3, "max": 1e-2}}), home
     )
-    best = load_config(Path(found["artifacts"]["best.yaml"]))
+    best = load_config(Path(found.artifacts["best.yaml"]))
     run_dir = home / "runs" / best.name
-    assert run_precompute(best, home, run_dir, SILENT)["cache"]["reused"]
+    assert run_precompute(best, home, run_dir, SILENT).cache["reused"]
     run_train(best, home, run_dir, SILENT)
     ours = run_dir / "student"
-    theirs = Path(found["artifacts"]["student"])
+    theirs = Path(found.artifacts["student"])
     assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
 
 
@@ -163,7 +163,7 @@ class Killed(BaseException):
 )
 @pytest.mark.long
 def test_stopped_or_killed_it_goes_on_and_repeats_no_trial(
-    make_job: Any, home: Path, whole: dict[str, Any], death: str, kind: str, count: int
+    make_job: Any, home: Path, whole: StageResult, death: str, kind: str, count: int
 ) -> None:
     seen: list[Event] = []
 
@@ -185,9 +185,7 @@ def test_stopped_or_killed_it_goes_on_and_repeats_no_trial(
     }
     events: list[Event] = []
     found = search(make_job(space=ANY_RATE), home, Monitor(events.append))
-    assert found["report"] == whole["report"], (
-        "the same trials, with the same losses to the last bit"
-    )
+    assert found.report == whole.report, "the same trials, with the same losses to the last bit"
     again = [
         event.data["number"]
         for event in events
@@ -200,9 +198,7 @@ def test_stopped_or_killed_it_goes_on_and_repeats_no_trial(
 
 
 @pytest.fixture(scope="module")
-def whole(
-    make_job: Any, captured: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def whole(make_job: Any, captured: Path, tmp_path_factory: pytest.TempPathFactory) -> StageResult:
     """The result of the same search without a stop."""
     home = shutil.copytree(captured, tmp_path_factory.mktemp("whole") / "home")
     return search(make_job(space=ANY_RATE), Path(home))
@@ -213,7 +209,7 @@ def test_a_finished_search_trains_nothing_again_and_more_trials_may_be_asked_for
 ) -> None:
     first = search(make_job(trials=1), home)
     events: list[Event] = []
-    assert search(make_job(trials=1), home, Monitor(events.append))["report"] == first["report"]
+    assert search(make_job(trials=1), home, Monitor(events.append)).report == first.report
     assert not [event for event in events if event.type in ("trial", "metrics")]
     assert {row["number"] for row in trials_of(search(make_job(trials=2), home))} == {0, 1}
 
@@ -258,7 +254,7 @@ def test_values_that_do_not_go_together_fail_their_trial_only(make_job: Any, hom
 def test_a_trial_that_diverges_has_failed_and_keeps_the_checkpoint_that_it_names(
     make_job: Any, home: Path
 ) -> None:
-    def diverging(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> dict[str, Any]:
+    def diverging(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> StageResult:
         result = run_train(config, home, run_dir, monitor)
         if run_dir.name == "0000":
             raise TrainingError("The loss is nan.", "Lower train.learning_rate.")
@@ -280,7 +276,7 @@ def test_a_trial_that_diverges_has_failed_and_keeps_the_checkpoint_that_it_names
 
 
 def test_an_error_that_is_no_trial_s_own_ends_the_search(make_job: Any, home: Path) -> None:
-    def broken(*_: Any) -> dict[str, Any]:
+    def broken(*_: Any) -> StageResult:
         raise OSError("no such disk")
 
     with pytest.raises(OSError, match="no such disk"):

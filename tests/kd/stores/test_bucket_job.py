@@ -85,9 +85,9 @@ def test_a_cache_in_a_bucket_extends_another_with_the_bytes_of_a_folder(
         other = second if "://" in place else first
         known = run_stage("precompute", parse_config(wanted), first, first / "runs" / "x")
         grown.write_text(text[:12_000], encoding="utf-8")
-        wanted["cache"]["extends"] = known["cache"]["fingerprint"]
+        wanted["cache"]["extends"] = known.cache["fingerprint"]
         made = run_stage("precompute", parse_config(wanted), other, other / "runs" / "y")
-        folder = find_caches(other, wanted["cache"].get("store")) / made["cache"]["fingerprint"]
+        folder = find_caches(other, wanted["cache"].get("store")) / made.cache["fingerprint"]
         assert verify_cache(folder) == []
         found[place] = (folder / "manifest.json").read_bytes()
     assert found["plain"] == found[address]
@@ -98,12 +98,12 @@ def test_the_operators_store_is_used_where_the_job_names_none(
 ) -> None:
     monkeypatch.setenv("KD_STORE", address)
     result = run_stage("precompute", parse_config(job), tmp_path, tmp_path / "runs" / "x")
-    fingerprint = result["cache"]["fingerprint"]
+    fingerprint = result.cache["fingerprint"]
     bucket = Bucket(StoreAddress.parse(address))
     assert bucket.get(f"{fingerprint}/manifest.json")
     verify = parse_config({"kind": "verify", "cache": {"fingerprint": fingerprint}})
     found = run_stage("precompute", verify, tmp_path / "b", tmp_path / "b" / "runs" / "y")
-    assert found["cache"]["verified"]
+    assert found.cache["verified"]
 
 
 def test_a_bucket_that_will_not_do_ends_the_job_before_the_text_is_read(
@@ -139,4 +139,4 @@ def test_a_folder_is_a_store_too(job: Job, tmp_path: Path) -> None:
     result = run_stage(
         "precompute", parse_config(put_in(job, str(folder))), tmp_path, tmp_path / "runs" / "x"
     )
-    assert (folder / result["cache"]["fingerprint"] / "manifest.json").is_file()
+    assert (folder / result.cache["fingerprint"] / "manifest.json").is_file()

@@ -26,7 +26,7 @@ from kd.optim.optimizers import make_optimizer
 from kd.optim.schedules import make_scheduler
 from kd.training import checkpoint
 from kd.training.saved.restoring import restore
-from kd.training.saved.state import TrainingProgress, TrainState
+from kd.training.saved.state import SavedState, TrainingProgress, TrainState
 from kd.training.saved.state_file import read_state
 
 STEPS = 7
@@ -49,7 +49,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 def load_step(folder: Path, step: int, state: TrainState) -> None:
     """Restore the checkpoint of ``step``, whose earlier contents are dropped."""
     path = checkpoint.locate_checkpoint(folder, step)
-    restore(path, read_state(path), state)
+    restore(path, SavedState.from_json(read_state(path)), state)
 
 
 def make_options(**changes: Any) -> TrainConfig:

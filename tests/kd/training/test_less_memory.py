@@ -68,7 +68,7 @@ def test_a_base_in_bfloat16_learns_as_one_in_float32(
         ("bfloat16", "bfloat16", "bf16"),
     ):
         config = make_job(tiny_teacher, tiny_text, base, precision=precision)
-        summary = run_precompute(config, tmp_path, tmp_path, SILENT)["cache"]
+        summary = run_precompute(config, tmp_path, tmp_path, SILENT).cache
         source = open_cache(tmp_path / "caches" / summary["fingerprint"])
         torch.manual_seed(0)
         student = build_student(config.student, tokenizer, 32, config.teacher_files)

@@ -97,7 +97,7 @@ def taught(
     found = Taught(job, tokenizer, home, {})
     for profile in ("threshold", "tempered", "hidden"):
         summary = run_precompute(found.config(profile), home, home, SILENT)
-        found.fingerprints[profile] = summary["cache"]["fingerprint"]
+        found.fingerprints[profile] = summary.cache["fingerprint"]
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from kd.text.steps.order import list_step_indices
 from kd.tracking.metrics import read_metrics
 from kd.training.checkpoint import list_checkpoints
 from kd.training.loop import train
-from kd.training.saved.state import TrainingProgress
+from kd.training.saved.state import SkippedBatch, TrainingProgress
 from tests.support.kd.students import assert_same, copy_weights, make_llama
 from tests.support.kd.training import make_text_job, read_history, stop_after
 
@@ -124,7 +124,7 @@ def test_one_bad_sequence_costs_its_batches_and_is_named(
 ) -> None:
     events: list[Event] = []
     progress = run(tmp_path, make_student(spoil), monitor=Monitor(events.append))
-    expected = [{"step": step, "sequences": [PLACE]} for step in find_steps()]
+    expected = [SkippedBatch(step, [PLACE]) for step in find_steps()]
     assert len(expected) == 2, "one in each epoch"
     assert progress.skipped == expected
     assert progress.step == 12
@@ -138,7 +138,7 @@ def test_one_bad_sequence_costs_its_batches_and_is_named(
     assert progress.tokens == int(tokens[taken].sum()), "only tokens that were learnt count"
     warnings = [event.data["message"] for event in events if event.type == "warning"]
     assert len(warnings) == 2
-    assert f"step {expected[0]['step']}" in warnings[0] and "counted from 0: 5." in warnings[0]
+    assert f"step {expected[0].step}" in warnings[0] and "counted from 0: 5." in warnings[0]
     assert "model.layers.0.mlp (LlamaMLP)" in warnings[0]
     assert "2 of at most 10" in warnings[1]
     lines = read_metrics(tmp_path / "metrics.jsonl")
@@ -164,7 +164,7 @@ def run_shared(group: Group, folder: str, spoil: Callable[[Tensor], Tensor]) -> 
 def test_ranks_with_parts_of_the_student_leave_the_same_batches_out(
     tmp_path: Path, spoil: Callable[[Tensor], Tensor]
 ) -> None:
-    expected = [{"step": step, "sequences": [PLACE]} for step in find_steps()]
+    expected = [SkippedBatch(step, [PLACE]) for step in find_steps()]
     for skipped, warnings in run_ranks(2, run_shared, str(tmp_path), spoil):
         assert skipped == expected
         assert len(warnings) == 2 and "the place of the fault is not searched" in warnings[0]
@@ -265,7 +265,7 @@ def test_a_bad_first_batch_ends_neither_the_start_nor_a_new_attempt(tmp_path: Pa
     source = make_source(places)
     events: list[Event] = []
     progress = run(tmp_path, make_student(), make_job(), Monitor(events.append), source)
-    assert progress.skipped[0] == {"step": 1, "sequences": list(places)}
+    assert progress.skipped[0] == SkippedBatch(1, list(places))
     found = [event.data for event in events if event.type == "check"]
     assert [each["ok"] for each in found if each["check"] == "parity"] == [True]
     assert len([each for each in found if each["check"] == "gradients"]) == 1
@@ -276,14 +276,14 @@ def test_two_bad_batches_of_one_sequence_in_a_row_are_both_left_out(tmp_path: Pa
     order = [int(list_step_indices(COUNT, 1, 42, step)[0]) for step in range(6)]
     job = make_job(batch_size=1, gradient_accumulation_steps=1, max_steps=6)
     progress = run(tmp_path, make_student(), job, source=make_source((order[2], order[3])))
-    assert [each["step"] for each in progress.skipped] == [3, 4]
+    assert [each.step for each in progress.skipped] == [3, 4]
 
 
 def test_the_report_counts_what_was_left_out(tmp_path: Path) -> None:
     student = make_student()
     progress = run(tmp_path, student)
     report = make_report(make_job(), make_source(), make_llama(VOCABULARY), progress, VOCABULARY)
-    assert report["skipped_batches"] == progress.skipped
+    assert report["skipped_batches"] == [asdict(each) for each in progress.skipped]
     assert "without the 2 batch(es) whose loss or gradient was not finite" in render_report(report)
     sound = replace(progress, skipped=[])
     whole = make_report(make_job(), make_source(), make_llama(VOCABULARY), sound, VOCABULARY)

@@ -59,7 +59,7 @@ def captured(api: Parts) -> Path:
         "cache": {"shard_sequences": 4, "threshold": 0.02},
     }
     run = api.settings.home / "run"
-    summary = run_precompute(parse_config(job), api.settings.home, run, SILENT)["cache"]
+    summary = run_precompute(parse_config(job), api.settings.home, run, SILENT).cache
     return Path(api.settings.caches) / str(summary["fingerprint"])
 
 

@@ -82,7 +82,7 @@ def twins(
         found = run_stage(
             "precompute", config.model_copy(update={"cache": cache}), home, home / "runs" / "x"
         )
-    return Twins(address, tmp_path, found["cache"]["fingerprint"])
+    return Twins(address, tmp_path, found.cache["fingerprint"])
 
 
 @pytest.mark.usefixtures("one_thread")

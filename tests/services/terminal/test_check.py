@@ -105,7 +105,7 @@ def test_a_sealed_cache_needs_no_teacher(
         job | {"data": job["data"] | {"max_train_samples": 6, "max_eval_samples": 2}}
     )
     (home / "run").mkdir(parents=True)
-    fingerprint = run_precompute(config, home, home / "run", Monitor())["cache"]["fingerprint"]
+    fingerprint = run_precompute(config, home, home / "run", Monitor()).cache["fingerprint"]
     student = {"init": {"layers": 2, "hidden_size": 64, "tokenizer": str(tiny_teacher)}}
     named = {"kind": "train", "cache": {"fingerprint": fingerprint}, "student": student}
     rest = {name: job[name] for name in ("loss", "train")}

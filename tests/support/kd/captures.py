@@ -40,7 +40,7 @@ def capture(
     }
     job = {"kind": "precompute", "teacher": {"model": str(teacher)}, "data": data}
     config = parse_config(job | {"cache": {"shard_sequences": 7, **options}})
-    summary = run_precompute(config, home, home / "run", monitor)["cache"]
+    summary = run_precompute(config, home, home / "run", monitor).cache
     return home / "caches" / str(summary["fingerprint"])
 
 

@@ -67,7 +67,7 @@ def capture_profiles(job: dict[str, Any], home: Path, *profiles: str) -> dict[st
     for profile in profiles:
         config = parse_config(change(job, cache={"profile": profile}))
         summary = run_precompute(config, home, home / profile, SILENT)
-        found[profile] = str(home / "caches" / summary["cache"]["fingerprint"])
+        found[profile] = str(home / "caches" / summary.cache["fingerprint"])
     return found
 
 

@@ -37,7 +37,7 @@ def run_stage(
     for section, fields in changes.items():
         job[section] = fields if section == "kind" else job[section] | fields
     own = JobConfig.model_validate(job)
-    return pipeline.run_stage(stage, own, home, run_dir / f"round-{turn}", monitor)
+    return pipeline.run_stage(stage, own, home, run_dir / f"round-{turn}", monitor).to_json()
 
 
 def run_api_with_planner() -> None:

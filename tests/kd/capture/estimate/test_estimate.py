@@ -88,7 +88,7 @@ def test_a_trial_foretells_the_capture(
     config = job(tiny_teacher, tiny_text, **PROFILES[name])
     estimate = estimate_by_trial(config, tmp_path)
     assert list(tmp_path.iterdir()) == [], "nothing of a trial stays"
-    fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
+    fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT).cache["fingerprint"]
     store = open_cache(tmp_path / "caches" / fingerprint)
     data = store.identity.data
     assert estimate.positions == pytest.approx(store.manifest.positions, rel=0.1)
@@ -451,7 +451,7 @@ def test_what_fits_when_it_is_compressed_is_not_refused(
     profile: str,
 ) -> None:
     config = job(tiny_teacher, tiny_text, profile=profile)
-    fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
+    fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT).cache["fingerprint"]
     store = open_cache(tmp_path / "caches" / fingerprint)
     identity = plan_capture(config).identity
     set_free_bytes(monkeypatch, round(store.bytes_per_token * store.manifest.positions))
@@ -474,7 +474,7 @@ def test_what_is_sealed_already_is_not_needed_again(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = job(tiny_teacher, tiny_text, profile="dense")
-    fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT)["cache"]["fingerprint"]
+    fingerprint = run_precompute(config, tmp_path, tmp_path / "run", SILENT).cache["fingerprint"]
     identity = plan_capture(config).identity
     store = open_cache(tmp_path / "caches" / fingerprint)
     set_free_bytes(monkeypatch, store.manifest.positions * 2000)

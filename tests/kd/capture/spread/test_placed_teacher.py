@@ -38,7 +38,7 @@ def make_job(teacher: Path, text: Path, profile: str, **spread: Any) -> JobConfi
 
 
 def capture(job: JobConfig, home: Path) -> Cache:
-    summary = run_precompute(job, home, home / "run", SILENT)["cache"]
+    summary = run_precompute(job, home, home / "run", SILENT).cache
     return open_cache(home / "caches" / str(summary["fingerprint"]))
 
 

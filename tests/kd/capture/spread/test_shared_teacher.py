@@ -62,7 +62,7 @@ def make_job(options: Options, profile: str, parallel: str = "none") -> JobConfi
 
 
 def capture(job: JobConfig, home: Path, monitor: Monitor = SILENT) -> Cache:
-    summary = run_stage("precompute", job, home, home / "run", monitor)["cache"]
+    summary = run_stage("precompute", job, home, home / "run", monitor).cache
     assert find_ranks(home) == {}
     return open_cache(home / "caches" / str(summary["fingerprint"]))
 

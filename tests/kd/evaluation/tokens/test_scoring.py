@@ -50,7 +50,7 @@ def run(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     home = tmp_path_factory.mktemp("home")
     result = run_stages(parse_config(job), home, home / "run", SILENT)
-    assert result["artifacts"][FILE] == str(home / "run" / FILE)
+    assert result.artifacts[FILE] == str(home / "run" / FILE)
     return home / "run"
 
 
@@ -116,7 +116,7 @@ def test_the_report_is_the_same_without_the_file(
 ) -> None:
     monkeypatch.setattr("kd.evaluation.in_depth.write_tokens", lambda *_: None)
     result = run_stages(parse_config(job), tmp_path, tmp_path / "run", SILENT)
-    assert FILE not in result["artifacts"]
+    assert FILE not in result.artifacts
     ours, theirs = (read_json(each / "report.json") for each in (run, tmp_path / "run"))
     for report in (ours, theirs):
         for name in ("profile", "train_seconds", "train_tokens_per_second"):
@@ -137,8 +137,8 @@ def test_a_failure_is_a_warning(
 
     monkeypatch.setattr("kd.evaluation.in_depth.write_tokens", fail)
     result = run_stages(parse_config(job), tmp_path, tmp_path / "run", SILENT)
-    assert FILE not in result["artifacts"]
-    assert result["report"]["evaluation"]["samples"]
+    assert FILE not in result.artifacts
+    assert result.report["evaluation"]["samples"]
 
 
 def test_the_text_is_bounded_and_from_all_parts(job: dict[str, Any], tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def capture(teacher: Path, rows: Path, home: Path, batch_size: int, packing: boo
         "data": data,
         "cache": {"profile": "topk", "k": 16},
     }
-    summary = run_precompute(parse_config(job), home, home / "run", SILENT)["cache"]
+    summary = run_precompute(parse_config(job), home, home / "run", SILENT).cache
     return open_cache(home / "caches" / summary["fingerprint"])
 
 

@@ -35,7 +35,7 @@ def store(tiny_teacher: Path, tiny_text: Path, tmp_path_factory: pytest.TempPath
         "data": {"train": str(tiny_text), "sequence_length": 64, "max_train_samples": 12},
         "cache": {"profile": "topk", "k": 32},
     }
-    found = run_precompute(parse_config(job), home, home / "run", SILENT)["cache"]
+    found = run_precompute(parse_config(job), home, home / "run", SILENT).cache
     return open_cache(home / "caches" / str(found["fingerprint"]))
 
 

@@ -92,7 +92,7 @@ def test_the_bytes_are_those_of_one_process(
 ) -> None:
     body["cache"] |= PROFILES[profile]
     found = run_stage("precompute", parse_config(body), tmp_path / "one", tmp_path / "one/runs/x")
-    alone = tmp_path / "one" / "caches" / found["cache"]["fingerprint"]
+    alone = tmp_path / "one" / "caches" / found.cache["fingerprint"]
     for _ in range(2):
         parts.start_worker()
     answer = parts.http.post("/jobs", json={**body, "resources": {"workers": 2}})
