@@ -38,7 +38,7 @@ def cache_ls(home: Home = None) -> None:
     settings = make_settings(home=home)
     makers = find_makers(settings.runs)
     found = [
-        {**each.to_json(), **makers.get(each.fingerprint, {})}
+        {**asdict(each), **makers.get(each.fingerprint, {})}
         for each in list_caches(settings.caches)
     ]
     if print_as_json(found):
@@ -62,7 +62,7 @@ def cache_info(fingerprint: Fingerprint, home: Home = None) -> None:
 
     folder = find_cache_folder(fingerprint, home)
     maker = find_makers(make_settings(home=home).runs).get(folder.name, {})
-    summary = {**summarise_cache(folder).to_json(), **maker}
+    summary = {**asdict(summarise_cache(folder)), **maker}
     if not summary["complete"]:
         if not print_as_json({**summary, "identity": None, "fidelity": [], "overruled": None}):
             print_facts(summary)
