@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from optuna.trial import Trial as Trial  # exported for services, which import no Optuna
 
 Outcome = Literal["complete", "pruned", "failed"]
+#: A line of a journal: an operation of Optuna, which alone reads it.
+Operation = dict[str, Any]
 #: Seed of every sampler, beside what it samples.
 SEED = 0
 
@@ -39,10 +41,10 @@ SEED = 0
 class Journal(Protocol):
     """The storage of a study: numbered lines, which are only added."""
 
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+    def read_logs(self, log_number_from: int) -> Iterator[Operation]:
         """Yield the lines from number ``log_number_from`` on."""
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+    def append_logs(self, logs: list[Operation]) -> None:
         """Add all lines, or none of them."""
 
 
@@ -75,13 +77,13 @@ def make_study(config: JobConfig, journal: Journal) -> Study:
     return study
 
 
-def select_shaping_fields(config: JobConfig) -> dict[str, Any]:
+def select_shaping_fields(config: JobConfig) -> Mapping[str, Any]:
     """Return the fields that are equal in jobs which may continue each other's search.
 
     Such jobs may differ in name, number of trials and placement.
     """
-    free: dict[str, Any] = {"name": True, "search": {"trials"}}
-    return config.model_dump(mode="json", exclude=free | dict.fromkeys(PLACEMENT_FIELDS, True))
+    placement = dict.fromkeys(PLACEMENT_FIELDS, True)
+    return config.model_dump(mode="json", exclude={"name": True, "search": {"trials"}, **placement})
 
 
 class FileJournal:
@@ -94,12 +96,12 @@ class FileJournal:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
 
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+    def read_logs(self, log_number_from: int) -> Iterator[Operation]:
         """Yield the lines from number ``log_number_from`` on."""
         with self._path.open("rb") as file:
             yield from map(json.loads, islice(file, log_number_from, None))
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+    def append_logs(self, logs: list[Operation]) -> None:
         """Add lines and flush them to the disk."""
         with storage_errors(self._path.parent), self._path.open("ab") as file:
             file.write("".join(json.dumps(log) + "\n" for log in logs).encode())

@@ -11,7 +11,7 @@ A search that was stopped or killed continues: its open trial resumes from its n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
 #: ``kd.pipeline.run_train``, which this room may not import.
-TrainStudent = Callable[[JobConfig, Path, Path, Monitor], dict[str, Any]]
+TrainStudent = Callable[[JobConfig, Path, Path, Monitor], object]
 
 #: Events of a trial that the listener of the search gets too.
 SHOWN_EVENTS = {"progress", "metrics", "evaluation", "warning", "check"}
@@ -67,12 +67,13 @@ def search_students(
     while (trial := search.find_next()) is not None:
         search.run(trial)
     found = make_search_report(config, study)
-    warn_of_verdict(found, monitor)
+    report = found.to_json()
+    warn_of_verdict(report, monitor)
     artifacts = write_search(run_dir, config, found)
-    artifacts["student"] = str(get_trial_folder(run_dir, found["best"]["number"]) / "student")
+    artifacts["student"] = str(get_trial_folder(run_dir, report["best"]["number"]) / "student")
     for name, path in artifacts.items():
         monitor.emit("artifact", name=name, path=path)
-    return {"artifacts": artifacts, "report": found}
+    return {"artifacts": artifacts, "report": report}
 
 
 def get_trial_folder(run_dir: Path, number: int) -> Path:
@@ -139,10 +140,9 @@ class _TrialRunner:
     def _announce(self, number: int) -> str:
         """Report the outcome of a trial, and return it."""
         row = describe_trial(self.study.get_trials(deepcopy=False)[number])
-        self.monitor.emit(
-            "trial", **{name: row[name] for name in ("number", "values", "state", "loss", "why")}
-        )
-        return str(row["state"])
+        facts = {"number": row.number, "values": row.values, "state": row.state}
+        self.monitor.emit("trial", **facts, loss=row.loss, why=row.why)
+        return row.state
 
 
 @dataclass
@@ -175,7 +175,7 @@ class TrialMonitor:
             if line["type"] == "evaluation":
                 self._report(line)
 
-    def _report(self, found: dict[str, Any]) -> None:
+    def _report(self, found: Mapping[str, Any]) -> None:
         note_held_out_tokens(self.study, found.get("validation_tokens"))
         report_loss(self.study, self.trial, found["step"], found.get("validation_loss"))
         self.pruned = self.pruned or should_prune(self.trial)

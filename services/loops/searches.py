@@ -258,13 +258,13 @@ class Driver:
 
     def _announce(self, trial: Trial, job_id: str | None) -> None:
         row = describe_trial(self._study.get_trials(deepcopy=False)[trial.number])
-        shown = {name: row[name] for name in ("number", "state", "loss", "values", "why")}
-        self._outbox.put({"type": "trial", "data": shown | {"job": job_id}})
+        shown = {"number": row.number, "state": row.state, "loss": row.loss, "values": row.values}
+        self._outbox.put({"type": "trial", "data": {**shown, "why": row.why, "job": job_id}})
 
     def _report_progress(self) -> None:
         found = make_search_report(self._config, self._study)
         total = get_search(self._config).trials
-        done = sum(row["state"] != "running" for row in found["trials"])
+        done = sum(row.state != "running" for row in found.trials)
         data = {
             "done": done,
             "total": total,
@@ -273,17 +273,18 @@ class Driver:
             "eta_seconds": estimate_seconds_left(self._study, total),
         }
         self._outbox.put({"type": "progress", "data": data})
-        if found["best"] is not None:
-            data = {"best_trial": found["best"]["number"], "validation_loss": found["best"]["loss"]}
+        if found.best is not None:
+            data = {"best_trial": found.best.number, "validation_loss": found.best.loss}
             self._outbox.put({"type": "metrics", "data": data})
 
     def _conclude(self) -> None:
         found = make_search_report(self._config, self._study)
         jobs = self._store.list_trials(self.claim.id)
         artifacts = write_search(self._settings.run_dir(self.claim.id), self._config, found)
-        best = jobs[found["best"]["number"]]
+        assert found.best is not None, "write_search refuses a search without a complete trial"
+        best = jobs[found.best.number]
         artifacts["student"] = str(self._settings.run_dir(best) / "student")
-        warn_of_verdict(found, Monitor(lambda event: self._outbox.put(event.to_json())))
+        warn_of_verdict(found.to_json(), Monitor(lambda event: self._outbox.put(event.to_json())))
         for name, path in artifacts.items():
             self._outbox.put({"type": "artifact", "data": {"name": name, "path": path}})
         self._flush()

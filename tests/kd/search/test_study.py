@@ -13,6 +13,8 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import TrainingError
 from kd.search.findings import (
+    BestTrial,
+    TrialResult,
     make_search_report,
     render_best_job,
     render_search_report,
@@ -61,7 +63,7 @@ def loss_of(values: dict[str, Any]) -> float:
     return abs(values["train.learning_rate"] - 0.01) * 10 + 1 / values["train.batch_size"]
 
 
-def run(folder: Path, job: JobConfig, stop_after: int = 10**6) -> list[dict[str, Any]]:
+def run(folder: Path, job: JobConfig, stop_after: int = 10**6) -> tuple[TrialResult, ...]:
     """Run trials until ``stop_after`` have begun here; the last one stays open."""
     study = open_study(folder, job)
     begun = 0
@@ -74,7 +76,7 @@ def run(folder: Path, job: JobConfig, stop_after: int = 10**6) -> list[dict[str,
         report_loss(study, trial, 1, loss_of(values) + 1)
         report_loss(study, trial, 2, loss_of(values))
         end_trial(study, trial, "complete")
-    return make_search_report(job, study)["trials"]
+    return make_search_report(job, study).trials
 
 
 GP = pytest.param(
@@ -110,13 +112,11 @@ def test_a_trial_with_some_of_its_values_gets_the_others(tmp_path: Path) -> None
 
 def test_fields_of_a_trial_are_drawn_apart(tmp_path: Path) -> None:
     rows = run(tmp_path, make_job(sampler="random", trials=40))
-    rates = sorted(rows, key=lambda row: row["values"]["train.learning_rate"])
-    sizes = sorted(rows, key=lambda row: row["values"]["train.batch_size"])
-    assert [row["number"] for row in rates] != [row["number"] for row in sizes]
-    assert {row["values"]["train.order"] for row in rows} == {"shuffled", "length"}
-    assert min(row["values"]["train.learning_rate"] for row in rows) < 1e-3, (
-        "on a logarithmic scale"
-    )
+    rates = sorted(rows, key=lambda row: row.values["train.learning_rate"])
+    sizes = sorted(rows, key=lambda row: row.values["train.batch_size"])
+    assert [row.number for row in rates] != [row.number for row in sizes]
+    assert {row.values["train.order"] for row in rows} == {"shuffled", "length"}
+    assert min(row.values["train.learning_rate"] for row in rows) < 1e-3, "on a logarithmic scale"
 
 
 FEW = {
@@ -146,25 +146,23 @@ def test_no_values_are_tried_twice_and_the_end_of_a_small_space_is_said(
     assert len({str(each) for each in trained}) == 4
     assert all(trained.count(each) == 1 for each in trained if each != trained[1])
     report = make_search_report(job, study)
-    assert report["tried_all"] and len(report["trials"]) < 100
+    assert report.tried_all and len(report.trials) < 100
     text = render_search_report(job, report)
     assert "It ended before 500 trials: the space has no other values." in text
-    for row in report["trials"]:
-        if (number := row["same_as"]) is not None:
-            (twin,) = (each for each in report["trials"] if each["number"] == number)
-            assert (row["values"], row["state"]) == (twin["values"], twin["state"])
-            assert row["loss"] == twin["loss"] or row["state"] == "pruned"
-            assert f"Trial {row['number']} has the values of trial {number}" in text
-    complete = [row for row in report["trials"] if row["state"] == "complete"]
-    best = report["best"]
-    assert best["number"] == min(
-        each["number"] for each in complete if each["loss"] == best["loss"]
-    )
+    for row in report.trials:
+        if (number := row.same_as) is not None:
+            (twin,) = (each for each in report.trials if each.number == number)
+            assert (row.values, row.state) == (twin.values, twin.state)
+            assert row.loss == twin.loss or row.state == "pruned"
+            assert f"Trial {row.number} has the values of trial {number}" in text
+    complete = [row for row in report.trials if row.state == "complete"]
+    best = report.best
+    assert best.number == min(each.number for each in complete if each.loss == best.loss)
 
 
 def test_tpe_comes_closer_than_chance(tmp_path: Path) -> None:
     best = [
-        run(tmp_path / name, make_job(sampler=name, trials=40))[0]["loss"]
+        run(tmp_path / name, make_job(sampler=name, trials=40))[0].loss
         for name in ("tpe", "random")
     ]
     assert best[0] < best[1]
@@ -227,11 +225,11 @@ def test_a_trial_counts_by_the_loss_of_the_weights_it_saves_and_fails_without_on
     end_trial(study, stopped, "complete", keeps_best=True)
     end_trial(study, second, "complete")
     end_trial(study, third, "failed", "It diverged.")
-    rows = {row["number"]: row for row in make_search_report(make_job(), study)["trials"]}
-    assert (rows[0]["state"], rows[0]["loss"], rows[0]["steps"]) == ("complete", 2.5, 3)
-    assert (rows[3]["state"], rows[3]["loss"], rows[3]["steps"]) == ("complete", 2.0, 3)
-    assert (rows[1]["state"], rows[1]["why"]) == ("failed", "It has no held-out loss.")
-    assert (rows[2]["state"], rows[2]["why"]) == ("failed", "It diverged.")
+    rows = {row.number: row for row in make_search_report(make_job(), study).trials}
+    assert (rows[0].state, rows[0].loss, rows[0].steps) == ("complete", 2.5, 3)
+    assert (rows[3].state, rows[3].loss, rows[3].steps) == ("complete", 2.0, 3)
+    assert (rows[1].state, rows[1].why) == ("failed", "It has no held-out loss.")
+    assert (rows[2].state, rows[2].why) == ("failed", "It diverged.")
 
 
 @pytest.mark.parametrize(
@@ -262,15 +260,15 @@ def test_the_report_lists_every_trial_and_the_best_job_runs(tmp_path: Path) -> N
     study = open_study(tmp_path, job)
     found = make_search_report(job, study)
     paths = write_search(tmp_path, job, found)
-    best = min(rows, key=lambda row: row["loss"])
-    assert found["best"] == {name: best[name] for name in ("number", "loss", "values")}
-    assert json.loads(Path(paths["report.json"]).read_text()) == found
+    best = min(rows, key=lambda row: row.loss)
+    assert found.best == BestTrial(best.number, best.loss, best.values)
+    assert json.loads(Path(paths["report.json"]).read_text()) == found.to_json()
     page = Path(paths["report.md"]).read_text()
-    assert page.count("\n| ") == 1 + 1 + len(rows) and f"{best['loss']:.4f}" in page
+    assert page.count("\n| ") == 1 + 1 + len(rows) and f"{best.loss:.4f}" in page
     from kd.config.jobfile import load_config
     from kd.search.space import make_best_job
 
-    assert load_config(Path(paths["best.yaml"])) == make_best_job(job, best["values"])
+    assert load_config(Path(paths["best.yaml"])) == make_best_job(job, best.values)
 
 
 def test_a_search_without_a_finished_trial_fails_with_the_reason(tmp_path: Path) -> None:
@@ -291,6 +289,7 @@ def test_best_yaml_says_which_trial_it_is(tmp_path: Path) -> None:
     job = make_job()
     run(tmp_path, job)
     found = make_search_report(job, open_study(tmp_path, job))
-    assert render_best_job(job, found).startswith(
-        f"# Trial {found['best']['number']} of search job: held-out loss "
+    assert found.best is not None
+    assert render_best_job(job, found.best).startswith(
+        f"# Trial {found.best.number} of search job: held-out loss "
     )
