@@ -15,9 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cache.disk import remove_path
 from cache.errors import PotstillError
@@ -25,21 +24,25 @@ from kd.config.job import JobConfig
 from kd.config.kinds import CAPTURE, TRAIN
 from kd.errors import Interrupted, format_first_line
 from kd.experiments.ablation_page import render_ablation
+from kd.experiments.ablation_report import (
+    REPORT,
+    AblationReport,
+    RunFigures,
+    RunReport,
+    read_curves,
+)
 from kd.experiments.child import StageOrder, run_in_child
 from kd.experiments.plan import AblationJob, AblationPlan
 from kd.files import read_json, write_json, write_text
 from kd.progress import Event, Monitor
 from kd.stages.source import select_cache_inputs
-from kd.tracking.metrics import read_metrics
 
-REPORT, PAGE, OUTCOME = "report.json", "index.html", "outcome.json"
-#: Points of a curve in the report; longer ones are thinned.
-_POINTS = 200
+PAGE, OUTCOME = "index.html", "outcome.json"
 #: Events of a run that the listener of the ablation gets.
 _SHOWN_EVENTS = {"progress", "metrics", "evaluation", "warning", "cache", "stage"}
 
 
-def ablate(plan: AblationPlan, home: Path, folder: Path, monitor: Monitor) -> dict[str, Any]:
+def ablate(plan: AblationPlan, home: Path, folder: Path, monitor: Monitor) -> AblationReport:
     """Run all that ``plan`` has and ``folder`` does not have yet; returns the report.
 
     A run that fails is reported with its error, and the others go on. Raises ``Interrupted`` when
@@ -71,7 +74,7 @@ class _Ablation:
         return next(iter(sorted(runs.glob(f"*-{job.digest}"))), runs / job.folder)
 
     @property
-    def success(self) -> dict[str, Any]:
+    def success(self) -> dict[str, str]:
         """The outcome of a run that has ended well, and was measured as this ablation measures."""
         return {"state": "finished", "compared_with": self.plan.base_digest}
 
@@ -98,8 +101,14 @@ class _Ablation:
         own = self._capture(job.config)
         if (own / "cache.json").is_file():
             shutil.copyfile(own / "cache.json", run_dir / "cache.json")
-        data, base = (each.model_dump(mode="json") for each in (job.config, self.plan.base))
-        order = StageOrder(TRAIN.name, data, str(self.home), str(run_dir), base, str(records))
+        order = StageOrder(
+            stage=TRAIN.name,
+            config=job.config,
+            home=self.home,
+            run_dir=run_dir,
+            measure_on=self.plan.base,
+            records=records,
+        )
         run_in_child(order, self._listen())
 
     def _capture(self, config: JobConfig) -> Path:
@@ -109,10 +118,8 @@ class _Ablation:
         folder = self.folder / "captures" / digest
         if config.captures and not (folder / "cache.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            data = config.model_dump(mode="json")
-            run_in_child(
-                StageOrder(CAPTURE.name, data, str(self.home), str(folder)), self._listen()
-            )
+            order = StageOrder(stage=CAPTURE.name, config=config, home=self.home, run_dir=folder)
+            run_in_child(order, self._listen())
         return folder
 
     def _listen(self) -> Monitor:
@@ -127,72 +134,34 @@ class _Ablation:
     def write_report(self) -> None:
         """Write report.json and index.html with all that has ended so far."""
         report = self.make_report()
-        write_json(self.folder / REPORT, report)
+        write_json(self.folder / REPORT, report.to_json())
         write_text(self.folder / PAGE, render_ablation(report))
 
-    def make_report(self) -> dict[str, Any]:
+    def make_report(self) -> AblationReport:
         """Return the axes, and the figures and curves of every run."""
         base = self.plan.base
         train = base.require_train()
-        return {
-            "name": base.name,
-            "job": base.model_dump(mode="json"),
-            "steps": train.max_steps,
-            "seed": train.seed,
-            "base": self.plan.base_digest,
-            "axes": [asdict(axis) for axis in self.plan.axes],
-            "runs": {digest: self.describe(job) for digest, job in self.plan.jobs.items()},
-        }
+        return AblationReport(
+            name=base.name,
+            job=base.model_dump(mode="json"),
+            steps=train.max_steps,
+            seed=train.seed,
+            base=self.plan.base_digest,
+            axes=self.plan.axes,
+            runs={digest: self.describe(job) for digest, job in self.plan.jobs.items()},
+        )
 
-    def describe(self, job: AblationJob) -> dict[str, Any]:
+    def describe(self, job: AblationJob) -> RunReport:
         """Return the state of a run, its curves so far, and its figures if it has finished."""
         folder = self.locate(job)
         outcome = read_json(folder / OUTCOME) or {"state": "waiting"}
-        found: dict[str, Any] = {
-            "label": job.label,
-            "folder": str(folder.relative_to(self.folder)),
-            "state": outcome["state"],
-            "error": outcome.get("error", ""),
-            "own_records": select_cache_inputs(job.config) != select_cache_inputs(self.plan.base),
-            "temperature": job.config.model_dump(mode="json")["loss"]["temperature"],
-            "curves": read_curves(folder / "metrics.jsonl"),
-        }
-        if outcome["state"] == "finished":
-            found |= read_figures(folder)
-        return found
-
-
-def read_figures(folder: Path) -> dict[str, Any]:
-    """Return the figures of a finished run: quality, time, speed and memory."""
-    report = read_json(folder / REPORT) or {}
-    measured = read_json(folder / "measured.json") or {}
-    profile = report.get("profile") or {}
-    return {
-        "held_out_loss": measured.get("validation_loss"),
-        "held_out_perplexity": measured.get("validation_perplexity"),
-        "held_out_kl": measured.get("validation_kl"),
-        "held_out_agreement": measured.get("validation_agreement"),
-        "held_out_tokens": measured.get("validation_tokens"),
-        "steps": report.get("steps"),
-        "tokens": report.get("tokens"),
-        "train_seconds": report.get("train_seconds"),
-        "tokens_per_second": report.get("train_tokens_per_second"),
-        "peak_memory_bytes": profile.get("peak_memory_bytes"),
-        "bytes_per_token": report.get("bytes_per_token"),
-    }
-
-
-def read_curves(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return the curves in metrics.jsonl as pairs of (tokens trained, value)."""
-    lines = read_metrics(path)
-    counted = [(line["step"], line["tokens"]) for line in lines if line.get("tokens")]
-    # A step has about the same tokens in the whole run: evaluations name the step alone.
-    each = counted[-1][1] / counted[-1][0] if counted and counted[-1][0] else 0.0
-    names = {"loss": "loss", "perplexity": "validation_perplexity", "kl": "validation_kl"}
-    told = [line for line in lines if line["type"] in ("metrics", "evaluation")]
-    curves = {}
-    for name, key in names.items():
-        points = [(line["step"] * each, line[key]) for line in told if line.get(key) is not None]
-        stride = -(-len(points) // _POINTS) or 1
-        curves[name] = [*points[:-1:stride], *points[-1:]]
-    return curves
+        return RunReport(
+            label=job.label,
+            folder=str(folder.relative_to(self.folder)),
+            state=outcome["state"],
+            error=outcome.get("error", ""),
+            own_records=select_cache_inputs(job.config) != select_cache_inputs(self.plan.base),
+            temperature=job.config.model_dump(mode="json")["loss"]["temperature"],
+            curves=read_curves(folder / "metrics.jsonl"),
+            figures=RunFigures.read(folder) if outcome["state"] == "finished" else None,
+        )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,6 +33,13 @@ from kd.errors import ModelError
 from kd.evaluation.baseline import build_starting_student
 from kd.evaluation.teacher_comparison import EvaluatedModel
 from kd.experiments.landscape_page import render_landscape
+from kd.experiments.landscape_report import (
+    Landscape,
+    LandscapeOptions,
+    Losses,
+    LossLine,
+    LossPlane,
+)
 from kd.files import read_json, write_json, write_text
 from kd.loss.decoder import TargetDecoder
 from kd.loss.ramps import evaluate_ramp
@@ -46,35 +53,20 @@ from kd.models.precision import (
 )
 from kd.models.saving import load_saved_student, save_student
 from kd.models.vocabulary import choose_run_vocabulary
-from kd.progress import SILENT, Monitor, replace_nonfinite
+from kd.progress import SILENT, Monitor
 from kd.stages.source import adopt_cache_layout, open_source
 from kd.text.batches import Batch, Source, make_batch
 from kd.training.evaluate import choose_evaluation_temperature, score_positions
 
 Weights = dict[str, Tensor]
-Losses = dict[str, float]
 TRAIN, HELD_OUT = "train", "held_out"
 #: How far the line goes before the start and beyond the end, as a share of its length.
 _BEYOND = 0.25
 
 
-@dataclass(frozen=True)
-class LandscapeOptions:
-    """What is measured: points on a side of the plane and on the line, and sequences of each split.
-
-    ``radius`` is the reach of the plane in lengths of the student's rows.
-    """
-
-    points: int = 15
-    line_points: int = 31
-    radius: float = 1.0
-    sequences: int = 16
-    seed: int = 0
-
-
 def survey(
     run_dir: Path, home: Path, folder: Path, options: LandscapeOptions, monitor: Monitor = SILENT
-) -> dict[str, Any]:
+) -> Landscape:
     """Measure the landscape of the finished run in ``run_dir``; write and return it.
 
     ``folder`` gets landscape.json and index.html. Raises ``ModelError`` for a run without a
@@ -93,19 +85,17 @@ def survey(
     with float32_products(), torch.no_grad():
         line = _measure_line(surface, start, end, options, meter)
         plane = _measure_plane(surface, end, options, meter)
-    found: dict[str, Any] = replace_nonfinite(
-        {
-            "name": config.name,
-            "run": str(run_dir),
-            "options": asdict(options),
-            "alpha": surface.alpha,
-            "temperature": surface.temperature,
-            "tokens": {name: sum(map(len, each)) for name, each in surface.batches.items()},
-            "line": line,
-            "plane": plane,
-        }
+    found = Landscape(
+        name=config.name,
+        run=str(run_dir),
+        options=options,
+        alpha=surface.alpha,
+        temperature=surface.temperature,
+        tokens={name: sum(map(len, each)) for name, each in surface.batches.items()},
+        line=line,
+        plane=plane,
     )
-    write_json(folder / "landscape.json", found)
+    write_json(folder / "landscape.json", found.to_json())
     write_text(folder / "index.html", render_landscape(found))
     return found
 
@@ -249,7 +239,7 @@ class _Meter:
 
 def _measure_line(
     surface: LossSurface, start: Weights, end: Weights, options: LandscapeOptions, meter: _Meter
-) -> dict[str, Any]:
+) -> LossLine:
     """Measure the loss from before the start to beyond the end."""
     path = {name: weight - start[name].to(weight) for name, weight in end.items()}
     places = [float(each) for each in np.linspace(-_BEYOND, 1 + _BEYOND, options.line_points)]
@@ -259,11 +249,8 @@ def _measure_line(
         losses.append(surface.measure())
         meter.count()
     curves = _gather(losses)
-    return {
-        "places": places,
-        **curves,
-        "barrier": {name: find_barrier(places, values) for name, values in curves.items()},
-    }
+    barrier = {name: find_barrier(places, values) for name, values in curves.items()}
+    return LossLine(places, curves, barrier)
 
 
 def find_barrier(places: list[float], losses: list[float]) -> float | None:
@@ -285,7 +272,7 @@ def find_barrier(places: list[float], losses: list[float]) -> float | None:
 
 def _measure_plane(
     surface: LossSurface, end: Weights, options: LandscapeOptions, meter: _Meter
-) -> dict[str, Any]:
+) -> LossPlane:
     """Measure the loss on a square grid around the trained weights."""
     one, other = (draw_direction(end, 2 * options.seed + each) for each in (0, 1))
     places = [float(each) for each in np.linspace(-options.radius, options.radius, options.points)]
@@ -300,12 +287,8 @@ def _measure_plane(
     set_weights(surface.student, end)
     centre = surface.measure()
     grids = {name: [row[name] for row in rows] for name in centre}
-    return {
-        "places": places,
-        **grids,
-        "centre": centre,
-        "rise": {name: measure_rise(places, grid, centre[name]) for name, grid in grids.items()},
-    }
+    rise = {name: measure_rise(places, grid, centre[name]) for name, grid in grids.items()}
+    return LossPlane(places, grids, centre, rise)
 
 
 def measure_rise(places: list[float], grid: list[list[float]], centre: float) -> float | None:

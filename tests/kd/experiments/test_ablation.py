@@ -12,7 +12,8 @@ import pytest
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
-from kd.experiments.ablation import ablate, read_curves
+from kd.experiments.ablation import ablate
+from kd.experiments.ablation_report import read_curves
 from kd.experiments.axes import make_short_job, parse_axis
 from kd.experiments.child import measure_student
 from kd.experiments.plan import AblationPlan, make_plan_of_axes
@@ -73,7 +74,8 @@ def test_a_stopped_ablation_goes_on_and_a_failing_run_leaves_the_others(
 
     again: list[Event] = []
     report = ablate(plan, home, folder, Monitor(again.append))
-    first, broken, last = list_runs(report)
+    assert read_json(folder / "report.json") == json.loads(json.dumps(report.to_json()))
+    first, broken, last = list_runs(report.to_json())
     assert [each["state"] for each in (first, broken, last)] == ["finished", "failed", "finished"]
     assert [label.split()[0] for label in run_labels(again)] == ["student", "train.learning_rate"]
     assert (folder / first["folder"] / "metrics.jsonl").stat().st_mtime_ns == trained
