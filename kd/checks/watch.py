@@ -95,7 +95,7 @@ class TrainingWatch:
         """The state that a checkpoint must keep, as JSON values."""
         return asdict(self._state)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of ``state``; an empty one starts anew."""
         self._state = _State(**state)
 
@@ -246,7 +246,7 @@ class TrainingWatch:
         )
         return Verdict("starvation", False, message, remedy, {"share": share})
 
-    def observe_evaluation(self, found: dict[str, Any]) -> list[Verdict]:
+    def observe_evaluation(self, found: Mapping[str, Any]) -> list[Verdict]:
         """Record an evaluation; return an alarm where the student drifts away from its teacher."""
         now = found.get("validation_agreement")
         state = self._state

@@ -23,21 +23,17 @@ from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.kinds import CAPTURE, TRAIN
 from kd.errors import Interrupted, format_first_line
-from kd.experiments.ablation_page import render_ablation
-from kd.experiments.ablation_report import (
-    REPORT,
-    AblationReport,
-    RunFigures,
-    RunReport,
-    read_curves,
-)
+from kd.experiments.ablation_page import AblationReport, RunReport, render_ablation
 from kd.experiments.child import StageOrder, run_in_child
 from kd.experiments.plan import AblationJob, AblationPlan
 from kd.files import read_json, write_json, write_text
 from kd.progress import Event, Monitor
 from kd.stages.source import select_cache_inputs
+from kd.tracking.metrics import read_metrics
 
-PAGE, OUTCOME = "index.html", "outcome.json"
+REPORT, PAGE, OUTCOME = "report.json", "index.html", "outcome.json"
+#: Points of a curve in the report; longer ones are thinned.
+_POINTS = 200
 #: Events of a run that the listener of the ablation gets.
 _SHOWN_EVENTS = {"progress", "metrics", "evaluation", "warning", "cache", "stage"}
 
@@ -163,5 +159,41 @@ class _Ablation:
             own_records=select_cache_inputs(job.config) != select_cache_inputs(self.plan.base),
             temperature=job.config.model_dump(mode="json")["loss"]["temperature"],
             curves=read_curves(folder / "metrics.jsonl"),
-            figures=RunFigures.read(folder) if outcome["state"] == "finished" else None,
+            figures=read_figures(folder) if outcome["state"] == "finished" else {},
         )
+
+
+def read_figures(folder: Path) -> dict[str, float | None]:
+    """Return the figures of a finished run: quality, time, speed and memory."""
+    report = read_json(folder / REPORT) or {}
+    measured = read_json(folder / "measured.json") or {}
+    profile = report.get("profile") or {}
+    return {
+        "held_out_loss": measured.get("validation_loss"),
+        "held_out_perplexity": measured.get("validation_perplexity"),
+        "held_out_kl": measured.get("validation_kl"),
+        "held_out_agreement": measured.get("validation_agreement"),
+        "held_out_tokens": measured.get("validation_tokens"),
+        "steps": report.get("steps"),
+        "tokens": report.get("tokens"),
+        "train_seconds": report.get("train_seconds"),
+        "tokens_per_second": report.get("train_tokens_per_second"),
+        "peak_memory_bytes": profile.get("peak_memory_bytes"),
+        "bytes_per_token": report.get("bytes_per_token"),
+    }
+
+
+def read_curves(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """Return the curves in metrics.jsonl as pairs of (tokens trained, value)."""
+    lines = read_metrics(path)
+    counted = [(line["step"], line["tokens"]) for line in lines if line.get("tokens")]
+    # A step has about the same tokens in the whole run: evaluations name the step alone.
+    each = counted[-1][1] / counted[-1][0] if counted and counted[-1][0] else 0.0
+    names = {"loss": "loss", "perplexity": "validation_perplexity", "kl": "validation_kl"}
+    told = [line for line in lines if line["type"] in ("metrics", "evaluation")]
+    curves = {}
+    for name, key in names.items():
+        points = [(line["step"] * each, line[key]) for line in told if line.get(key) is not None]
+        stride = -(-len(points) // _POINTS) or 1
+        curves[name] = [*points[:-1:stride], *points[-1:]]
+    return curves

@@ -1,22 +1,20 @@
-"""The page of an ablation: what each setting changes, as plots and tables."""
+"""The report of an ablation, and its page: what each setting changes, as plots and tables."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import yaml
 
-from kd.experiments.ablation_report import AblationReport, RunReport
 from kd.experiments.drawing import INK, QUIET, SERIES, draw_svg, style_line
 from kd.experiments.page import make_element, make_plots, make_table, render_page
 from kd.experiments.plan import AblationAxis
 from kd.files import format_bytes
 
-#: A setting that has a run: its label, the run, and the digest of the run.
-Row = tuple[str, RunReport, str]
 _CURVES = {
     "loss": ("Training loss", "nats per token"),
     "perplexity": ("Held-out perplexity", ""),
@@ -44,6 +42,49 @@ _EMPTY = "–"
 _LEAST_SPAN = 0.02
 
 
+@dataclass(frozen=True)
+class RunReport:
+    """One run: ``state`` is waiting, finished or failed; ``folder`` is relative to the ablation's.
+
+    ``own_records``: it was trained on other records than the job itself. ``temperature`` is what
+    its job has in the section loss. ``curves`` are pairs of (tokens trained, value). ``figures``
+    are empty unless the run has finished; None in them is not known.
+    """
+
+    label: str
+    folder: str
+    state: str
+    error: str
+    own_records: bool
+    temperature: object
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+    figures: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class AblationReport:
+    """All that an ablation has found; ``base`` is the digest of the job itself among ``runs``."""
+
+    name: str
+    job: Mapping[str, Any]
+    steps: int | None
+    seed: int
+    base: str
+    axes: tuple[AblationAxis, ...]
+    runs: Mapping[str, RunReport]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of report.json, in which a run has its figures beside its state."""
+        content = asdict(self)
+        for run in content["runs"].values():
+            run |= run.pop("figures")
+        return content
+
+
+#: A setting that has a run: its label, the run, and the digest of the run.
+Row = tuple[str, RunReport, str]
+
+
 def render_ablation(report: AblationReport) -> str:
     """Render the report of an ablation as one HTML page."""
     return render_page(
@@ -63,7 +104,7 @@ def render_ablation(report: AblationReport) -> str:
 def _introduce(report: AblationReport) -> list[str]:
     runs = report.runs.values()
     states = [run.state for run in runs]
-    tokens = next((run.figures.tokens for run in runs if run.figures and run.figures.tokens), None)
+    tokens = next((run.figures["tokens"] for run in runs if run.figures.get("tokens")), None)
     length = f"{report.steps:,} steps" + (f" ({tokens:,} tokens)" if tokens else "")
     counts = [f"{states.count('finished')} of {len(states)} runs have finished"]
     counts += [f"{states.count('failed')} failed"] if "failed" in states else []
@@ -80,7 +121,7 @@ def _introduce(report: AblationReport) -> list[str]:
 
 def _draw_overview(report: AblationReport) -> list[str]:
     """Draw by how much each setting changes the held-out loss; nothing without two runs."""
-    base = report.runs[report.base].held_out_loss
+    base = report.runs[report.base].figures.get("held_out_loss")
     bars = [
         (axis.name, row.label, loss - base)
         for axis in report.axes
@@ -88,7 +129,7 @@ def _draw_overview(report: AblationReport) -> list[str]:
         if base is not None
         and row.run is not None
         and row.run != report.base
-        and (loss := report.runs[row.run].held_out_loss) is not None
+        and (loss := report.runs[row.run].figures.get("held_out_loss")) is not None
     ]
     if not bars:
         return []
@@ -199,7 +240,8 @@ def _set_scale(axes: Any, values: Sequence[float]) -> None:
 
 def _make_axis_table(report: AblationReport, rows: list[Row]) -> str:
     base = report.runs[report.base]
-    losses = [run.held_out_loss for _, run, _ in rows if run.held_out_loss is not None]
+    found = [run.figures.get("held_out_loss") for _, run, _ in rows]
+    losses = [loss for loss in found if loss is not None]
     # Equal runs, as of activation checkpointing, have no best one.
     best = min(losses) if len(set(losses)) > 1 else None
     cells = []
@@ -209,12 +251,12 @@ def _make_axis_table(report: AblationReport, rows: list[Row]) -> str:
         itself = " (the job itself)" if digest == report.base and label != base.label else ""
         key = f'<span class="key" style="background: {color}"></span>{html.escape(label + itself)}'
         cells.append([key, *_format_figures(run)])
-        marks.append("best" if best is not None and run.held_out_loss == best else "")
+        marks.append("best" if best is not None and found[number] == best else "")
     return make_table(["", *_FIGURES], cells, marks)
 
 
 def _format_figures(run: RunReport) -> list[str]:
-    if run.figures is None:
+    if not run.figures:
         return [make_element("td", run.state, "quiet")] + [_EMPTY] * (len(_FIGURES) - 1)
-    shown = [(getattr(run.figures, name), form) for name, form in _FIGURES.values()]
+    shown = [(run.figures[name], form) for name, form in _FIGURES.values()]
     return [_EMPTY if value is None else form(value) for value, form in shown]

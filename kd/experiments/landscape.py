@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,14 +32,7 @@ from kd.config.jobfile import read_record
 from kd.errors import ModelError
 from kd.evaluation.baseline import build_starting_student
 from kd.evaluation.teacher_comparison import EvaluatedModel
-from kd.experiments.landscape_page import render_landscape
-from kd.experiments.landscape_report import (
-    Landscape,
-    LandscapeOptions,
-    Losses,
-    LossLine,
-    LossPlane,
-)
+from kd.experiments.landscape_page import Landscape, LossLine, LossPlane, render_landscape
 from kd.files import read_json, write_json, write_text
 from kd.loss.decoder import TargetDecoder
 from kd.loss.ramps import evaluate_ramp
@@ -59,9 +52,24 @@ from kd.text.batches import Batch, Source, make_batch
 from kd.training.evaluate import choose_evaluation_temperature, score_positions
 
 Weights = dict[str, Tensor]
+Losses = dict[str, float]
 TRAIN, HELD_OUT = "train", "held_out"
 #: How far the line goes before the start and beyond the end, as a share of its length.
 _BEYOND = 0.25
+
+
+@dataclass(frozen=True)
+class LandscapeOptions:
+    """What is measured: points on a side of the plane and on the line, and sequences of each split.
+
+    ``radius`` is the reach of the plane in lengths of the student's rows.
+    """
+
+    points: int = 15
+    line_points: int = 31
+    radius: float = 1.0
+    sequences: int = 16
+    seed: int = 0
 
 
 def survey(
@@ -88,7 +96,7 @@ def survey(
     found = Landscape(
         name=config.name,
         run=str(run_dir),
-        options=options,
+        options=asdict(options),
         alpha=surface.alpha,
         temperature=surface.temperature,
         tokens={name: sum(map(len, each)) for name, each in surface.batches.items()},

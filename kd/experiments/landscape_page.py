@@ -1,13 +1,15 @@
-"""The page of a loss landscape: the line from start to end, and the plane around the end."""
+"""A measured loss landscape, and its page: the line from start to end, the plane around the end."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kd.experiments.drawing import INK, QUIET, draw_svg, style_line
-from kd.experiments.landscape_report import Landscape
 from kd.experiments.page import make_element, make_plots, make_table, render_page
+from kd.progress import replace_nonfinite
 
 _SPLITS = {"train": "training text", "held_out": "held-out text"}
 _ABOUT_LINE = (
@@ -22,6 +24,52 @@ _ABOUT_PLANE = (
 )
 #: Levels of the contours.
 _LEVELS = 14
+
+
+@dataclass(frozen=True)
+class LossLine:
+    """The losses at ``places`` from start (0) to end (1), and the barrier, by split."""
+
+    places: list[float]
+    losses: Mapping[str, list[float]]
+    barrier: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class LossPlane:
+    """The losses on a grid with ``places`` on both sides, by split, at its centre, and their rise.
+
+    ``rise`` is the mean rise at half of the largest distance; None without a finite loss there.
+    """
+
+    places: list[float]
+    losses: Mapping[str, list[list[float]]]
+    centre: Mapping[str, float]
+    rise: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """The landscape of the run in the folder ``run``; ``tokens`` are those of each split."""
+
+    name: str
+    run: str
+    options: Mapping[str, float]
+    alpha: float
+    temperature: float
+    tokens: dict[str, int]
+    line: LossLine
+    plane: LossPlane
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of landscape.json; a loss that is not finite is None."""
+        line, plane = self.line, self.plane
+        found = asdict(self)
+        found["line"] = {"places": line.places, **line.losses, "barrier": line.barrier}
+        ends = {"centre": plane.centre, "rise": plane.rise}
+        found["plane"] = {"places": plane.places, **plane.losses, **ends}
+        content: dict[str, Any] = replace_nonfinite(found)
+        return content
 
 
 def render_landscape(found: Landscape) -> str:
@@ -95,7 +143,7 @@ def _draw_plane(found: Landscape, name: str, title: str) -> str:
 
 
 def _make_facts(found: Landscape, splits: dict[str, str]) -> str:
-    half = found.options.radius / 2
+    half = found.options["radius"] / 2
     parts = (found.plane.centre, found.plane.rise, found.line.barrier)
     rows = [[title, *(_format(part[name]) for part in parts)] for name, title in splits.items()]
     rise = f"mean rise at distance {half:g}"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
+
+#: A JSON object whose keys are described elsewhere: those of a job, or of one type of event.
+JsonObject = dict[str, Any]
 
 
 class View(BaseModel):

@@ -126,8 +126,8 @@ def cache_fidelity(
     origin = TeacherLocation.find(store, teacher, make_settings(home=home).root)
     found = recheck_fidelity(store, origin, positions, redraws)
     problems = found.problems
-    if not print_as_json({"path": str(store.folder), **found.to_json()}):
-        _print_fidelity([asdict(row) for row in found.rows])
+    if not print_as_json({"path": str(store.folder), **asdict(found)}):
+        _print_fidelity([asdict(row) for row in found.fidelity])
         out.print(f"The teacher's own noise between two batches is {found.noise:.2g} nats.")
         if problems:
             print_error(

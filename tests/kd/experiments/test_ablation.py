@@ -12,8 +12,7 @@ import pytest
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
-from kd.experiments.ablation import ablate
-from kd.experiments.ablation_report import read_curves
+from kd.experiments.ablation import ablate, read_curves
 from kd.experiments.axes import make_short_job, parse_axis
 from kd.experiments.child import measure_student
 from kd.experiments.plan import AblationPlan, make_plan_of_axes

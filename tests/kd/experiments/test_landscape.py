@@ -12,6 +12,7 @@ from torch import nn
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, ModelError
 from kd.experiments.landscape import (
+    LandscapeOptions,
     copy_weights,
     draw_direction,
     find_barrier,
@@ -19,7 +20,7 @@ from kd.experiments.landscape import (
     set_weights,
     survey,
 )
-from kd.experiments.landscape_report import Landscape, LandscapeOptions
+from kd.experiments.landscape_page import Landscape
 from kd.files import read_json
 from kd.pipeline import run_stages
 from kd.progress import Event, Monitor

@@ -22,7 +22,7 @@ from services.terminal.console import (
 from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
-    from kd.experiments.ablation_report import AblationReport, RunReport
+    from kd.experiments.ablation_page import AblationReport, RunReport
 
 AxisTexts = Annotated[
     list[str],
@@ -92,7 +92,7 @@ def ablate(
         report = run_ablation(plan, settings.home, folder, monitor)
     if not print_as_json(report.to_json()):
         _print(report, folder)
-    if any(run.figures is None for run in report.runs.values()):
+    if any(not run.figures for run in report.runs.values()):
         raise typer.Exit(FAILED)
 
 
@@ -113,14 +113,15 @@ def _print(report: AblationReport, folder: Path) -> None:
 
 
 def _format_run(run: RunReport | None) -> list[str]:
-    if run is None or run.figures is None:
+    if run is None or not run.figures:
         return [""] * 5
     found = run.figures
-    perplexity, kl, speed = found.held_out_perplexity, found.held_out_kl, found.tokens_per_second
+    names = ("held_out_perplexity", "held_out_kl", "tokens_per_second")
+    perplexity, kl, speed = (found[name] for name in names)
     return [
         "" if perplexity is None else f"{perplexity:,.2f}",
         "" if kl is None else f"{kl:.4f}",
-        format_value(found.train_seconds, "seconds"),
+        format_value(found["train_seconds"], "seconds"),
         "" if speed is None else f"{speed:,.0f}",
-        format_value(found.peak_memory_bytes, "bytes"),
+        format_value(found["peak_memory_bytes"], "bytes"),
     ]

@@ -60,8 +60,7 @@ def landscape(
         detail = f"there is no run {run!r} under {settings.runs}."
         raise ModelError(detail, "Name a finished run, its folder, or `last`.")
     folder = folder or run_dir / "landscape"
-    from kd.experiments.landscape import survey
-    from kd.experiments.landscape_report import LandscapeOptions
+    from kd.experiments.landscape import LandscapeOptions, survey
 
     options = LandscapeOptions(points, line_points, radius, sequences, seed)
     with stopping_on_signals() as monitor:
