@@ -97,14 +97,7 @@ class _Ablation:
         own = self._capture(job.config)
         if (own / "cache.json").is_file():
             shutil.copyfile(own / "cache.json", run_dir / "cache.json")
-        order = StageOrder(
-            stage=TRAIN.name,
-            config=job.config,
-            home=self.home,
-            run_dir=run_dir,
-            measure_on=self.plan.base,
-            records=records,
-        )
+        order = StageOrder(TRAIN.name, job.config, self.home, run_dir, self.plan.base, records)
         run_in_child(order, self._listen())
 
     def _capture(self, config: JobConfig) -> Path:
@@ -114,7 +107,7 @@ class _Ablation:
         folder = self.folder / "captures" / digest
         if config.captures and not (folder / "cache.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            order = StageOrder(stage=CAPTURE.name, config=config, home=self.home, run_dir=folder)
+            order = StageOrder(CAPTURE.name, config, self.home, folder)
             run_in_child(order, self._listen())
         return folder
 
@@ -135,17 +128,8 @@ class _Ablation:
 
     def make_report(self) -> AblationReport:
         """Return the axes, and the figures and curves of every run."""
-        base = self.plan.base
-        train = base.require_train()
-        return AblationReport(
-            name=base.name,
-            job=base.model_dump(mode="json"),
-            steps=train.max_steps,
-            seed=train.seed,
-            base=self.plan.base_digest,
-            axes=self.plan.axes,
-            runs={digest: self.describe(job) for digest, job in self.plan.jobs.items()},
-        )
+        jobs = self.plan.jobs.items()
+        return AblationReport(self.plan, {digest: self.describe(job) for digest, job in jobs})
 
     def describe(self, job: AblationJob) -> RunReport:
         """Return the state of a run, its curves so far, and its figures if it has finished."""

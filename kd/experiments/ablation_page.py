@@ -12,7 +12,7 @@ import yaml
 
 from kd.experiments.drawing import INK, QUIET, SERIES, draw_svg, style_line
 from kd.experiments.page import make_element, make_plots, make_table, render_page
-from kd.experiments.plan import AblationAxis
+from kd.experiments.plan import AblationAxis, AblationPlan
 from kd.files import format_bytes
 
 _CURVES = {
@@ -63,22 +63,25 @@ class RunReport:
 
 @dataclass(frozen=True)
 class AblationReport:
-    """All that an ablation has found; ``base`` is the digest of the job itself among ``runs``."""
+    """All that an ablation has found: its plan, and its runs by digest."""
 
-    name: str
-    job: Mapping[str, Any]
-    steps: int | None
-    seed: int
-    base: str
-    axes: tuple[AblationAxis, ...]
+    plan: AblationPlan
     runs: Mapping[str, RunReport]
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of report.json, in which a run has its figures beside its state."""
-        content = asdict(self)
-        for run in content["runs"].values():
-            run |= run.pop("figures")
-        return content
+        base = self.plan.base
+        train = base.require_train()
+        runs = {digest: asdict(run) for digest, run in self.runs.items()}
+        return {
+            "name": base.name,
+            "job": base.model_dump(mode="json"),
+            "steps": train.max_steps,
+            "seed": train.seed,
+            "base": self.plan.base_digest,
+            "axes": [asdict(axis) for axis in self.plan.axes],
+            "runs": {digest: run | run.pop("figures") for digest, run in runs.items()},
+        }
 
 
 #: A setting that has a run: its label, the run, and the digest of the run.
@@ -88,14 +91,16 @@ Row = tuple[str, RunReport, str]
 def render_ablation(report: AblationReport) -> str:
     """Render the report of an ablation as one HTML page."""
     return render_page(
-        f"Ablation of {report.name}",
+        f"Ablation of {report.plan.base.name}",
         [
             *_introduce(report),
             *_draw_overview(report),
-            *(part for axis in report.axes for part in _render_axis(report, axis)),
+            *(part for axis in report.plan.axes for part in _render_axis(report, axis)),
             "<h2>The job</h2>",
             "<details><summary>All fields of the job with which the runs are compared</summary>",
-            make_element("pre", yaml.safe_dump(report.job, sort_keys=False)),
+            make_element(
+                "pre", yaml.safe_dump(report.plan.base.model_dump(mode="json"), sort_keys=False)
+            ),
             "</details>",
         ],
     )
@@ -103,13 +108,14 @@ def render_ablation(report: AblationReport) -> str:
 
 def _introduce(report: AblationReport) -> list[str]:
     runs = report.runs.values()
+    train = report.plan.base.require_train()
     states = [run.state for run in runs]
     tokens = next((run.figures["tokens"] for run in runs if run.figures.get("tokens")), None)
-    length = f"{report.steps:,} steps" + (f" ({tokens:,} tokens)" if tokens else "")
+    length = f"{train.max_steps:,} steps" + (f" ({tokens:,} tokens)" if tokens else "")
     counts = [f"{states.count('finished')} of {len(states)} runs have finished"]
     counts += [f"{states.count('failed')} failed"] if "failed" in states else []
     text = (
-        f"The runs of an axis differ in nothing else. All have seed {report.seed}, the same "
+        f"The runs of an axis differ in nothing else. All have seed {train.seed}, the same "
         f"order of the data, and as many tokens as {length} of the job itself, unless the axis is "
         f"one of these. {', '.join(counts)}."
     )
@@ -121,14 +127,14 @@ def _introduce(report: AblationReport) -> list[str]:
 
 def _draw_overview(report: AblationReport) -> list[str]:
     """Draw by how much each setting changes the held-out loss; nothing without two runs."""
-    base = report.runs[report.base].figures.get("held_out_loss")
+    base = report.runs[report.plan.base_digest].figures.get("held_out_loss")
     bars = [
         (axis.name, row.label, loss - base)
-        for axis in report.axes
+        for axis in report.plan.axes
         for row in axis.rows
         if base is not None
         and row.run is not None
-        and row.run != report.base
+        and row.run != report.plan.base_digest
         and (loss := report.runs[row.run].figures.get("held_out_loss")) is not None
     ]
     if not bars:
@@ -165,7 +171,7 @@ def _draw_overview(report: AblationReport) -> list[str]:
     if spread:
         said += " Within the grey band, differences may come from the seed alone."
     title = "What each setting changes"
-    height = 1.0 + 0.24 * len(bars) + 0.15 * len(report.axes)
+    height = 1.0 + 0.24 * len(bars) + 0.15 * len(report.plan.axes)
     return [
         f"<h2>{title}</h2>",
         make_element("p", said, "quiet"),
@@ -195,7 +201,7 @@ def _render_axis(report: AblationReport, axis: AblationAxis) -> list[str]:
 def _draw_curve(report: AblationReport, axis: AblationAxis, rows: list[Row], name: str) -> str:
     """Draw one curve of every run of an axis; empty where no run has it."""
     title, unit = _CURVES[name]
-    base = report.runs[report.base]
+    base = report.runs[report.plan.base_digest]
     # A KL is comparable if it is to the same records at the same temperature.
     same = (base.own_records, base.temperature)
     lines = [
@@ -239,7 +245,7 @@ def _set_scale(axes: Any, values: Sequence[float]) -> None:
 
 
 def _make_axis_table(report: AblationReport, rows: list[Row]) -> str:
-    base = report.runs[report.base]
+    base = report.runs[report.plan.base_digest]
     found = [run.figures.get("held_out_loss") for _, run, _ in rows]
     losses = [loss for loss in found if loss is not None]
     # Equal runs, as of activation checkpointing, have no best one.
@@ -248,7 +254,9 @@ def _make_axis_table(report: AblationReport, rows: list[Row]) -> str:
     marks = []
     for number, (label, run, digest) in enumerate(rows):
         color = f"var(--series-{number % len(SERIES) + 1})"
-        itself = " (the job itself)" if digest == report.base and label != base.label else ""
+        itself = (
+            " (the job itself)" if digest == report.plan.base_digest and label != base.label else ""
+        )
         key = f'<span class="key" style="background: {color}"></span>{html.escape(label + itself)}'
         cells.append([key, *_format_figures(run)])
         marks.append("best" if best is not None and found[number] == best else "")

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from cache.disk import make_folder, remove_path, storage_errors
 from kd.config.job import JobConfig
@@ -33,13 +34,12 @@ FOLDER = "process"
 LOG = "log.txt"
 
 
-class StageOrder(BaseModel):
+@dataclass(frozen=True)
+class StageOrder:
     """A stage of a job. A trained student is also measured on the held-out text of ``measure_on``.
 
     That is the job with which all are compared, and ``records`` a run folder that knows its cache.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     stage: str
     config: JobConfig
@@ -47,6 +47,9 @@ class StageOrder(BaseModel):
     run_dir: Path
     measure_on: JobConfig | None = None
     records: Path = Path()
+
+
+_ORDER = TypeAdapter(StageOrder)
 
 
 def run_in_child(order: StageOrder, monitor: Monitor) -> None:
@@ -59,7 +62,7 @@ def run_in_child(order: StageOrder, monitor: Monitor) -> None:
     with storage_errors(folder):
         remove_path(folder)
         make_folder(folder)
-    write_json(folder / "order.json", order.model_dump(mode="json"))
+    write_json(folder / "order.json", _ORDER.dump_python(order, mode="json"))
     with (order.run_dir / LOG).open("ab") as log:
         process = subprocess.Popen(
             # -P keeps the working folder out of the path: it may hold a folder named kd.
@@ -99,7 +102,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     monitor = Monitor(EventPipe().send, has_stdin_ended)
     try:
-        do_order(StageOrder.model_validate(read_json(folder / "order.json")), monitor)
+        do_order(_ORDER.validate_python(read_json(folder / "order.json")), monitor)
     except Exception as error:
         if not isinstance(error, Interrupted):
             traceback.print_exc()

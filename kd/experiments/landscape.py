@@ -93,16 +93,9 @@ def survey(
     with float32_products(), torch.no_grad():
         line = _measure_line(surface, start, end, options, meter)
         plane = _measure_plane(surface, end, options, meter)
-    found = Landscape(
-        name=config.name,
-        run=str(run_dir),
-        options=asdict(options),
-        alpha=surface.alpha,
-        temperature=surface.temperature,
-        tokens={name: sum(map(len, each)) for name, each in surface.batches.items()},
-        line=line,
-        plane=plane,
-    )
+    tokens = {name: sum(map(len, each)) for name, each in surface.batches.items()}
+    weights = (surface.alpha, surface.temperature)
+    found = Landscape(config.name, str(run_dir), asdict(options), *weights, tokens, line, plane)
     write_json(folder / "landscape.json", found.to_json())
     write_text(folder / "index.html", render_landscape(found))
     return found

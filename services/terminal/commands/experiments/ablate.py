@@ -98,7 +98,7 @@ def ablate(
 
 def _print(report: AblationReport, folder: Path) -> None:
     rows = []
-    for axis in report.axes:
+    for axis in report.plan.axes:
         for row in axis.rows:
             run = None if row.run is None else report.runs[row.run]
             state = "refused" if run is None else run.state
