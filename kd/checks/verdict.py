@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kd.errors import TrainingError
+from kd.files import Json
 from kd.progress import replace_nonfinite
 
 #: Names that a message lists; the facts have all of them.
@@ -29,7 +30,7 @@ class Verdict:
     remedy: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The data of a ``check`` event."""
         return {**asdict(self), "facts": replace_nonfinite(self.facts)}  # JSON has no NaN
 

@@ -25,7 +25,7 @@ from kd.exchange import distillkit, parquet
 from kd.exchange.distillkit import FILL_LOGPROB, INDICES, LOGPROBS, Compression
 from kd.exchange.entries import EntryTable, choose_entry_count, read_entries
 from kd.exchange.restoring import PREFIX, FileDescription, cut_by_sequence, make_stored_schema
-from kd.files import whole_folder
+from kd.files import Json, whole_folder
 from kd.progress import SILENT, Monitor, ProgressMeter
 
 #: Sequences in one file.
@@ -39,7 +39,7 @@ def export_records(
     k: int | None = None,
     monitor: Monitor = SILENT,
     lossy: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """Write the records of a cache as a new dataset in ``folder``; returns a summary.
 
     Profiles topk, dense and hidden export ``k`` entries per position. Profiles threshold and
@@ -149,7 +149,7 @@ class PlainLayout:
                 rows[PREFIX + name] = _split_into_lists(sizes, pyarrow.array(column.reshape(-1)))
         return pyarrow.table(rows).select(self.schema.names).cast(self.schema)
 
-    def finish(self, folder: Path) -> dict[str, Any]:
+    def finish(self, folder: Path) -> Json:
         """Write nothing: this format has only rows."""
         return {}
 
@@ -233,12 +233,12 @@ class DistillKitLayout:
             columns[name] = _split_into_lists(lengths - 1, per_position)
         return pyarrow.table(columns).cast(self.schema)
 
-    def finish(self, folder: Path) -> dict[str, Any]:
+    def finish(self, folder: Path) -> Json:
         """Write the configuration; return counts, and a warning if a sampled tail was left out."""
         (folder / distillkit.CONFIG).write_text(self.compression.to_yaml(), encoding="utf-8")
         kept = self.mass / max(self.records, 1)
         counts = {"rows": self.rows, "records": self.records, "k": self.k}
-        summary: dict[str, Any] = counts | {"kept_mass": round(kept, 6)}
+        summary: Json = counts | {"kept_mass": round(kept, 6)}
         if not PROFILES[self.profile].sampled:
             return summary
         warning = (

@@ -13,7 +13,7 @@ import yaml
 from kd.experiments.drawing import INK, QUIET, SERIES, draw_svg, style_line
 from kd.experiments.page import make_element, make_plots, make_table, render_page
 from kd.experiments.plan import AblationAxis, AblationPlan
-from kd.files import format_bytes
+from kd.files import Json, format_bytes
 
 _CURVES = {
     "loss": ("Training loss", "nats per token"),
@@ -68,7 +68,7 @@ class AblationReport:
     plan: AblationPlan
     runs: Mapping[str, RunReport]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the content of report.json, in which a run has its figures beside its state."""
         base = self.plan.base
         train = base.require_train()

@@ -9,6 +9,7 @@ from typing import Any
 
 from kd.experiments.drawing import INK, QUIET, draw_svg, style_line
 from kd.experiments.page import make_element, make_plots, make_table, render_page
+from kd.files import Json
 from kd.progress import replace_nonfinite
 
 _SPLITS = {"train": "training text", "held_out": "held-out text"}
@@ -61,14 +62,14 @@ class Landscape:
     line: LossLine
     plane: LossPlane
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the content of landscape.json; a loss that is not finite is None."""
         line, plane = self.line, self.plane
         found = asdict(self)
         found["line"] = {"places": line.places, **line.losses, "barrier": line.barrier}
         ends = {"centre": plane.centre, "rise": plane.rise}
         found["plane"] = {"places": plane.places, **plane.losses, **ends}
-        content: dict[str, Any] = replace_nonfinite(found)
+        content: Json = replace_nonfinite(found)
         return content
 
 

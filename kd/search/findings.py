@@ -17,7 +17,7 @@ from kd.config.job import JobConfig
 from kd.errors import TrainingError
 from kd.evaluation.pages import format_verdict
 from kd.evaluation.teacher_effect import judge_pair
-from kd.files import write_json, write_text
+from kd.files import Json, write_json, write_text
 from kd.progress import replace_nonfinite
 from kd.search.space import Overrides, get_search, make_best_job
 from kd.search.study import get_held_out_tokens, has_tried_all
@@ -70,9 +70,9 @@ class SearchReport:
     trials: tuple[TrialResult, ...]
     verdict: Verdict | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the content of report.json."""
-        report: dict[str, Any] = replace_nonfinite(asdict(self))
+        report: Json = replace_nonfinite(asdict(self))
         return report
 
 

@@ -20,7 +20,7 @@ from cache.disk import remove_path
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Interrupted, ModelError, TrainingError
 from kd.evaluation.teacher_effect import warn_of_verdict
-from kd.files import read_json, write_json
+from kd.files import Json, read_json, write_json
 from kd.progress import Event, Monitor
 from kd.search.findings import describe_trial, make_search_report, write_search
 from kd.search.space import find_space_problems, get_search, keeps_best, make_trial_job
@@ -53,7 +53,7 @@ SHOWN_EVENTS = {"progress", "metrics", "evaluation", "warning", "check"}
 
 def search_students(
     config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, train_student: TrainStudent
-) -> dict[str, Any]:
+) -> Json:
     """Run all trials of the search, from the sealed cache that ``run_dir``/cache.json names.
 
     A trial fails if its values contradict each other or if it diverges; the search continues.

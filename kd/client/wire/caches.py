@@ -7,7 +7,7 @@ from datetime import datetime
 from pydantic import ConfigDict, Field
 
 from kd.client.wire.jobs import Status
-from kd.client.wire.view import JsonObject, View
+from kd.client.wire.view import Json, View
 from kd.config.kinds import KindName
 
 
@@ -62,7 +62,7 @@ class OverruledVerdict(View):
 class CacheDetail(CacheEntry):
     """One cache, with its identity and its fidelity."""
 
-    identity: JsonObject | None = None
+    identity: Json | None = None
     """Everything that its bytes depend on; null while incomplete."""
     fidelity: list[Fidelity] = Field(default_factory=list)
     """One row for each temperature; empty if not measured."""

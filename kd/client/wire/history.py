@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kd.client.wire.view import JsonObject, View
+from kd.client.wire.view import Json, View
 
 
 class JobEvent(View):
@@ -22,7 +22,7 @@ class JobEvent(View):
         description="The optimiser step of the run at the time; null before the first one, and in "
         "a stream of events.",
     )
-    data: JsonObject
+    data: Json
 
 
 class JobEvents(View):

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-#: A JSON object whose keys are described elsewhere: those of a job, or of one type of event.
-JsonObject = dict[str, Any]
+#: A JSON object whose names are not known here: a job as its user wrote it, the data of an event.
+Json = dict[str, Any]
 
 
 class View(BaseModel):
