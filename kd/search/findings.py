@@ -20,10 +20,9 @@ from kd.evaluation.teacher_effect import judge_pair
 from kd.files import Json, write_json, write_text
 from kd.progress import replace_nonfinite
 from kd.search.space import Overrides, get_search, make_best_job
-from kd.search.study import get_held_out_tokens, has_tried_all
+from kd.search.study import SearchStudy
 
 if TYPE_CHECKING:
-    from optuna.study import Study
     from optuna.trial import FrozenTrial
 
 #: The files in the run folder of a search.
@@ -76,14 +75,14 @@ class SearchReport:
         return report
 
 
-def make_search_report(config: JobConfig, study: Study) -> SearchReport:
+def make_search_report(config: JobConfig, study: SearchStudy) -> SearchReport:
     """Make the report of all trials so far."""
 
     def rank(row: TrialResult) -> tuple[bool, float, int]:
         loss = math.inf if row.loss is None else row.loss
         return row.state != "complete", loss, row.number
 
-    trials = sorted(map(describe_trial, study.get_trials(deepcopy=False)), key=rank)
+    trials = sorted(map(describe_trial, study.list_trials()), key=rank)
     complete = (
         BestTrial(row.number, row.loss, row.values)
         for row in trials
@@ -92,9 +91,9 @@ def make_search_report(config: JobConfig, study: Study) -> SearchReport:
     return SearchReport(
         name=config.name,
         kind=config.kind,
-        held_out_tokens=get_held_out_tokens(study),
+        held_out_tokens=study.held_out_tokens,
         best=next(complete, None),
-        tried_all=has_tried_all(study, get_search(config)),
+        tried_all=study.has_tried_all(),
         trials=tuple(trials),
         verdict=judge_search(trials),
     )
