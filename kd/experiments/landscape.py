@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
@@ -86,7 +86,11 @@ def survey(
     config = adopt_cache_layout(source, config)
     student = load_saved_student(run_dir / "student")
     end = copy_weights(student)
-    start = copy_weights(_rebuild_start(config, tokenizer))
+    # The student before training, in the form in which a finished one is saved.
+    with TemporaryDirectory(prefix="kd-start-") as name:
+        first = build_starting_student(config, tokenizer)
+        save_student(first, tokenizer, Path(name), config.student, torch.float32)
+        start = copy_weights(load_saved_student(Path(name)))
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     surface = LossSurface.of(config, source, student, vocabulary, options)
     meter = _Meter(monitor, options.points**2 + options.line_points)
@@ -108,14 +112,6 @@ def read_run_job(run_dir: Path) -> JobConfig:
         detail = f"the run {run_dir} has no student, or no config.json."
         raise ModelError(detail, "Name a run whose training has finished.")
     return read_record(content)
-
-
-def _rebuild_start(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Return the student before training, in the form in which a finished one is saved."""
-    with TemporaryDirectory(prefix="kd-start-") as name:
-        student = build_starting_student(config, tokenizer)
-        save_student(student, tokenizer, Path(name), config.student, torch.float32)
-        return load_saved_student(Path(name))
 
 
 # ---------------------------------------------------------------------- weights and directions

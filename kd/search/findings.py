@@ -49,29 +49,22 @@ class TrialResult:
 
 
 @dataclass(frozen=True)
-class BestTrial:
-    """The complete trial with the least loss."""
-
-    number: int
-    loss: float
-    values: Overrides
-
-
-@dataclass(frozen=True)
 class SearchReport:
     """The outcome of a search: the best trial, and all trials from best to worst."""
 
     name: str
     kind: str
     held_out_tokens: int | None
-    best: BestTrial | None
+    best: TrialResult | None
     tried_all: bool
     trials: tuple[TrialResult, ...]
     verdict: Verdict | None
 
     def to_json(self) -> Json:
-        """Return the content of report.json."""
+        """Return the content of report.json, in which the best trial stands in short."""
         report: Json = replace_nonfinite(asdict(self))
+        if best := report["best"]:
+            report["best"] = {name: best[name] for name in ("number", "loss", "values")}
         return report
 
 
@@ -83,16 +76,11 @@ def make_search_report(config: JobConfig, study: SearchStudy) -> SearchReport:
         return row.state != "complete", loss, row.number
 
     trials = sorted(map(describe_trial, study.list_trials()), key=rank)
-    complete = (
-        BestTrial(row.number, row.loss, row.values)
-        for row in trials
-        if row.state == "complete" and row.loss is not None
-    )
     return SearchReport(
         name=config.name,
         kind=config.kind,
         held_out_tokens=study.held_out_tokens,
-        best=next(complete, None),
+        best=next((row for row in trials if row.state == "complete"), None),
         tried_all=study.has_tried_all(),
         trials=tuple(trials),
         verdict=judge_search(trials),
@@ -147,7 +135,7 @@ def write_search(run_dir: Path, config: JobConfig, report: SearchReport) -> dict
     return {name: str(run_dir / name) for name in SEARCH_FILES}
 
 
-def render_best_job(config: JobConfig, best: BestTrial) -> str:
+def render_best_job(config: JobConfig, best: TrialResult) -> str:
     """Render the whole job with the best values for ``kd run``, which reuses the search's cache."""
     job = make_best_job(config, best.values).model_dump(mode="json")
     comment = (

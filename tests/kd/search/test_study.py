@@ -13,7 +13,6 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import TrainingError
 from kd.search.findings import (
-    BestTrial,
     TrialResult,
     make_search_report,
     render_best_job,
@@ -247,8 +246,10 @@ def test_the_report_lists_every_trial_and_the_best_job_runs(tmp_path: Path) -> N
     found = make_search_report(job, study)
     paths = write_search(tmp_path, job, found)
     best = min(rows, key=lambda row: row.loss)
-    assert found.best == BestTrial(best.number, best.loss, best.values)
-    assert json.loads(Path(paths["report.json"]).read_text()) == found.to_json()
+    assert found.best == best
+    report = json.loads(Path(paths["report.json"]).read_text())
+    assert report == found.to_json()
+    assert report["best"] == {"number": best.number, "loss": best.loss, "values": best.values}
     page = Path(paths["report.md"]).read_text()
     assert page.count("\n| ") == 1 + 1 + len(rows) and f"{best.loss:.4f}" in page
     from kd.config.jobfile import load_config
