@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -86,13 +84,12 @@ def find_licence(config: JobConfig) -> str:
     return found if isinstance(found, str) and found else UNKNOWN_LICENCE
 
 
-def _read_own_card(config: JobConfig) -> Mapping[str, Any]:
+def _read_own_card(config: JobConfig) -> Json:
     """The facts of the card of the teacher, or of the start where there is no teacher.
 
     A GGUF file may say them itself. What a card leaves out, that of its base model may say.
     """
-    student, teacher = config.student, config.teacher_files
-    found: Json = {}
+    student, teacher, found = config.student, config.teacher_files, Json()
     if teacher is not None:
         found = read_card(teacher.name, teacher.revision)
         if teacher.gguf_file:

@@ -13,7 +13,6 @@ job's own, without what hinders memory: dropout, weight decay, averaging, a sche
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -259,7 +258,7 @@ def _simplify_job(config: JobConfig, sequences: int) -> JobConfig:
 #: The verdict needs to know whether every weight has a gradient.
 _CHECK_OPTIONS = {"spike_factor": 0.0, "max_skipped": 0, "alarms": True}
 #: Train options of an attempt: all steps at one rate, and nothing that hinders memory.
-_LOOP_OPTIONS: Mapping[str, object] = {
+_LOOP_OPTIONS: dict[str, object] = {
     "max_steps": STEPS,
     "epochs": None,
     "gradient_accumulation_steps": 1,

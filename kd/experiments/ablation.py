@@ -152,12 +152,8 @@ def read_figures(folder: Path) -> dict[str, float | None]:
     report = read_json(folder / REPORT) or {}
     measured = read_json(folder / "measured.json") or {}
     profile = report.get("profile") or {}
-    return {
-        "held_out_loss": measured.get("validation_loss"),
-        "held_out_perplexity": measured.get("validation_perplexity"),
-        "held_out_kl": measured.get("validation_kl"),
-        "held_out_agreement": measured.get("validation_agreement"),
-        "held_out_tokens": measured.get("validation_tokens"),
+    names = ("loss", "perplexity", "kl", "agreement", "tokens")
+    return {f"held_out_{name}": measured.get(f"validation_{name}") for name in names} | {
         "steps": report.get("steps"),
         "tokens": report.get("tokens"),
         "train_seconds": report.get("train_seconds"),

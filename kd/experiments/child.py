@@ -12,9 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
@@ -123,7 +121,7 @@ def do_order(order: StageOrder, monitor: Monitor) -> None:
 
 def measure_student(
     base: JobConfig, home: Path, records: Path, folder: Path, monitor: Monitor
-) -> Mapping[str, Any]:
+) -> dict[str, float | None]:
     """Measure the student in ``folder`` on the held-out records of ``base``, in float32.
 
     All runs of an ablation are measured on the same records at the same temperature, whatever they

@@ -156,7 +156,10 @@ def render_search_report(config: JobConfig, report: SearchReport) -> str:
     lines += [_format_row("---:", "---", "---:", "---:", "---:", *["---:"] * len(fields))]
     for row in report.trials:
         values = [_format_value(row.values.get(name)) for name in fields]
-        outcome = (row.number, row.state, *_format_loss(row.loss), row.steps)
+        loss = "" if row.loss is None else f"{row.loss:.4f}"
+        # exp(loss) overflows a float above 709.
+        shown = "" if row.loss is None or row.loss >= 700 else f"{math.exp(row.loss):,.2f}"
+        outcome = (row.number, row.state, loss, shown, row.steps)
         lines.append(_format_row(*outcome, *values))
     failures = [f"- Trial {row.number} failed: {row.why}" for row in report.trials if row.why]
     failures += [
@@ -188,13 +191,6 @@ def _summarise(config: JobConfig, report: SearchReport) -> str:
         return f"{what} None completed."
     found = ", ".join(f"`{name}` {_format_value(value)}" for name, value in best.values.items())
     return f"{what} The best is trial {best.number}: {found}. `best.yaml` is the whole job."
-
-
-def _format_loss(loss: float | None) -> tuple[str, str]:
-    if loss is None:
-        return "", ""
-    # exp(loss) overflows a float above 709.
-    return f"{loss:.4f}", f"{math.exp(loss):,.2f}" if loss < 700 else ""
 
 
 def _format_value(value: Any) -> str:
