@@ -47,9 +47,6 @@ class StageOrder:
     records: Path = Path()
 
 
-_ORDER = TypeAdapter(StageOrder)
-
-
 def run_in_child(order: StageOrder, monitor: Monitor) -> None:
     """Do ``order`` in a new process, whose events ``monitor`` gets.
 
@@ -60,7 +57,7 @@ def run_in_child(order: StageOrder, monitor: Monitor) -> None:
     with storage_errors(folder):
         remove_path(folder)
         make_folder(folder)
-    write_json(folder / "order.json", _ORDER.dump_python(order, mode="json"))
+    write_json(folder / "order.json", TypeAdapter(StageOrder).dump_python(order, mode="json"))
     with (order.run_dir / LOG).open("ab") as log:
         process = subprocess.Popen(
             # -P keeps the working folder out of the path: it may hold a folder named kd.
@@ -100,7 +97,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     monitor = Monitor(EventPipe().send, has_stdin_ended)
     try:
-        do_order(_ORDER.validate_python(read_json(folder / "order.json")), monitor)
+        do_order(StageOrder(**read_json(folder / "order.json")), monitor)
     except Exception as error:
         if not isinstance(error, Interrupted):
             traceback.print_exc()

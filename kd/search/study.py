@@ -23,6 +23,7 @@ from kd.config.jobfile import read_record
 from kd.config.placement import PLACEMENT_FIELDS
 from kd.config.search import Dimension, SearchConfig
 from kd.errors import TrainingError
+from kd.files import Json
 from kd.search.space import Overrides, get_search, list_ends
 
 if TYPE_CHECKING:
@@ -33,19 +34,17 @@ if TYPE_CHECKING:
     from optuna.trial import Trial as Trial  # exported for services, which import no Optuna
 
 Outcome = Literal["complete", "pruned", "failed"]
-#: A line of a journal: an operation of Optuna, which alone reads it.
-Operation = dict[str, Any]
 #: Seed of every sampler, beside what it samples.
 SEED = 0
 
 
 class Journal(Protocol):
-    """The storage of a study: numbered lines, which are only added."""
+    """The storage of a study: numbered lines, which are only added and which only Optuna reads."""
 
-    def read_logs(self, log_number_from: int) -> Iterator[Operation]:
+    def read_logs(self, log_number_from: int) -> Iterator[Json]:
         """Yield the lines from number ``log_number_from`` on."""
 
-    def append_logs(self, logs: list[Operation]) -> None:
+    def append_logs(self, logs: list[Json]) -> None:
         """Add all lines, or none of them."""
 
 
@@ -97,12 +96,12 @@ class FileJournal:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
 
-    def read_logs(self, log_number_from: int) -> Iterator[Operation]:
+    def read_logs(self, log_number_from: int) -> Iterator[Json]:
         """Yield the lines from number ``log_number_from`` on."""
         with self._path.open("rb") as file:
             yield from map(json.loads, islice(file, log_number_from, None))
 
-    def append_logs(self, logs: list[Operation]) -> None:
+    def append_logs(self, logs: list[Json]) -> None:
         """Add lines and flush them to the disk."""
         with storage_errors(self._path.parent), self._path.open("ab") as file:
             file.write("".join(json.dumps(log) + "\n" for log in logs).encode())
