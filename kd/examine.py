@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +17,7 @@ from kd.config.jobfile import read_record
 from kd.errors import ConfigError, DataError, ModelError
 from kd.evaluation.in_depth import EvaluationContext, evaluate_in_depth
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
-from kd.evaluation.report import judge_report
+from kd.evaluation.report import Report, judge_report
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.evaluation.words import explain_words
 from kd.files import find_run, read_json, write_json, write_text
@@ -33,8 +32,6 @@ from kd.stages.source import adopt_cache_layout, open_source
 from kd.text.batches import PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
 from kd.tracking.loading_events import reported_loading
-
-Report = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic.json_schema import JsonSchemaValue as Schema
 
 import kd
 from kd.config.fields.described import (
     FieldHelp,
-    Schema,
     describe_fields,
     describe_value,
     list_sections,

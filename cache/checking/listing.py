@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from cache.disk import sum_file_sizes, walk_files
 from cache.errors import CacheError
@@ -42,10 +41,6 @@ class CacheSummary:
     profile: str | None = None
     threshold: float | None = None
     created: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the summary as plain JSON values."""
-        return asdict(self)
 
 
 def list_caches(root: Path) -> list[CacheSummary]:

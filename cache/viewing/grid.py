@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,10 +60,6 @@ class ShardGrid:
     counts: dict[str, int] = field(default_factory=dict)
     corrupt: tuple[int, ...] = ()
     in_work: tuple[int, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the grid as plain JSON values."""
-        return asdict(self)
 
 
 def find_damaged_shards(lines: Iterable[str]) -> set[int]:

@@ -6,7 +6,7 @@ N   records of the page      E   head entries of N records      V   vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,10 +81,6 @@ class RecordPage:
     text: tuple[str, ...]
     document_starts: tuple[int, ...]
     records: tuple[ShownRecord, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the page as plain JSON values."""
-        return asdict(self)
 
 
 def read_page(

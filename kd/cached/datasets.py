@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from kd.cached.decoding import Decoding, decode_batch
+from kd.cached.decoding import Decoding, Item, decode_batch
 from kd.cached.items import split_batch
 from kd.cached.shared_store import SharedStore
 from kd.text.batches import Source
@@ -35,7 +35,7 @@ Key = int | tuple[int, int]
 _PLACES = 1 << 14
 
 
-class CachedSequences(Dataset[dict[str, Any]]):
+class CachedSequences(Dataset[Item]):
     """The training or the held-out sequences of a cache, by number; an item is one sequence.
 
     ``item[n]`` reads sequence n of this set with the first sample of its tail, and ``item[n, e]``
@@ -51,10 +51,10 @@ class CachedSequences(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, key: Key) -> dict[str, Any]:
+    def __getitem__(self, key: Key) -> Item:
         return self.__getitems__([key])[0]
 
-    def __getitems__(self, keys: Sequence[Key]) -> list[dict[str, Any]]:
+    def __getitems__(self, keys: Sequence[Key]) -> list[Item]:
         """Read the sequences of ``keys`` at once; raises ``IndexError`` for one that is not there.
 
         Errors of the cache are raised as ``cache.store.Cache.read`` raises them.
@@ -92,7 +92,7 @@ class EpochSampler(Sampler[Key]):
             yield from ((number, self.epoch) for number in order[places].tolist())
 
 
-class CachedStream(IterableDataset[dict[str, Any]]):
+class CachedStream(IterableDataset[Item]):
     """The training sequences as whole batches, in the order of our own training loop.
 
     Give it to ``DataLoader(stream, batch_size=None, num_workers=W)``. Worker w reads batches w,
@@ -128,7 +128,7 @@ class CachedStream(IterableDataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Item]:
         worker = get_worker_info()
         first, apart = (0, 1) if worker is None else (worker.id, worker.num_workers)
         source = self.store.open()
@@ -163,5 +163,5 @@ def find_rank() -> tuple[int, int]:
 
 def _read(
     store: SharedStore, decoding: Decoding, numbers: NDArray[np.int64], draws: NDArray[np.int64]
-) -> dict[str, Any]:
+) -> Item:
     return decode_batch(*store.open().read(numbers, draws), store.make_decoder(), decoding)

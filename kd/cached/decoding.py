@@ -37,6 +37,8 @@ from kd.loss.whole_targets import TopTarget
 from kd.text.batches import make_batch
 from kd.text.packing import compute_position_ids
 
+#: A sequence or a batch: tensors by the names above; ``records`` has tensors by their columns.
+Item = dict[str, Any]
 Form = Literal["records", "entries", "ragged", "dense", "topk"]
 #: The label of a token that is no target, as in transformers.
 IGNORED = -100
@@ -76,7 +78,7 @@ class Decoding:
 
 def decode_batch(
     sequences: Sequences, records: Records, decoder: TargetDecoder, decoding: Decoding
-) -> dict[str, Any]:
+) -> Item:
     """Return the tensors of a batch in the form of ``decoding``.
 
     ``input_ids``, ``position_ids`` and ``labels`` are (B, L) in int64. Positions restart at each

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cache.records import Records
-from kd.cached.decoding import IGNORED
+from kd.cached.decoding import IGNORED, Item
 
 #: Keys whose second axis is as wide as the widest position of the sequence.
 _PADDED = ("teacher_ids", "teacher_weights")
@@ -21,7 +21,7 @@ _OFFSETS = "teacher_offsets"
 _FLAT = (*_PADDED, _OFFSETS)
 
 
-def split_batch(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+def split_batch(batch: Mapping[str, Any]) -> list[Item]:
     """Return the sequences of a batch, each without the axis B; ``collate`` is the inverse.
 
     Padding is cut to the width of each sequence.
@@ -39,7 +39,7 @@ def split_batch(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     return items
 
 
-def collate(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def collate(items: Sequence[Mapping[str, Any]]) -> Item:
     """Join sequences to a batch, padded to the widest position; it is the ``collate_fn``.
 
     Ids and weights are padded with 0. Rows of a ragged form or of records follow one another.
@@ -84,8 +84,8 @@ def _split_rows(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return [dict(zip(batch, row, strict=True)) for row in rows]
 
 
-def _split_records(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = _split_rows({k: v for k, v in batch.items() if k != "records"})
+def _split_records(batch: Mapping[str, Any]) -> list[Item]:
+    items: list[Item] = _split_rows({k: v for k, v in batch.items() if k != "records"})
     records = Records({name: column.numpy() for name, column in batch["records"].items()})
     ends_B = (batch["labels"] != IGNORED).sum(1).cumsum(0).tolist()
     for item, start, end in zip(items, [0, *ends_B], ends_B, strict=False):

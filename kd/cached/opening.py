@@ -15,7 +15,7 @@ from typing import Any
 from cache.codec import Codec
 from cache.reading.arrays import MEMORY_BYTES
 from kd.cached.datasets import CachedSequences, CachedStream, EpochSampler, Order
-from kd.cached.decoding import Decoding, Form
+from kd.cached.decoding import Decoding, Form, Item
 from kd.cached.items import collate
 from kd.cached.shared_store import SharedStore, find_cache_folder
 
@@ -80,7 +80,7 @@ class OpenCache:
         """Return a sampler of ``train`` with the order of our own loop."""
         return EpochSampler(self.store, seed, order)
 
-    def collate(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def collate(self, items: Sequence[Mapping[str, Any]]) -> Item:
         """Join items to a batch: the ``collate_fn`` of a ``DataLoader`` over ``train``."""
         return collate(items)
 

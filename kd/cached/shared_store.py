@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class SharedStore:
             self._decoder = TargetDecoder.of(source, torch.device("cpu"))
         return self._decoder
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_source": None, "_decoder": None}
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
 from kd.cached.datasets import Order
+from kd.cached.decoding import Item
 from kd.cached.items import collate
 from kd.cached.loss import DistillationLoss, make_training_batch
 from kd.cached.opening import OpenCache
@@ -90,7 +91,7 @@ class CachedLoss:
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Item,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
@@ -111,7 +112,7 @@ class CachedLoss:
     def prediction_step(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Item,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:

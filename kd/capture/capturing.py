@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import filterfalse
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -44,6 +43,7 @@ from kd.capture.shards import (
 from kd.capture.teacher import Teacher, open_reader
 from kd.capture.usefulness import HeldOutWatch
 from kd.errors import OtherCapture
+from kd.files import Json
 from kd.models.folder import ModelFolder
 from kd.models.layers import stopping_forward
 from kd.models.precision import float32_products
@@ -56,7 +56,7 @@ OTHER_CAPTURE = "another job's capture of the same cache"
 FIDELITY_STOP = "in the fidelity check; every shard is sealed"
 
 
-def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> dict[str, Any]:
+def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> Json:
     """Seal the cache of ``plan`` below ``root``, unless it is sealed already; returns its summary.
 
     Sealed shards of an earlier attempt are kept, and those of a cache that the job extends are
@@ -225,7 +225,7 @@ def select_shard_sequences(plan: CapturePlan, index: int) -> Sequences:
     return Sequences.concatenate(part for part in parts if len(part))
 
 
-def summarise_cache(store: Cache, reused: bool) -> dict[str, Any]:
+def summarise_cache(store: Cache, reused: bool) -> Json:
     """Return the summary of a cache that events and reports show."""
     manifest: Manifest = store.manifest
     codec = store.codec

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -91,7 +90,7 @@ def settle_packing(config: JobConfig, monitor: Monitor = SILENT) -> JobConfig:
 
 def set_packing(config: JobConfig, packing: bool) -> JobConfig:
     """Return the job with what data.packing auto means for it."""
-    changed: dict[str, Any] = {"data": config.data.model_copy(update={"packing": packing})}
+    changed: dict[str, object] = {"data": config.data.model_copy(update={"packing": packing})}
     train = config.train
     if not packing and train and train.order == "shuffled" and train.strategy != "pipeline":
         changed["train"] = train.model_copy(update={"order": "length"})

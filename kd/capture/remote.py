@@ -25,7 +25,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -334,7 +334,7 @@ class RemoteTeacher:
             raise piece.refuse(f"no JSON ({error})") from error
         return parse_answer(answer, piece, self.codec.k, self.codec.vocabulary_size)
 
-    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def _post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
         """Return the server's answer or refusal.
 
         Retry while the server is unreachable, busy or broken.
@@ -359,7 +359,7 @@ class RemoteTeacher:
             "the server is overloaded. The next attempt continues after the last whole shard.",
         )
 
-    def _make_body(self, piece: DocumentPrompt) -> dict[str, Any]:
+    def _make_body(self, piece: DocumentPrompt) -> Mapping[str, object]:
         """Return the request for the entries of a prompt.
 
         It sets the temperature and all other options of sampling, because a server has its own
@@ -399,7 +399,7 @@ _REMEDIES = {
 }
 
 
-def _read_tokenize_answer(response: httpx.Response) -> dict[str, Any] | None:
+def _read_tokenize_answer(response: httpx.Response) -> Mapping[str, Any] | None:
     """Return the answer of /tokenize, or None if the server has no such endpoint."""
     try:
         answer = response.json() if response.is_success else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kd.errors import TrainingError
+from kd.files import Json
 from kd.progress import replace_nonfinite
 
 #: Names that a message lists; the facts have all of them.
@@ -27,17 +28,11 @@ class Verdict:
     ok: bool
     message: str
     remedy: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The data of a ``check`` event."""
-        return {
-            "check": self.check,
-            "ok": self.ok,
-            "message": self.message,
-            "remedy": self.remedy,
-            "facts": replace_nonfinite(self.facts),  # JSON has no NaN
-        }
+        return {**asdict(self), "facts": replace_nonfinite(self.facts)}  # JSON has no NaN
 
     def require(self) -> None:
         """Raise ``TrainingError`` if the check failed; for failures that must end the training."""

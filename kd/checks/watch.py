@@ -29,6 +29,7 @@ from kd.checks.dead_units import check_dead_units, find_dead_layers
 from kd.checks.verdict import Verdict, format_names
 from kd.config.checks import ChecksConfig
 from kd.config.train import TrainConfig
+from kd.files import Json
 from kd.text.steps.reading import count_loader_threads
 
 #: Decay of the moving average: it forgets a loss in about ten steps.
@@ -91,11 +92,11 @@ class TrainingWatch:
         self._waited = self._worked = 0.0
         self._starving = False
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """The state that a checkpoint must keep, as JSON values."""
         return asdict(self._state)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of ``state``; an empty one starts anew."""
         self._state = _State(**state)
 
@@ -246,7 +247,7 @@ class TrainingWatch:
         )
         return Verdict("starvation", False, message, remedy, {"share": share})
 
-    def observe_evaluation(self, found: dict[str, Any]) -> list[Verdict]:
+    def observe_evaluation(self, found: Mapping[str, Any]) -> list[Verdict]:
         """Record an evaluation; return an alarm where the student drifts away from its teacher."""
         now = found.get("validation_agreement")
         state = self._state

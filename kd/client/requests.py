@@ -39,7 +39,7 @@ class Request:
     read_seconds: float = READ_SECONDS
 
 
-def describe_job(job: JobLike) -> dict[str, Any]:
+def describe_job(job: JobLike) -> Mapping[str, Any]:
     """Return the body of a job. Raises ``ConfigError`` for a file that is wrong."""
     if isinstance(job, Mapping):
         return dict(job)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
 
 from cache.profiles.table import explain_unsupported
 from kd.addresses import ModelSource
@@ -73,7 +74,7 @@ class JobConfig(Placement):
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: Any, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
+    ) -> JsonSchemaValue:
         """Return the schema with the fields of the service last; pydantic lists them first."""
         schema = super().__get_pydantic_json_schema__(core_schema, handler)
         resolved = handler.resolve_ref_schema(schema)

@@ -35,7 +35,7 @@ PATTERNS_IN_WORDS = {
 #: Half of a UTF-16 pair has no UTF-8 form. NUL ends a string in the calls of the system.
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")
 #: What was done before a field existed, where its default does something else.
-MEANT_BEFORE: dict[str, dict[str, Any]] = {
+MEANT_BEFORE: Mapping[str, Mapping[str, object]] = {
     "data": {"document_separator": ""},
     "train": {"lm_head_floor": 0.0},
     "loss": {"tail_control": False},
@@ -327,7 +327,7 @@ def fill_record(written: Any) -> Any:
         return written
     known = drop_removed(written)
     before = {
-        section: meant | known[section]
+        section: {**meant, **known[section]}
         for section, meant in MEANT_BEFORE.items()
         if isinstance(known.get(section), dict)
     }

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -150,8 +150,10 @@ def describe_kinds() -> str:
 def _require_known(name: str) -> str:
     if name not in KINDS:
         *others, last = [repr(each) for each in KINDS]
-        known: dict[str, Any] = {"expected": f"{', '.join(others)} or {last}"}
-        raise PydanticCustomError("literal_error", "Input should be {expected}", known)
+        expected = f"{', '.join(others)} or {last}"
+        raise PydanticCustomError(
+            "literal_error", "Input should be {expected}", {"expected": expected}
+        )
     return name
 
 

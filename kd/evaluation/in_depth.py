@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,6 +32,7 @@ from kd.evaluation.teacher_comparison import (
     summarise_sums,
 )
 from kd.evaluation.tokens.scoring import FILE, write_tokens
+from kd.files import Json
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
 from kd.models.teacher_files import TeacherFiles
@@ -86,7 +86,7 @@ def evaluate_in_depth(
     student: PreTrainedModel,
     run: EvaluationContext,
     with_start: bool,
-) -> dict[str, Any]:
+) -> Json:
     """Return the report's ``evaluation`` and the names of the plots, in the run's folder.
 
     ``with_start`` measures the student before training, too. Raises ``ConfigError`` for an unknown
@@ -135,7 +135,7 @@ def _compare_side_by_side(
     student: PreTrainedModel,
     teacher: PreTrainedModel | None,
     run: EvaluationContext,
-) -> dict[str, Any]:
+) -> Json:
     """How student and teacher continue the prompts, and what both cost on this device.
 
     Without ``teacher`` it is loaded if that is possible, unless the job wants no continuations.
@@ -217,7 +217,7 @@ def measure_models(
     students: Mapping[str, PreTrainedModel],
     teacher: PreTrainedModel | None,
     tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, Any]:
+) -> Json:
     """Tokens and bytes of the held-out text, and every model's figures on it.
 
     Without such text there are no models.
@@ -243,7 +243,7 @@ def measure_models(
         "bytes": size,
         "top_k": TOP_K,
         "models": {
-            name: summarise_sums(each, size, teacher is not None and name != TEACHER)
+            name: asdict(summarise_sums(each, size, teacher is not None and name != TEACHER))
             for name, each in sums.items()
         },
         "ngrams": _measure_ngrams(source, vocabulary) if sums else None,
@@ -251,7 +251,7 @@ def measure_models(
     }
 
 
-def _measure_ngrams(source: Source, vocabulary: int) -> dict[str, Any] | None:
+def _measure_ngrams(source: Source, vocabulary: int) -> dict[str, float] | None:
     """The held-out losses of a unigram and a bigram that were counted from the training text."""
     ngrams = count_ngrams(source, vocabulary)
     found = None if ngrams is None else ngrams.measure_held_out(source)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -12,7 +11,7 @@ from kd.addresses import HUB_ID
 from kd.config.job import JobConfig
 from kd.evaluation.in_depth import STUDENT
 from kd.evaluation.report import Report, render_report
-from kd.files import read_json, write_json
+from kd.files import Json, read_json, write_json
 from kd.models.folder import (
     ADAPTER_FOLDER,
     BASE_FOLDER,
@@ -85,12 +84,12 @@ def find_licence(config: JobConfig) -> str:
     return found if isinstance(found, str) and found else UNKNOWN_LICENCE
 
 
-def _read_own_card(config: JobConfig) -> dict[str, Any]:
+def _read_own_card(config: JobConfig) -> Json:
     """The facts of the card of the teacher, or of the start where there is no teacher.
 
     A GGUF file may say them itself. What a card leaves out, that of its base model may say.
     """
-    student, teacher, found = config.student, config.teacher_files, dict[str, Any]()
+    student, teacher, found = config.student, config.teacher_files, Json()
     if teacher is not None:
         found = read_card(teacher.name, teacher.revision)
         if teacher.gguf_file:

@@ -258,7 +258,7 @@ def _simplify_job(config: JobConfig, sequences: int) -> JobConfig:
 #: The verdict needs to know whether every weight has a gradient.
 _CHECK_OPTIONS = {"spike_factor": 0.0, "max_skipped": 0, "alarms": True}
 #: Train options of an attempt: all steps at one rate, and nothing that hinders memory.
-_LOOP_OPTIONS: dict[str, Any] = {
+_LOOP_OPTIONS: dict[str, object] = {
     "max_steps": STEPS,
     "epochs": None,
     "gradient_accumulation_steps": 1,

@@ -76,11 +76,12 @@ def format_verdict(report: Facts) -> list[str]:
 
 
 def format_closing_sections(report: Facts) -> list[str]:
-    """The sections on checks, tasks, samples, plots and time that the report has data for."""
+    """The sections that the report has data for: from its checks to where the time went."""
     found = report.get("evaluation") or {}
+    notices = [f"- {Notice(**each)}" for each in report.get("notices") or ()]
     return [
         *_format_checks(report.get("checks") or ()),
-        *_format_notices(report.get("notices") or ()),
+        *(["", "## Found in the inputs", "", *notices] if notices else []),
         *_format_tasks(found.get("tasks") or {}),
         *_format_costs(found),
         *_format_samples(found.get("samples") or {}),
@@ -175,12 +176,6 @@ def _format_profile(profile: Mapping[str, Any]) -> list[str]:
     heading = _format_row(["phase", "times", "seconds", "mean ms", "share"])
     table = [heading, "|---|--:|--:|--:|--:|", *map(_format_row, rows)]
     return ["", "## Where the time went", "", f"{used}.", "", *table]
-
-
-def _format_notices(notices: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A section on what the run found in its inputs and left out, changed or did not understand."""
-    lines = [f"- {Notice(**each)}" for each in notices]
-    return ["", "## Found in the inputs", "", *lines] if lines else []
 
 
 def _format_tasks(tasks: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -6,7 +6,6 @@ import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT, EvaluationContext,
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
 from kd.evaluation.teacher_comparison import TEACHER, compare_with_records
 from kd.evaluation.words import explain_words
-from kd.files import read_json, write_json, write_text
+from kd.files import Json, read_json, write_json, write_text
 from kd.models.precision import pick_device
 from kd.progress import NOTICES, keep_notices, replace_nonfinite
 from kd.text.batches import Source
@@ -34,7 +33,8 @@ from kd.training.early_stopping import find_best_step
 from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.saved.state import TrainingProgress
 
-Report = dict[str, Any]
+#: The content of report.json.
+Report = Json
 #: What the event ``report`` says of a run, so that jobs can be compared.
 COMPARED = (
     *("student_perplexity", "student_bits_per_byte", "teacher_perplexity"),
@@ -224,7 +224,7 @@ def render_report(report: Report) -> str:
     return "\n".join([*lines, *explain_words(lines)]) + "\n"
 
 
-def _gather_models(report: Report) -> dict[str, dict[str, Any]]:
+def _gather_models(report: Report) -> dict[str, Json]:
     """The facts of every model, from measurement in depth or from records and training."""
     measured = (report.get("evaluation") or {}).get("models") or {}
     found = {

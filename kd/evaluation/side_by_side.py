@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kd.addresses import ModelSource
 from kd.evaluation.teacher_comparison import CHUNK_ELEMENTS, EvaluatedModel
-from kd.files import format_bytes
+from kd.files import Json, format_bytes
 from kd.memory.model_work import count_weight_bytes
 from kd.memory.step_memory import measure_free_memory, read_peak_memory, reset_peak_memory
 from kd.models.folder import ModelFolder, find_source
@@ -73,10 +72,6 @@ class ModelCost:
             return cls(None, None)
         found = find_source(source, Path())
         return cls.of_folder(None if found is None else found.path, source.gguf_file)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        return asdict(self)
 
 
 def count_disk_bytes(folder: Path, gguf_file: str | None = None) -> int | None:
@@ -203,7 +198,7 @@ def compare_on_device(
     known: Mapping[str, ModelCost],
     batch: Batch,
     writer: SampleWriter,
-) -> dict[str, Any]:
+) -> Json:
     """The samples of ``models``, and the costs of these and of other ``known`` models.
 
     The first of ``known`` is the student, the second its teacher.
@@ -224,7 +219,7 @@ def compare_on_device(
     }
     return {
         "samples": samples,
-        "costs": {name: cost.to_json() for name, cost in costs.items() if cost.parameters},
+        "costs": {name: asdict(cost) for name, cost in costs.items() if cost.parameters},
         "student_is": {
             name: round(more / less, 3) for name, (more, less) in pairs.items() if more and less
         },

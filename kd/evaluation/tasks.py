@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def run_tasks(
     return select_numbers(found["results"])
 
 
-def select_numbers(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+def select_numbers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """The numbers among lm-eval's results.
 
     ``acc,none`` becomes ``acc``, with another filter ``acc (filter)``.

@@ -14,14 +14,13 @@ context length.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cache.perplexity import BlockLosses, raise_e
+from cache.perplexity import BlockLosses, Interval, raise_e
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.loss.decoder import TargetDecoder
@@ -109,7 +108,7 @@ class ComparisonSums:
 
 def compare_with_records(
     model: PreTrainedModel, config: JobConfig, source: Source, vocabulary: int
-) -> dict[str, Any]:
+) -> dict[str, float | None]:
     """Evaluate ``model`` by the held-out records, as ``kd.training.evaluate`` does, in float32.
 
     So the figures do not depend on the precision of the training.
@@ -209,39 +208,63 @@ def measure_chunk(p_NV: Tensor, q_NV: Tensor, gold_N: Tensor, context_N: Tensor)
     )
 
 
+@dataclass(frozen=True)
+class ModelScores:
+    """What a report says of a model on the held-out text: means over its positions."""
+
+    loss: float
+    tokens: int
+    perplexity: float
+    perplexity_interval: Interval | None
+    bits_per_byte: float | None
+    calibration_error: float | None
+    reliability: list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class ComparedScores(ModelScores):
+    """What a report says of a model that was compared with its teacher.
+
+    ``kl_by_context`` has the mean KL where the model sees ``first`` to ``last`` tokens of the
+    document.
+    """
+
+    kl: float
+    total_variation: float
+    acceptance: float
+    agreement: float
+    top_k_agreement: float
+    kl_by_context: list[dict[str, float]]
+
+
 def summarise_sums(
     sums: ComparisonSums, text_bytes: int | None, against_teacher: bool
-) -> dict[str, Any]:
-    """Means over the positions, as a report has them.
-
-    Without a teacher, only those that need none.
-    """
+) -> ModelScores:
+    """Means over the positions; without a teacher, only those that need none."""
     count = float(sums.count_C.sum())
     loss = float(sums.ce) / count
-    interval = sums.losses.perplexity and sums.losses.perplexity.interval
-    found: dict[str, Any] = {
-        "loss": loss,
-        "tokens": int(count),
-        "perplexity": raise_e(loss),
-        "perplexity_interval": interval and asdict(interval),
-        "bits_per_byte": compute_bits_per_byte(loss, int(count), text_bytes)
-        if text_bytes
-        else None,
-        "calibration_error": sums.calibration.error,
-        "reliability": sums.calibration.curve(),
-    }
+    perplexity = sums.losses.perplexity
+    found = ModelScores(
+        loss=loss,
+        tokens=int(count),
+        perplexity=raise_e(loss),
+        perplexity_interval=None if perplexity is None else perplexity.interval,
+        bits_per_byte=compute_bits_per_byte(loss, int(count), text_bytes) if text_bytes else None,
+        calibration_error=sums.calibration.error,
+        reliability=sums.calibration.curve(),
+    )
     if not against_teacher:
         return found
     variation = float(sums.variation) / count
     spans = enumerate(zip(sums.count_C.tolist(), sums.kl_C.tolist(), strict=True))
-    return found | {
-        "kl": float(sums.kl) / count,
-        "total_variation": variation,
-        "acceptance": 1.0 - variation,
-        "agreement": float(sums.agreed) / count,
-        "top_k_agreement": float(sums.shared) / count,
-        # Mean KL where the model sees ``first`` to ``last`` tokens of the document.
-        "kl_by_context": [
+    return ComparedScores(
+        **vars(found),
+        kl=float(sums.kl) / count,
+        total_variation=variation,
+        acceptance=1.0 - variation,
+        agreement=float(sums.agreed) / count,
+        top_k_agreement=float(sums.shared) / count,
+        kl_by_context=[
             {
                 "first": 2**span,
                 "last": 2 ** (span + 1) - 1,
@@ -251,4 +274,4 @@ def summarise_sums(
             for span, (tokens, kl) in spans
             if tokens
         ],
-    }
+    )

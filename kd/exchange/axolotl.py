@@ -24,7 +24,7 @@ applied, and its entries are scaled to sum to 1; it can be imported only as it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def read_rows(path: Path, tokenizer: Any, ahead: bool = False) -> Iterator[Row]:
         yield row
 
 
-def _read_items(cells: dict[str, Any]) -> list[Pairs]:
+def _read_items(cells: Mapping[str, Any]) -> list[Pairs]:
     """Return the entries of each token that has an item in the row; an item may be empty."""
     if "target_logprobs" in cells:
         masks = cells.get("target_mask") or [None] * len(cells["target_logprobs"])

@@ -8,7 +8,6 @@ Shapes: B sequences, L positions of a sequence, N positions with a record, K ent
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from kd.exchange import distillkit, parquet
 from kd.exchange.distillkit import FILL_LOGPROB, INDICES, LOGPROBS, Compression
 from kd.exchange.entries import EntryTable, choose_entry_count, read_entries
 from kd.exchange.restoring import PREFIX, FileDescription, cut_by_sequence, make_stored_schema
-from kd.files import whole_folder
+from kd.files import Json, whole_folder
 from kd.progress import SILENT, Monitor, ProgressMeter
 
 #: Sequences in one file.
@@ -39,7 +38,7 @@ def export_records(
     k: int | None = None,
     monitor: Monitor = SILENT,
     lossy: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """Write the records of a cache as a new dataset in ``folder``; returns a summary.
 
     Profiles topk, dense and hidden export ``k`` entries per position. Profiles threshold and
@@ -54,7 +53,12 @@ def export_records(
     import pyarrow.parquet
 
     layout = _choose_layout(store, format, k, lossy)
-    files = dict(_name_files(store))
+    # ``datasets`` finds splits by these names.
+    files = {
+        f"{split}-{index:05d}.parquet": numbers[first : first + FILE_SEQUENCES]
+        for split, numbers in (("train", store.train), ("validation", store.validation))
+        for index, first in enumerate(range(0, len(numbers), FILE_SEQUENCES))
+    }
     meter = ProgressMeter(len(store), "sequences")
     with whole_folder(folder) as temporary:
         for name, numbers in files.items():
@@ -86,16 +90,6 @@ def _choose_layout(store: Cache, format: str, k: int | None, lossy: bool) -> Exp
         raise DataError(what, "Leave out k.")
     # A user who chooses k wants other records than the cache's.
     return PlainLayout(PROFILES[profile].sampled, store.codec if k is None else None)
-
-
-def _name_files(store: Cache) -> Iterator[tuple[str, range]]:
-    """Yield the name of each file and the numbers of its sequences.
-
-    ``datasets`` finds splits by these names.
-    """
-    for split, numbers in (("train", store.train), ("validation", store.validation)):
-        for index, first in enumerate(range(0, len(numbers), FILE_SEQUENCES)):
-            yield f"{split}-{index:05d}.parquet", numbers[first : first + FILE_SEQUENCES]
 
 
 # ---------------------------------------------------------------------- plain Parquet
@@ -149,7 +143,7 @@ class PlainLayout:
                 rows[PREFIX + name] = _split_into_lists(sizes, pyarrow.array(column.reshape(-1)))
         return pyarrow.table(rows).select(self.schema.names).cast(self.schema)
 
-    def finish(self, folder: Path) -> dict[str, Any]:
+    def finish(self, folder: Path) -> dict[str, float | str]:
         """Write nothing: this format has only rows."""
         return {}
 
@@ -233,12 +227,12 @@ class DistillKitLayout:
             columns[name] = _split_into_lists(lengths - 1, per_position)
         return pyarrow.table(columns).cast(self.schema)
 
-    def finish(self, folder: Path) -> dict[str, Any]:
+    def finish(self, folder: Path) -> dict[str, float | str]:
         """Write the configuration; return counts, and a warning if a sampled tail was left out."""
         (folder / distillkit.CONFIG).write_text(self.compression.to_yaml(), encoding="utf-8")
         kept = self.mass / max(self.records, 1)
         counts = {"rows": self.rows, "records": self.records, "k": self.k}
-        summary: dict[str, Any] = counts | {"kept_mass": round(kept, 6)}
+        summary: dict[str, float | str] = {**counts, "kept_mass": round(kept, 6)}
         if not PROFILES[self.profile].sampled:
             return summary
         warning = (

@@ -10,7 +10,7 @@ from typing import Any
 from cache.disk import hash_file
 from kd.errors import DataError
 from kd.text.reading.contents import name_rows, read_json_rows
-from kd.text.rows import require_object
+from kd.text.rows import Row, require_object
 from kd.text.text_files import SAVED_SPLIT, SAVED_SPLITS, list_all_files
 
 #: Rows of a file of Parquet or Arrow in memory at once.
@@ -61,7 +61,7 @@ def hash_content(files: Sequence[Path]) -> str:
     return hashlib.sha256("".join(hash_file(file) for file in files).encode()).hexdigest()
 
 
-def read_named_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_named_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield the place and the content of each row of a file of JSON, which may be compressed."""
     rows = name_rows(read_json_rows(path), str(path), "Write one JSON object per line, as UTF-8.")
     for number, row in enumerate(rows, 1):
@@ -137,7 +137,7 @@ def _make_table_error(path: Path, error: Exception) -> DataError:
     )
 
 
-def read_dict_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_dict_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a file of JSON Lines, Parquet or Arrow as Python values.
 
     For formats with deeply nested lists.

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -41,6 +40,7 @@ from kd.exchange.foreign_files import find_foreign_files, hash_content
 from kd.exchange.restoring import Origin, read_origins, restore_cache
 from kd.exchange.rows import Alignment, Row, check_row, resize_row
 from kd.exchange.sealing import seal_cache
+from kd.files import Json
 from kd.models.folder import resolve_model
 from kd.models.tokenizers import (
     IMPORTED,
@@ -102,7 +102,7 @@ class ImportRequest:
         return self.k is None and self.sequence_length is None and not self.validation_fraction
 
 
-def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT) -> dict[str, Any]:
+def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT) -> Json:
     """Seal a cache with the records of ``request`` below ``root``, unless it is sealed.
 
     Untouched exports of a cache become the same cache. Returns its summary. Raises ``DataError``

@@ -19,7 +19,7 @@ without token t, belongs to another text and is refused. ``prompt_token_ids`` ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield _read_choice({**answer, **choice}, place)
 
 
-def _read_choice(choice: dict[str, Any], where: str) -> Row:
+def _read_choice(choice: Mapping[str, Any], where: str) -> Row:
     try:
         if choice.get("prompt_logprobs") is not None:
             given = next(choice[name] for name in _TOKENS if choice.get(name) is not None)
@@ -84,7 +84,7 @@ def _make_answer_error(where: str, error: Exception) -> DataError:
 
 
 def _read_items(
-    items: list[Any], read: Callable[[dict[str, Any]], TokenLogprobs], where: str
+    items: list[Any], read: Callable[[Mapping[str, Any]], TokenLogprobs], where: str
 ) -> list[TokenLogprobs | None]:
     """Read the item of each token; raises ``DataError`` for the first one that cannot be read."""
     found: list[TokenLogprobs | None] = []
@@ -107,13 +107,13 @@ def parse_token_id(token: str) -> int:
     return require_token_id(int(number))
 
 
-def _read_entries(item: dict[str, Any]) -> TokenLogprobs:
+def _read_entries(item: Mapping[str, Any]) -> TokenLogprobs:
     """Read one item of prompt_logprobs; an entry may be {logprob: ...} or a bare number."""
     bare = {t: each["logprob"] if isinstance(each, dict) else each for t, each in item.items()}
     return {require_token_id(int(t)): _parse_logprob(logprob) for t, logprob in bare.items()}
 
 
-def _read_echoed_entries(item: dict[str, Any]) -> TokenLogprobs:
+def _read_echoed_entries(item: Mapping[str, Any]) -> TokenLogprobs:
     """Read one item of top_logprobs in a completions answer."""
     return {parse_token_id(t): _parse_logprob(logprob) for t, logprob in item.items()}
 

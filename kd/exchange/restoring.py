@@ -44,6 +44,7 @@ from kd.errors import DataError
 from kd.exchange.foreign_files import read_parquet_metadata, read_table_batches
 from kd.exchange.parquet import read_flat_column
 from kd.exchange.sealing import seal_cache
+from kd.files import Json
 from kd.models.tokenizing.token_map import TokenMap
 from kd.progress import Monitor
 
@@ -227,7 +228,7 @@ def read_origins(files: Sequence[Path]) -> list[Origin]:
 
 def restore_cache(
     origins: Sequence[Origin], root: Path, teacher_name: str, monitor: Monitor
-) -> dict[str, Any]:
+) -> Json:
     """Seal the cache of ``origins`` again below ``root``, unless it is sealed; return its summary.
 
     Raises ``DataError`` if a file is missing, of another cache or changed, before it writes.

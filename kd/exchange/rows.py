@@ -93,7 +93,7 @@ class Row:
         names = ("positions", "ids", "logprobs", "gold", "residual", "entropy")
         columns = {name: getattr(self, name) for name in names}
         kept: dict[str, Any] = {
-            name: None if column is None else column[mask] for name, column in columns.items()
+            name: None if found is None else found[mask] for name, found in columns.items()
         }
         return replace(self, **kept)
 

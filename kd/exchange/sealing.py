@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences
 from cache.store import open_cache
 from cache.writing.writer import CacheWriter, open_writer
 from kd.capture.capturing import summarise_cache
+from kd.files import Json
 from kd.progress import Monitor, ProgressMeter
 
 Item = TypeVar("Item")
@@ -24,7 +25,7 @@ def seal_cache(
     encode: Callable[[Item, int], tuple[Sequences, Records]],
     finish: Callable[[CacheWriter], None],
     monitor: Monitor,
-) -> dict[str, Any]:
+) -> Json:
     """Write the missing shards of a cache below ``root``, then seal it; return its summary.
 
     ``items`` yields every sequence of the cache in order, and one shard of them is in memory.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from cache.errors import StorageError
 from kd.config.jobfile import read_record
 from kd.errors import ModelError
 from kd.evaluation.model_card import write_provenance
-from kd.files import locate_temporary, read_json, whole_folder
+from kd.files import Json, locate_temporary, read_json, whole_folder
 from kd.models.folder import ADAPTER_CONFIG, ADAPTER_FOLDER, BASE_FOLDER
 from kd.models.saving import find_base, load_saved_student, save_model
 from kd.progress import Monitor
@@ -62,7 +62,7 @@ class StudentExport:
     converter: str | None = None
     outtype: str = "auto"
 
-    def run(self, monitor: Monitor) -> dict[str, Any]:
+    def run(self, monitor: Monitor) -> Json:
         """Write the export, whole or not at all; return a summary.
 
         Raises ``ModelError`` if the student has no such form or the converter refuses, and

@@ -15,16 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cache.disk import remove_path
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.kinds import CAPTURE, TRAIN
 from kd.errors import Interrupted, format_first_line
-from kd.experiments.ablation_page import render_ablation
+from kd.experiments.ablation_page import AblationReport, RunReport, render_ablation
 from kd.experiments.child import StageOrder, run_in_child
 from kd.experiments.plan import AblationJob, AblationPlan
 from kd.files import read_json, write_json, write_text
@@ -39,7 +38,7 @@ _POINTS = 200
 _SHOWN_EVENTS = {"progress", "metrics", "evaluation", "warning", "cache", "stage"}
 
 
-def ablate(plan: AblationPlan, home: Path, folder: Path, monitor: Monitor) -> dict[str, Any]:
+def ablate(plan: AblationPlan, home: Path, folder: Path, monitor: Monitor) -> AblationReport:
     """Run all that ``plan`` has and ``folder`` does not have yet; returns the report.
 
     A run that fails is reported with its error, and the others go on. Raises ``Interrupted`` when
@@ -71,7 +70,7 @@ class _Ablation:
         return next(iter(sorted(runs.glob(f"*-{job.digest}"))), runs / job.folder)
 
     @property
-    def success(self) -> dict[str, Any]:
+    def success(self) -> dict[str, str]:
         """The outcome of a run that has ended well, and was measured as this ablation measures."""
         return {"state": "finished", "compared_with": self.plan.base_digest}
 
@@ -98,8 +97,7 @@ class _Ablation:
         own = self._capture(job.config)
         if (own / "cache.json").is_file():
             shutil.copyfile(own / "cache.json", run_dir / "cache.json")
-        data, base = (each.model_dump(mode="json") for each in (job.config, self.plan.base))
-        order = StageOrder(TRAIN.name, data, str(self.home), str(run_dir), base, str(records))
+        order = StageOrder(TRAIN.name, job.config, self.home, run_dir, self.plan.base, records)
         run_in_child(order, self._listen())
 
     def _capture(self, config: JobConfig) -> Path:
@@ -109,10 +107,8 @@ class _Ablation:
         folder = self.folder / "captures" / digest
         if config.captures and not (folder / "cache.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            data = config.model_dump(mode="json")
-            run_in_child(
-                StageOrder(CAPTURE.name, data, str(self.home), str(folder)), self._listen()
-            )
+            order = StageOrder(CAPTURE.name, config, self.home, folder)
+            run_in_child(order, self._listen())
         return folder
 
     def _listen(self) -> Monitor:
@@ -127,52 +123,37 @@ class _Ablation:
     def write_report(self) -> None:
         """Write report.json and index.html with all that has ended so far."""
         report = self.make_report()
-        write_json(self.folder / REPORT, report)
+        write_json(self.folder / REPORT, report.to_json())
         write_text(self.folder / PAGE, render_ablation(report))
 
-    def make_report(self) -> dict[str, Any]:
+    def make_report(self) -> AblationReport:
         """Return the axes, and the figures and curves of every run."""
-        base = self.plan.base
-        train = base.require_train()
-        return {
-            "name": base.name,
-            "job": base.model_dump(mode="json"),
-            "steps": train.max_steps,
-            "seed": train.seed,
-            "base": self.plan.base_digest,
-            "axes": [asdict(axis) for axis in self.plan.axes],
-            "runs": {digest: self.describe(job) for digest, job in self.plan.jobs.items()},
-        }
+        jobs = self.plan.jobs.items()
+        return AblationReport(self.plan, {digest: self.describe(job) for digest, job in jobs})
 
-    def describe(self, job: AblationJob) -> dict[str, Any]:
+    def describe(self, job: AblationJob) -> RunReport:
         """Return the state of a run, its curves so far, and its figures if it has finished."""
         folder = self.locate(job)
         outcome = read_json(folder / OUTCOME) or {"state": "waiting"}
-        found: dict[str, Any] = {
-            "label": job.label,
-            "folder": str(folder.relative_to(self.folder)),
-            "state": outcome["state"],
-            "error": outcome.get("error", ""),
-            "own_records": select_cache_inputs(job.config) != select_cache_inputs(self.plan.base),
-            "temperature": job.config.model_dump(mode="json")["loss"]["temperature"],
-            "curves": read_curves(folder / "metrics.jsonl"),
-        }
-        if outcome["state"] == "finished":
-            found |= read_figures(folder)
-        return found
+        return RunReport(
+            label=job.label,
+            folder=str(folder.relative_to(self.folder)),
+            state=outcome["state"],
+            error=outcome.get("error", ""),
+            own_records=select_cache_inputs(job.config) != select_cache_inputs(self.plan.base),
+            temperature=job.config.model_dump(mode="json")["loss"]["temperature"],
+            curves=read_curves(folder / "metrics.jsonl"),
+            figures=read_figures(folder) if outcome["state"] == "finished" else {},
+        )
 
 
-def read_figures(folder: Path) -> dict[str, Any]:
+def read_figures(folder: Path) -> dict[str, float | None]:
     """Return the figures of a finished run: quality, time, speed and memory."""
     report = read_json(folder / REPORT) or {}
     measured = read_json(folder / "measured.json") or {}
     profile = report.get("profile") or {}
-    return {
-        "held_out_loss": measured.get("validation_loss"),
-        "held_out_perplexity": measured.get("validation_perplexity"),
-        "held_out_kl": measured.get("validation_kl"),
-        "held_out_agreement": measured.get("validation_agreement"),
-        "held_out_tokens": measured.get("validation_tokens"),
+    names = ("loss", "perplexity", "kl", "agreement", "tokens")
+    return {f"held_out_{name}": measured.get(f"validation_{name}") for name in names} | {
         "steps": report.get("steps"),
         "tokens": report.get("tokens"),
         "train_seconds": report.get("train_seconds"),

@@ -1,9 +1,10 @@
-"""The page of an ablation: what each setting changes, as plots and tables."""
+"""The report of an ablation, and its page: what each setting changes, as plots and tables."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,9 +12,9 @@ import yaml
 
 from kd.experiments.drawing import INK, QUIET, SERIES, draw_svg, style_line
 from kd.experiments.page import make_element, make_plots, make_table, render_page
-from kd.files import format_bytes
+from kd.experiments.plan import AblationAxis, AblationPlan
+from kd.files import Json, format_bytes
 
-Facts = dict[str, Any]
 _CURVES = {
     "loss": ("Training loss", "nats per token"),
     "perplexity": ("Held-out perplexity", ""),
@@ -41,30 +42,80 @@ _EMPTY = "–"
 _LEAST_SPAN = 0.02
 
 
-def render_ablation(report: Facts) -> str:
+@dataclass(frozen=True)
+class RunReport:
+    """One run: ``state`` is waiting, finished or failed; ``folder`` is relative to the ablation's.
+
+    ``own_records``: it was trained on other records than the job itself. ``temperature`` is what
+    its job has in the section loss. ``curves`` are pairs of (tokens trained, value). ``figures``
+    are empty unless the run has finished; None in them is not known.
+    """
+
+    label: str
+    folder: str
+    state: str
+    error: str
+    own_records: bool
+    temperature: object
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+    figures: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class AblationReport:
+    """All that an ablation has found: its plan, and its runs by digest."""
+
+    plan: AblationPlan
+    runs: Mapping[str, RunReport]
+
+    def to_json(self) -> Json:
+        """Return the content of report.json, in which a run has its figures beside its state."""
+        base = self.plan.base
+        train = base.require_train()
+        runs = {digest: asdict(run) for digest, run in self.runs.items()}
+        return {
+            "name": base.name,
+            "job": base.model_dump(mode="json"),
+            "steps": train.max_steps,
+            "seed": train.seed,
+            "base": self.plan.base_digest,
+            "axes": [asdict(axis) for axis in self.plan.axes],
+            "runs": {digest: run | run.pop("figures") for digest, run in runs.items()},
+        }
+
+
+#: A setting that has a run: its label, the run, and the digest of the run.
+Row = tuple[str, RunReport, str]
+
+
+def render_ablation(report: AblationReport) -> str:
     """Render the report of an ablation as one HTML page."""
     return render_page(
-        f"Ablation of {report['name']}",
+        f"Ablation of {report.plan.base.name}",
         [
             *_introduce(report),
             *_draw_overview(report),
-            *(part for axis in report["axes"] for part in _render_axis(report, axis)),
+            *(part for axis in report.plan.axes for part in _render_axis(report, axis)),
             "<h2>The job</h2>",
             "<details><summary>All fields of the job with which the runs are compared</summary>",
-            make_element("pre", yaml.safe_dump(report["job"], sort_keys=False)),
+            make_element(
+                "pre", yaml.safe_dump(report.plan.base.model_dump(mode="json"), sort_keys=False)
+            ),
             "</details>",
         ],
     )
 
 
-def _introduce(report: Facts) -> list[str]:
-    states = [run["state"] for run in report["runs"].values()]
-    tokens = next((run["tokens"] for run in report["runs"].values() if run.get("tokens")), None)
-    length = f"{report['steps']:,} steps" + (f" ({tokens:,} tokens)" if tokens else "")
+def _introduce(report: AblationReport) -> list[str]:
+    runs = report.runs.values()
+    train = report.plan.base.require_train()
+    states = [run.state for run in runs]
+    tokens = next((run.figures["tokens"] for run in runs if run.figures.get("tokens")), None)
+    length = f"{train.max_steps:,} steps" + (f" ({tokens:,} tokens)" if tokens else "")
     counts = [f"{states.count('finished')} of {len(states)} runs have finished"]
     counts += [f"{states.count('failed')} failed"] if "failed" in states else []
     text = (
-        f"The runs of an axis differ in nothing else. All have seed {report['seed']}, the same "
+        f"The runs of an axis differ in nothing else. All have seed {train.seed}, the same "
         f"order of the data, and as many tokens as {length} of the job itself, unless the axis is "
         f"one of these. {', '.join(counts)}."
     )
@@ -74,16 +125,17 @@ def _introduce(report: Facts) -> list[str]:
 # ---------------------------------------------------------------------- overview
 
 
-def _draw_overview(report: Facts) -> list[str]:
+def _draw_overview(report: AblationReport) -> list[str]:
     """Draw by how much each setting changes the held-out loss; nothing without two runs."""
-    base = report["runs"][report["base"]].get("held_out_loss")
+    base = report.runs[report.plan.base_digest].figures.get("held_out_loss")
     bars = [
-        (axis["name"], row["label"], report["runs"][row["run"]]["held_out_loss"] - base)
-        for axis in report["axes"]
-        for row in axis["rows"]
+        (axis.name, row.label, loss - base)
+        for axis in report.plan.axes
+        for row in axis.rows
         if base is not None
-        and row["run"] not in (None, report["base"])
-        and report["runs"][row["run"]].get("held_out_loss") is not None
+        and row.run is not None
+        and row.run != report.plan.base_digest
+        and (loss := report.runs[row.run].figures.get("held_out_loss")) is not None
     ]
     if not bars:
         return []
@@ -119,7 +171,7 @@ def _draw_overview(report: Facts) -> list[str]:
     if spread:
         said += " Within the grey band, differences may come from the seed alone."
     title = "What each setting changes"
-    height = 1.0 + 0.24 * len(bars) + 0.15 * len(report["axes"])
+    height = 1.0 + 0.24 * len(bars) + 0.15 * len(report.plan.axes)
     return [
         f"<h2>{title}</h2>",
         make_element("p", said, "quiet"),
@@ -130,15 +182,14 @@ def _draw_overview(report: Facts) -> list[str]:
 # ---------------------------------------------------------------------- an axis
 
 
-def _render_axis(report: Facts, axis: Facts) -> list[str]:
-    rows = [(row["label"], report["runs"][row["run"]], row["run"]) for row in axis["rows"]
-            if row["run"] is not None]  # fmt: skip
+def _render_axis(report: AblationReport, axis: AblationAxis) -> list[str]:
+    rows = [(row.label, report.runs[row.run], row.run) for row in axis.rows if row.run is not None]
     wrong = [
-        *((row["label"], "refused", row["refusal"]) for row in axis["rows"] if row["run"] is None),
-        *((label, "failed", run["error"]) for label, run, _ in rows if run["state"] == "failed"),
+        *((row.label, "refused", row.refusal) for row in axis.rows if row.run is None),
+        *((label, "failed", run.error) for label, run, _ in rows if run.state == "failed"),
     ]
-    parts = [make_element("h2", axis["name"])]
-    parts += [make_element("p", axis["why"], "quiet")] if axis["why"] else []
+    parts = [make_element("h2", axis.name)]
+    parts += [make_element("p", axis.why, "quiet")] if axis.why else []
     parts += [
         f'<p class="bad"><b>{html.escape(label)}</b> {what}: {html.escape(why)}</p>'
         for label, what, why in wrong
@@ -147,16 +198,16 @@ def _render_axis(report: Facts, axis: Facts) -> list[str]:
     return [*parts, make_plots(filter(None, drawings)), _make_axis_table(report, rows)]
 
 
-def _draw_curve(report: Facts, axis: Facts, rows: list[tuple[str, Facts, str]], name: str) -> str:
+def _draw_curve(report: AblationReport, axis: AblationAxis, rows: list[Row], name: str) -> str:
     """Draw one curve of every run of an axis; empty where no run has it."""
     title, unit = _CURVES[name]
-    base = report["runs"][report["base"]]
+    base = report.runs[report.plan.base_digest]
     # A KL is comparable if it is to the same records at the same temperature.
-    same = ("own_records", "temperature") if name == "kl" else ()
+    same = (base.own_records, base.temperature)
     lines = [
-        (number, label, run["curves"][name])
+        (number, label, run.curves[name])
         for number, (label, run, _) in enumerate(rows)
-        if run["curves"][name] and all(run[fact] == base[fact] for fact in same)
+        if run.curves[name] and (name != "kl" or (run.own_records, run.temperature) == same)
     ]
     if not lines:
         return ""
@@ -177,7 +228,7 @@ def _draw_curve(report: Facts, axis: Facts, rows: list[tuple[str, Facts, str]], 
         _set_scale(axes, [value for *_, points in lines for _, value in points])
         axes.legend()
 
-    return draw_svg(draw, f"{title} by {axis['name']}")
+    return draw_svg(draw, f"{title} by {axis.name}")
 
 
 def _set_scale(axes: Any, values: Sequence[float]) -> None:
@@ -193,24 +244,27 @@ def _set_scale(axes: Any, values: Sequence[float]) -> None:
         axes.tick_params(axis="y", which="minor", labelsize=7)
 
 
-def _make_axis_table(report: Facts, rows: list[tuple[str, Facts, str]]) -> str:
-    base = report["runs"][report["base"]]
-    losses = [run["held_out_loss"] for _, run, _ in rows if run.get("held_out_loss") is not None]
+def _make_axis_table(report: AblationReport, rows: list[Row]) -> str:
+    base = report.runs[report.plan.base_digest]
+    found = [run.figures.get("held_out_loss") for _, run, _ in rows]
+    losses = [loss for loss in found if loss is not None]
     # Equal runs, as of activation checkpointing, have no best one.
     best = min(losses) if len(set(losses)) > 1 else None
     cells = []
     marks = []
     for number, (label, run, digest) in enumerate(rows):
         color = f"var(--series-{number % len(SERIES) + 1})"
-        itself = " (the job itself)" if digest == report["base"] and label != base["label"] else ""
+        itself = (
+            " (the job itself)" if digest == report.plan.base_digest and label != base.label else ""
+        )
         key = f'<span class="key" style="background: {color}"></span>{html.escape(label + itself)}'
         cells.append([key, *_format_figures(run)])
-        marks.append("best" if best is not None and run.get("held_out_loss") == best else "")
+        marks.append("best" if best is not None and found[number] == best else "")
     return make_table(["", *_FIGURES], cells, marks)
 
 
-def _format_figures(run: Facts) -> list[str]:
-    if run["state"] != "finished":
-        return [make_element("td", run["state"], "quiet")] + [_EMPTY] * (len(_FIGURES) - 1)
-    shown = [(run[name], form) for name, form in _FIGURES.values()]
+def _format_figures(run: RunReport) -> list[str]:
+    if not run.figures:
+        return [make_element("td", run.state, "quiet")] + [_EMPTY] * (len(_FIGURES) - 1)
+    shown = [(run.figures[name], form) for name, form in _FIGURES.values()]
     return [_EMPTY if value is None else form(value) for value, form in shown]

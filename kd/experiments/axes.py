@@ -59,7 +59,7 @@ def _list_schedules(config: JobConfig) -> Axis:
     steps = config.require_train().max_steps or STEPS
     decay = {"num_decay_steps": max(steps // 5, 1)}
     warm = "constant_with_warmup" if config.require_train().warmup_steps else "constant"
-    names: dict[str, dict[str, Any]] = {
+    names: dict[str, dict[str, int]] = {
         "cosine": {}, "linear": {}, warm: {}, "inverse_sqrt": {}, "warmup_stable_decay": decay,
         "onecycle": {},
     }  # fmt: skip
@@ -96,7 +96,7 @@ def _list_accumulations(config: JobConfig) -> Axis:
 def _list_optimisers(config: JobConfig) -> Axis:
     rate = config.require_train().learning_rate
     warm = "constant_with_warmup" if config.require_train().warmup_steps else "constant"
-    more: dict[str, dict[str, Any]] = {
+    more: dict[str, dict[str, object]] = {
         "adamw": {}, "adafactor": {}, "muon": {},
         "lion": {"train.learning_rate": rate / 5},
         # Its steps are a thousandth of the weights' length times the rate.
@@ -237,7 +237,7 @@ def make_short_job(config: JobConfig, steps: int | None = None) -> JobConfig:
     return parse_config(_set_length(data, own or steps, steps))
 
 
-def _set_length(data: dict[str, Any], before: int, steps: int) -> dict[str, Any]:
+def _set_length(data: Mapping[str, Any], before: int, steps: int) -> Mapping[str, Any]:
     """Return the job ``data`` with ``steps`` steps, and with what counts steps in proportion."""
     train = data["train"]
     ratio = steps / before
@@ -254,7 +254,7 @@ def _set_length(data: dict[str, Any], before: int, steps: int) -> dict[str, Any]
         "save_steps": max(steps // _SAVES, 1),
         "logging_steps": max(steps // _REPORTS, 1),
     }
-    return data | {"train": train | changed}
+    return {**data, "train": train | changed}
 
 
 def _scale_steps(value: Any, ratio: float) -> Any:

@@ -12,19 +12,19 @@ import signal
 import subprocess
 import sys
 import traceback
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from cache.disk import make_folder, remove_path, storage_errors
 from kd.config.job import JobConfig
-from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost, TrainingError
 from kd.files import read_json, write_json
 from kd.parallel.children import build_path, relay_events
 from kd.parallel.parent_death import PARENT_VARIABLE, die_with_parent
 from kd.parallel.rank_failures import read_first_failure, write_failure
-from kd.progress import EventPipe, Monitor
+from kd.progress import EventPipe, Monitor, replace_nonfinite
 from kd.rank import has_stdin_ended
 
 #: The folder in a run folder with the order and the error of its process.
@@ -40,11 +40,11 @@ class StageOrder:
     """
 
     stage: str
-    config: dict[str, Any]
-    home: str
-    run_dir: str
-    measure_on: dict[str, Any] | None = None
-    records: str = ""
+    config: JobConfig
+    home: Path
+    run_dir: Path
+    measure_on: JobConfig | None = None
+    records: Path = Path()
 
 
 def run_in_child(order: StageOrder, monitor: Monitor) -> None:
@@ -53,13 +53,12 @@ def run_in_child(order: StageOrder, monitor: Monitor) -> None:
     Raises the error of the process, ``Interrupted`` after a stop, and ``RankLost`` where it was
     killed.
     """
-    run_dir = Path(order.run_dir)
-    folder = run_dir / FOLDER
+    folder = order.run_dir / FOLDER
     with storage_errors(folder):
         remove_path(folder)
         make_folder(folder)
-    write_json(folder / "order.json", asdict(order))
-    with (run_dir / LOG).open("ab") as log:
+    write_json(folder / "order.json", TypeAdapter(StageOrder).dump_python(order, mode="json"))
+    with (order.run_dir / LOG).open("ab") as log:
         process = subprocess.Popen(
             # -P keeps the working folder out of the path: it may hold a folder named kd.
             [sys.executable, "-P", "-m", "kd.experiments.child", str(folder)],
@@ -110,17 +109,16 @@ def do_order(order: StageOrder, monitor: Monitor) -> None:
     """Run the stage, and measure its student where it trains one."""
     from kd.pipeline import run_stage
 
-    home, run_dir = Path(order.home), Path(order.run_dir)
-    run_stage(order.stage, parse_config(order.config), home, run_dir, monitor)
-    if order.measure_on is not None:
-        base = parse_config(order.measure_on)
-        found = measure_student(base, home, Path(order.records), run_dir / "student", monitor)
-        write_json(run_dir / "measured.json", found)
+    home, run_dir = order.home, order.run_dir
+    run_stage(order.stage, order.config, home, run_dir, monitor)
+    if (base := order.measure_on) is not None:
+        found = measure_student(base, home, order.records, run_dir / "student", monitor)
+        write_json(run_dir / "measured.json", replace_nonfinite(found))
 
 
 def measure_student(
     base: JobConfig, home: Path, records: Path, folder: Path, monitor: Monitor
-) -> dict[str, Any]:
+) -> dict[str, float | None]:
     """Measure the student in ``folder`` on the held-out records of ``base``, in float32.
 
     All runs of an ablation are measured on the same records at the same temperature, whatever they
@@ -129,15 +127,12 @@ def measure_student(
     from kd.evaluation.teacher_comparison import compare_with_records
     from kd.models.saving import load_saved_student
     from kd.models.vocabulary import choose_run_vocabulary
-    from kd.progress import replace_nonfinite
     from kd.stages.source import adopt_cache_layout, open_source
 
     tokenizer, source = open_source(base, home, records, monitor)
     student = load_saved_student(folder)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
-    found = compare_with_records(student, adopt_cache_layout(source, base), source, vocabulary)
-    measured: dict[str, Any] = replace_nonfinite(found)
-    return measured
+    return compare_with_records(student, adopt_cache_layout(source, base), source, vocabulary)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def draw_svg(
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
-def style_line(number: int) -> dict[str, Any]:
+def style_line(number: int) -> dict[str, str]:
     """Return the colour and dashes of line ``number``, from 0."""
     dashes = ("-", "--", ":")[number // len(SERIES) % 3]
     return {"color": SERIES[number % len(SERIES)], "linestyle": dashes}

@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.errors import ModelError
 from kd.evaluation.baseline import build_starting_student
 from kd.evaluation.teacher_comparison import EvaluatedModel
-from kd.experiments.landscape_page import render_landscape
+from kd.experiments.landscape_page import Landscape, LossLine, LossPlane, render_landscape
 from kd.files import read_json, write_json, write_text
 from kd.loss.decoder import TargetDecoder
 from kd.loss.ramps import evaluate_ramp
@@ -46,7 +46,7 @@ from kd.models.precision import (
 )
 from kd.models.saving import load_saved_student, save_student
 from kd.models.vocabulary import choose_run_vocabulary
-from kd.progress import SILENT, Monitor, replace_nonfinite
+from kd.progress import SILENT, Monitor
 from kd.stages.source import adopt_cache_layout, open_source
 from kd.text.batches import Batch, Source, make_batch
 from kd.training.evaluate import choose_evaluation_temperature, score_positions
@@ -74,7 +74,7 @@ class LandscapeOptions:
 
 def survey(
     run_dir: Path, home: Path, folder: Path, options: LandscapeOptions, monitor: Monitor = SILENT
-) -> dict[str, Any]:
+) -> Landscape:
     """Measure the landscape of the finished run in ``run_dir``; write and return it.
 
     ``folder`` gets landscape.json and index.html. Raises ``ModelError`` for a run without a
@@ -86,26 +86,21 @@ def survey(
     config = adopt_cache_layout(source, config)
     student = load_saved_student(run_dir / "student")
     end = copy_weights(student)
-    start = copy_weights(_rebuild_start(config, tokenizer))
+    # The student before training, in the form in which a finished one is saved.
+    with TemporaryDirectory(prefix="kd-start-") as name:
+        first = build_starting_student(config, tokenizer)
+        save_student(first, tokenizer, Path(name), config.student, torch.float32)
+        start = copy_weights(load_saved_student(Path(name)))
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     surface = LossSurface.of(config, source, student, vocabulary, options)
     meter = _Meter(monitor, options.points**2 + options.line_points)
     with float32_products(), torch.no_grad():
         line = _measure_line(surface, start, end, options, meter)
         plane = _measure_plane(surface, end, options, meter)
-    found: dict[str, Any] = replace_nonfinite(
-        {
-            "name": config.name,
-            "run": str(run_dir),
-            "options": asdict(options),
-            "alpha": surface.alpha,
-            "temperature": surface.temperature,
-            "tokens": {name: sum(map(len, each)) for name, each in surface.batches.items()},
-            "line": line,
-            "plane": plane,
-        }
-    )
-    write_json(folder / "landscape.json", found)
+    tokens = {name: sum(map(len, each)) for name, each in surface.batches.items()}
+    weights = (surface.alpha, surface.temperature)
+    found = Landscape(config.name, str(run_dir), asdict(options), *weights, tokens, line, plane)
+    write_json(folder / "landscape.json", found.to_json())
     write_text(folder / "index.html", render_landscape(found))
     return found
 
@@ -117,14 +112,6 @@ def read_run_job(run_dir: Path) -> JobConfig:
         detail = f"the run {run_dir} has no student, or no config.json."
         raise ModelError(detail, "Name a run whose training has finished.")
     return read_record(content)
-
-
-def _rebuild_start(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Return the student before training, in the form in which a finished one is saved."""
-    with TemporaryDirectory(prefix="kd-start-") as name:
-        student = build_starting_student(config, tokenizer)
-        save_student(student, tokenizer, Path(name), config.student, torch.float32)
-        return load_saved_student(Path(name))
 
 
 # ---------------------------------------------------------------------- weights and directions
@@ -249,7 +236,7 @@ class _Meter:
 
 def _measure_line(
     surface: LossSurface, start: Weights, end: Weights, options: LandscapeOptions, meter: _Meter
-) -> dict[str, Any]:
+) -> LossLine:
     """Measure the loss from before the start to beyond the end."""
     path = {name: weight - start[name].to(weight) for name, weight in end.items()}
     places = [float(each) for each in np.linspace(-_BEYOND, 1 + _BEYOND, options.line_points)]
@@ -259,11 +246,8 @@ def _measure_line(
         losses.append(surface.measure())
         meter.count()
     curves = _gather(losses)
-    return {
-        "places": places,
-        **curves,
-        "barrier": {name: find_barrier(places, values) for name, values in curves.items()},
-    }
+    barrier = {name: find_barrier(places, values) for name, values in curves.items()}
+    return LossLine(places, curves, barrier)
 
 
 def find_barrier(places: list[float], losses: list[float]) -> float | None:
@@ -285,7 +269,7 @@ def find_barrier(places: list[float], losses: list[float]) -> float | None:
 
 def _measure_plane(
     surface: LossSurface, end: Weights, options: LandscapeOptions, meter: _Meter
-) -> dict[str, Any]:
+) -> LossPlane:
     """Measure the loss on a square grid around the trained weights."""
     one, other = (draw_direction(end, 2 * options.seed + each) for each in (0, 1))
     places = [float(each) for each in np.linspace(-options.radius, options.radius, options.points)]
@@ -300,12 +284,8 @@ def _measure_plane(
     set_weights(surface.student, end)
     centre = surface.measure()
     grids = {name: [row[name] for row in rows] for name in centre}
-    return {
-        "places": places,
-        **grids,
-        "centre": centre,
-        "rise": {name: measure_rise(places, grid, centre[name]) for name, grid in grids.items()},
-    }
+    rise = {name: measure_rise(places, grid, centre[name]) for name, grid in grids.items()}
+    return LossPlane(places, grids, centre, rise)
 
 
 def measure_rise(places: list[float], grid: list[list[float]], centre: float) -> float | None:

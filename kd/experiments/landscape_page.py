@@ -1,12 +1,16 @@
-"""The page of a loss landscape: the line from start to end, and the plane around the end."""
+"""A measured loss landscape, and its page: the line from start to end, the plane around the end."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kd.experiments.drawing import INK, QUIET, draw_svg, style_line
 from kd.experiments.page import make_element, make_plots, make_table, render_page
+from kd.files import Json
+from kd.progress import replace_nonfinite
 
 _SPLITS = {"train": "training text", "held_out": "held-out text"}
 _ABOUT_LINE = (
@@ -23,18 +27,64 @@ _ABOUT_PLANE = (
 _LEVELS = 14
 
 
-def render_landscape(found: dict[str, Any]) -> str:
+@dataclass(frozen=True)
+class LossLine:
+    """The losses at ``places`` from start (0) to end (1), and the barrier, by split."""
+
+    places: list[float]
+    losses: Mapping[str, list[float]]
+    barrier: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class LossPlane:
+    """The losses on a grid with ``places`` on both sides, by split, at its centre, and their rise.
+
+    ``rise`` is the mean rise at half of the largest distance; None without a finite loss there.
+    """
+
+    places: list[float]
+    losses: Mapping[str, list[list[float]]]
+    centre: Mapping[str, float]
+    rise: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """The landscape of the run in the folder ``run``; ``tokens`` are those of each split."""
+
+    name: str
+    run: str
+    options: Mapping[str, float]
+    alpha: float
+    temperature: float
+    tokens: dict[str, int]
+    line: LossLine
+    plane: LossPlane
+
+    def to_json(self) -> Json:
+        """Return the content of landscape.json; a loss that is not finite is None."""
+        line, plane = self.line, self.plane
+        found = asdict(self)
+        found["line"] = {"places": line.places, **line.losses, "barrier": line.barrier}
+        ends = {"centre": plane.centre, "rise": plane.rise}
+        found["plane"] = {"places": plane.places, **plane.losses, **ends}
+        content: Json = replace_nonfinite(found)
+        return content
+
+
+def render_landscape(found: Landscape) -> str:
     """Render a measured landscape as one HTML page."""
-    splits = {name: title for name, title in _SPLITS.items() if name in found["line"]}
+    splits = {name: title for name, title in _SPLITS.items() if name in found.line.losses}
     planes = [_draw_plane(found, name, title) for name, title in splits.items()]
-    weight = f"alpha {found['alpha']:g}, T {found['temperature']:g}"
-    tokens = ", ".join(f"{found['tokens'][name]:,} tokens of {splits[name]}" for name in splits)
+    weight = f"alpha {found.alpha:g}, T {found.temperature:g}"
+    tokens = ", ".join(f"{found.tokens[name]:,} tokens of {splits[name]}" for name in splits)
     about = (
         f"The loss is the job's loss at the end of its training ({weight}), in nats per token, on "
         f"{tokens}, without dropout."
     )
     return render_page(
-        f"Loss landscape of {found['name']}",
+        f"Loss landscape of {found.name}",
         [
             make_element("p", about),
             "<h2>From start to end</h2>",
@@ -48,13 +98,13 @@ def render_landscape(found: dict[str, Any]) -> str:
     )
 
 
-def _draw_line(found: dict[str, Any], splits: dict[str, str]) -> str:
-    line = found["line"]
+def _draw_line(found: Landscape, splits: dict[str, str]) -> str:
+    line = found.line
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for number, (name, title) in enumerate(splits.items()):
-            axes.plot(line["places"], _fill(line[name]), label=title, **style_line(number))
+            axes.plot(line.places, _fill(line.losses[name]), label=title, **style_line(number))
         for place, text in ((0, "start"), (1, "end")):
             axes.axvline(place, color=QUIET, linewidth=0.8, linestyle=":")
             axes.annotate(
@@ -67,10 +117,10 @@ def _draw_line(found: dict[str, Any], splits: dict[str, str]) -> str:
     return draw_svg(draw, "Loss from start to end", 6.4, 3.4)
 
 
-def _draw_plane(found: dict[str, Any], name: str, title: str) -> str:
+def _draw_plane(found: Landscape, name: str, title: str) -> str:
     """Draw contours of the loss; empty where fewer than two values are finite."""
-    places = found["plane"]["places"]
-    grid = [_fill(row) for row in found["plane"][name]]
+    places = found.plane.places
+    grid = [_fill(row) for row in found.plane.losses[name]]
     finite = sorted({value for row in grid for value in row if math.isfinite(value)})
     if len(finite) < 2:
         return ""
@@ -93,18 +143,18 @@ def _draw_plane(found: dict[str, Any], name: str, title: str) -> str:
     return draw_svg(draw, f"Loss on {title} around the trained student", 5.4, 4.2)
 
 
-def _make_facts(found: dict[str, Any], splits: dict[str, str]) -> str:
-    half = found["options"]["radius"] / 2
-    parts = (found["plane"]["centre"], found["plane"]["rise"], found["line"]["barrier"])
+def _make_facts(found: Landscape, splits: dict[str, str]) -> str:
+    half = found.options["radius"] / 2
+    parts = (found.plane.centre, found.plane.rise, found.line.barrier)
     rows = [[title, *(_format(part[name]) for part in parts)] for name, title in splits.items()]
     rise = f"mean rise at distance {half:g}"
     return make_table(["", "loss of the student", rise, "barrier from start to end"], rows)
 
 
-def _fill(values: list[float | None]) -> list[float]:
+def _fill(values: list[float]) -> list[float]:
     """Return the values with NaN, which is not drawn, in place of those that are not finite."""
-    return [math.nan if value is None else value for value in values]
+    return [value if math.isfinite(value) else math.nan for value in values]
 
 
 def _format(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
+    return "–" if value is None or not math.isfinite(value) else f"{value:.4f}"

@@ -12,21 +12,20 @@ from markdown_it import MarkdownIt
 from kd.errors import DataError
 from kd.evaluation.doubts import find_perplexity
 from kd.evaluation.plots import CURVES, TITLES, draw_perplexities, list_drawings
-from kd.evaluation.report import render_report
+from kd.evaluation.report import Report, render_report
 from kd.evaluation.teacher_comparison import TEACHER
 from kd.experiments.drawing import draw_svg
 from kd.experiments.page import make_element, make_plots, render_page
 from kd.files import read_json, write_text
 from kd.tracking.metrics import read_metrics
 
-Facts = dict[str, Any]
 Lines = Sequence[Mapping[str, Any]]
 PAGE = "report.html"
 
 
-def read_report(run_dir: Path) -> Facts:
+def read_report(run_dir: Path) -> Report:
     """Read the report of the run in ``run_dir``. Raises ``DataError`` where it has none."""
-    report: Facts | None = read_json(run_dir / "report.json")
+    report: Report | None = read_json(run_dir / "report.json")
     if report is None or "steps" not in report:
         remedy = "Name a run whose training has finished."
         raise DataError(f"{run_dir} has no report of a training.", remedy)
@@ -42,7 +41,7 @@ def write_page(run_dir: Path, out: Path | None = None) -> Path:
     return page
 
 
-def render_run(report: Facts, lines: Lines, config: Facts) -> str:
+def render_run(report: Report, lines: Lines, config: Report) -> str:
     """Render a report with the ``lines`` of metrics.jsonl and the job as one HTML page.
 
     It holds the facts of report.json and no address of anything outside.
@@ -67,7 +66,7 @@ def render_run(report: Facts, lines: Lines, config: Facts) -> str:
     )
 
 
-def _draw_plots(report: Facts, lines: Lines) -> list[str]:
+def _draw_plots(report: Report, lines: Lines) -> list[str]:
     """Draw the curves of the training, and the plots of the evaluation in depth."""
     key = "learning_rate"
     rates = [(line["step"], line[key]) for line in lines if line.get(key) is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +97,7 @@ class OperationCounter(TorchDispatchMode):
         self._held_bytes -= size
 
 
-def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+def _count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
     packet = func._overloadpacket
     if packet in _CPU_ATTENTION:
         count, inputs = _CPU_ATTENTION[packet]

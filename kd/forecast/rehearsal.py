@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
@@ -234,7 +233,7 @@ def _rehearse_training(
     if kind is None:
         return training, {}
     # In the precision that the GPU would choose; float16 counts like bfloat16.
-    changes: dict[str, Any] = {"compile": "none"}
+    changes = {"compile": "none"}
     if options.precision in ("auto", "fp16"):
         changes["precision"] = "bf16"
     train = probe.require_train().model_copy(update=changes)

@@ -12,7 +12,7 @@ Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.0617
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ def _make_refusal(student: PreTrainedModel, how: Checkpointing, why: str) -> Mod
 
 
 #: The positional and the named arguments of a layer's ``forward``, after its hidden states.
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +17,12 @@ from kd.config.job import JobConfig
 from kd.errors import TrainingError
 from kd.evaluation.pages import format_verdict
 from kd.evaluation.teacher_effect import judge_pair
-from kd.files import write_json, write_text
+from kd.files import Json, write_json, write_text
 from kd.progress import replace_nonfinite
-from kd.search.space import get_search, make_best_job
-from kd.search.study import get_held_out_tokens, has_tried_all
+from kd.search.space import Overrides, get_search, make_best_job
+from kd.search.study import SearchStudy
 
 if TYPE_CHECKING:
-    from optuna.study import Study
     from optuna.trial import FrozenTrial
 
 #: The files in the run folder of a search.
@@ -30,110 +31,141 @@ SEARCH_FILES = ("best.yaml", "report.md", "report.json")
 OUTCOMES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 
 
-def make_search_report(config: JobConfig, study: Study) -> dict[str, Any]:
-    """Make the report: the best trial, and all trials from best to worst. No number is NaN."""
-    trials = [describe_trial(trial) for trial in study.get_trials(deepcopy=False)]
+@dataclass(frozen=True)
+class TrialResult:
+    """A trial: its state, its loss (nats per token) after ``steps``, and the values that it tried.
 
-    def rank(row: dict[str, Any]) -> tuple[bool, float, int]:
-        loss = math.inf if row["loss"] is None else row["loss"]
-        return row["state"] != "complete", loss, row["number"]
+    ``why`` is the reason of a failure. ``same_as`` is the number of an earlier trial with the same
+    values, in place of which this one was not trained. A ``loss`` that is not finite is None.
+    """
 
-    trials.sort(key=rank)
-    complete = [row for row in trials if row["state"] == "complete"]
-    best = {name: complete[0][name] for name in ("number", "loss", "values")} if complete else None
-    report: dict[str, Any] = replace_nonfinite(
-        {
-            "name": config.name,
-            "kind": config.kind,
-            "held_out_tokens": get_held_out_tokens(study),
-            "best": best,
-            "tried_all": has_tried_all(study, get_search(config)),
-            "trials": trials,
-        }
+    number: int
+    state: str
+    loss: float | None
+    steps: int
+    values: Overrides
+    why: str
+    same_as: int | None
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """The outcome of a search: the best trial, and all trials from best to worst."""
+
+    name: str
+    kind: str
+    held_out_tokens: int | None
+    best: TrialResult | None
+    tried_all: bool
+    trials: tuple[TrialResult, ...]
+    verdict: Verdict | None
+
+    def to_json(self) -> Json:
+        """Return the content of report.json, in which the best trial stands in short."""
+        report: Json = replace_nonfinite(asdict(self))
+        if best := report["best"]:
+            report["best"] = {name: best[name] for name in ("number", "loss", "values")}
+        return report
+
+
+def make_search_report(config: JobConfig, study: SearchStudy) -> SearchReport:
+    """Make the report of all trials so far."""
+
+    def rank(row: TrialResult) -> tuple[bool, float, int]:
+        loss = math.inf if row.loss is None else row.loss
+        return row.state != "complete", loss, row.number
+
+    trials = sorted(map(describe_trial, study.list_trials()), key=rank)
+    return SearchReport(
+        name=config.name,
+        kind=config.kind,
+        held_out_tokens=study.held_out_tokens,
+        best=next((row for row in trials if row.state == "complete"), None),
+        tried_all=study.has_tried_all(),
+        trials=tuple(trials),
+        verdict=judge_search(trials),
     )
-    verdict = judge_search(trials)
-    return report | {"verdict": None if verdict is None else verdict.to_json()}
 
 
-def judge_search(trials: list[dict[str, Any]]) -> Verdict | None:
+def judge_search(trials: Sequence[TrialResult]) -> Verdict | None:
     """Judge the teacher of a search that also tried to train without it (``loss.alpha`` 1).
 
     The best trials of both kinds are compared. None if one kind has no complete trial.
     """
     losses: dict[bool, list[float]] = {True: [], False: []}
     for row in trials:
-        alpha = row["values"].get("loss.alpha")
-        if row["state"] == "complete" and alpha is not None and row["loss"] is not None:
-            losses[alpha == 1.0].append(row["loss"])
+        alpha = row.values.get("loss.alpha")
+        if row.state == "complete" and alpha is not None and row.loss is not None:
+            losses[alpha == 1.0].append(row.loss)
     if not losses[True] or not losses[False]:
         return None
     return judge_pair(raise_e(min(losses[False])), raise_e(min(losses[True])), None)
 
 
-def describe_trial(trial: FrozenTrial) -> dict[str, Any]:
-    """Describe a trial in plain values: state, loss, steps, tried values, reason of a failure."""
+def describe_trial(trial: FrozenTrial) -> TrialResult:
+    """Describe a trial as it is now; one that did not complete has its least loss so far."""
     losses = trial.intermediate_values
     state = OUTCOMES.get(trial.state.name, "running")
-    return {
-        "number": trial.number,
-        "state": state,
-        "loss": trial.value if state == "complete" else min(losses.values(), default=None),
-        "steps": max(losses, default=0),
-        "values": {name: trial.params[name] for name in sorted(trial.params)},
-        "why": trial.user_attrs.get("why", ""),
-        "same_as": trial.user_attrs.get("same_as"),
-    }
+    loss = trial.value if state == "complete" else min(losses.values(), default=None)
+    return TrialResult(
+        number=trial.number,
+        state=state,
+        loss=replace_nonfinite(loss),
+        steps=max(losses, default=0),
+        values={name: trial.params[name] for name in sorted(trial.params)},
+        why=trial.user_attrs.get("why", ""),
+        same_as=trial.user_attrs.get("same_as"),
+    )
 
 
-def write_search(run_dir: Path, config: JobConfig, report: dict[str, Any]) -> dict[str, str]:
+def write_search(run_dir: Path, config: JobConfig, report: SearchReport) -> dict[str, str]:
     """Write the search's files; return their paths by name.
 
     Raises ``TrainingError`` if no trial completed; the report is written before.
     """
-    write_json(run_dir / "report.json", report)
+    write_json(run_dir / "report.json", report.to_json())
     write_text(run_dir / "report.md", render_search_report(config, report))
-    if report["best"] is None:
-        why = next(
-            (row["why"] for row in report["trials"] if row["why"]), "All were stopped early."
-        )
+    if report.best is None:
+        why = next((row.why for row in report.trials if row.why), "All were stopped early.")
         raise TrainingError(
-            f"None of the {len(report['trials'])} trials completed. {why}",
+            f"None of the {len(report.trials)} trials completed. {why}",
             f"{run_dir / 'report.md'} lists the outcome of each.",
         )
-    write_text(run_dir / "best.yaml", render_best_job(config, report))
+    write_text(run_dir / "best.yaml", render_best_job(config, report.best))
     return {name: str(run_dir / name) for name in SEARCH_FILES}
 
 
-def render_best_job(config: JobConfig, report: dict[str, Any]) -> str:
+def render_best_job(config: JobConfig, best: TrialResult) -> str:
     """Render the whole job with the best values for ``kd run``, which reuses the search's cache."""
-    best = report["best"]
-    job = make_best_job(config, best["values"]).model_dump(mode="json")
+    job = make_best_job(config, best.values).model_dump(mode="json")
     comment = (
-        f"# Trial {best['number']} of search {config.name}: "
-        f"held-out loss {best['loss']:.4f} nats per token.\n"
+        f"# Trial {best.number} of search {config.name}: "
+        f"held-out loss {best.loss:.4f} nats per token.\n"
     )
     return comment + yaml.safe_dump(job, sort_keys=False, allow_unicode=True)
 
 
-def render_search_report(config: JobConfig, report: dict[str, Any]) -> str:
+def render_search_report(config: JobConfig, report: SearchReport) -> str:
     """Render the report as Markdown."""
     fields = sorted(get_search(config).space)
-    lines = [f"# {report['name']}", "", *format_verdict(report), _summarise(config, report), ""]
-    perplexity = _name_perplexity(report.get("held_out_tokens"))
+    warning = format_verdict(report.to_json())
+    lines = [f"# {report.name}", "", *warning, _summarise(config, report), ""]
+    perplexity = _name_perplexity(report.held_out_tokens)
     heading = ("trial", "outcome", "held-out loss", perplexity, "steps")
     lines += [_format_row(*heading, *(f"`{name}`" for name in fields))]
     lines += [_format_row("---:", "---", "---:", "---:", "---:", *["---:"] * len(fields))]
-    for row in report["trials"]:
-        values = [_format_value(row["values"].get(name)) for name in fields]
-        outcome = (row["number"], row["state"], *_format_loss(row["loss"]), row["steps"])
+    for row in report.trials:
+        values = [_format_value(row.values.get(name)) for name in fields]
+        loss = "" if row.loss is None else f"{row.loss:.4f}"
+        # exp(loss) overflows a float above 709.
+        shown = "" if row.loss is None or row.loss >= 700 else f"{math.exp(row.loss):,.2f}"
+        outcome = (row.number, row.state, loss, shown, row.steps)
         lines.append(_format_row(*outcome, *values))
-    failures = [
-        f"- Trial {row['number']} failed: {row['why']}" for row in report["trials"] if row["why"]
-    ]
+    failures = [f"- Trial {row.number} failed: {row.why}" for row in report.trials if row.why]
     failures += [
-        f"- Trial {row['number']} has the values of trial {row['same_as']}, and was not trained."
-        for row in report["trials"]
-        if row["same_as"] is not None
+        f"- Trial {row.number} has the values of trial {row.same_as}, and was not trained."
+        for row in report.trials
+        if row.same_as is not None
     ]
     return "\n".join([*lines, *([""] if failures else []), *failures]) + "\n"
 
@@ -146,26 +178,19 @@ def _name_perplexity(tokens: int | None) -> str:
     return f"perplexity of {tokens:,} tokens{where}"
 
 
-def _summarise(config: JobConfig, report: dict[str, Any]) -> str:
+def _summarise(config: JobConfig, report: SearchReport) -> str:
     search = get_search(config)
-    best = report["best"]
+    best = report.best
     what = (
-        f"{len(report['trials'])} trials from one cache, "
+        f"{len(report.trials)} trials from one cache, "
         f"sampler {search.sampler}, pruner {search.pruner}."
     )
-    if report["tried_all"] and len(report["trials"]) < search.trials:
+    if report.tried_all and len(report.trials) < search.trials:
         what += f" It ended before {search.trials} trials: the space has no other values."
     if best is None:
         return f"{what} None completed."
-    found = ", ".join(f"`{name}` {_format_value(value)}" for name, value in best["values"].items())
-    return f"{what} The best is trial {best['number']}: {found}. `best.yaml` is the whole job."
-
-
-def _format_loss(loss: float | None) -> tuple[str, str]:
-    if loss is None:
-        return "", ""
-    # exp(loss) overflows a float above 709.
-    return f"{loss:.4f}", f"{math.exp(loss):,.2f}" if loss < 700 else ""
+    found = ", ".join(f"`{name}` {_format_value(value)}" for name, value in best.values.items())
+    return f"{what} The best is trial {best.number}: {found}. `best.yaml` is the whole job."
 
 
 def _format_value(value: Any) -> str:

@@ -11,7 +11,7 @@ A search that was stopped or killed continues: its open trial resumes from its n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,25 +23,11 @@ from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.files import read_json, write_json
 from kd.progress import Event, Monitor, StageResult
 from kd.search.findings import describe_trial, make_search_report, write_search
-from kd.search.space import find_space_problems, get_search, keeps_best, make_trial_job
-from kd.search.study import (
-    FileJournal,
-    end_as_twin,
-    end_trial,
-    estimate_seconds_left,
-    find_twin,
-    list_open_trials,
-    make_study,
-    note_held_out_tokens,
-    report_loss,
-    should_prune,
-    start_trial,
-    suggest_values,
-)
+from kd.search.space import find_space_problems, keeps_best, make_trial_job
+from kd.search.study import FileJournal, SearchStudy, make_study, should_prune
 from kd.tracking.metrics import read_metrics
 
 if TYPE_CHECKING:
-    from optuna.study import Study
     from optuna.trial import Trial
 
 #: ``kd.pipeline.run_train``, which this room may not import.
@@ -67,12 +53,13 @@ def search_students(
     while (trial := search.find_next()) is not None:
         search.run(trial)
     found = make_search_report(config, study)
-    warn_of_verdict(found, monitor)
+    report = found.to_json()
+    warn_of_verdict(report, monitor)
     artifacts = write_search(run_dir, config, found)
-    artifacts["student"] = str(get_trial_folder(run_dir, found["best"]["number"]) / "student")
+    artifacts["student"] = str(get_trial_folder(run_dir, report["best"]["number"]) / "student")
     for name, path in artifacts.items():
         monitor.emit("artifact", name=name, path=path)
-    return StageResult(artifacts=artifacts, report=found)
+    return StageResult(artifacts=artifacts, report=report)
 
 
 def get_trial_folder(run_dir: Path, number: int) -> Path:
@@ -87,30 +74,30 @@ class _TrialRunner:
     run_dir: Path
     monitor: Monitor
     train_student: TrainStudent
-    study: Study
+    study: SearchStudy
 
     def find_next(self) -> Trial | None:
         """Return the trial that was interrupted, or a new one; None if all are done."""
-        search = get_search(self.config)
-        begun = list_open_trials(self.study)
-        done = len(self.study.get_trials(deepcopy=False)) - len(begun)
+        search = self.study.search
+        begun = self.study.list_open_trials()
+        done = len(self.study.list_trials()) - len(begun)
         self.monitor.emit(
             "progress",
             done=done,
             total=search.trials,
             unit="trials",
             fraction=round(done / search.trials, 6),
-            eta_seconds=estimate_seconds_left(self.study, search.trials),
+            eta_seconds=self.study.estimate_seconds_left(),
         )
-        return begun[0] if begun else start_trial(self.study, search)
+        return begun[0] if begun else self.study.start_trial()
 
     def run(self, trial: Trial) -> None:
         """Train the trial's student and record the outcome; only failed trials keep checkpoints."""
-        search = get_search(self.config)
+        search = self.study.search
         self.monitor.check(f"before trial {trial.number} of {search.trials}")
-        overrides = suggest_values(self.study, trial, search)
-        if (twin := find_twin(self.study, trial)) is not None:
-            end_as_twin(self.study, trial, twin)
+        overrides = self.study.suggest_values(trial)
+        if (twin := self.study.find_twin(trial)) is not None:
+            self.study.end_as_twin(trial, twin)
             self._announce(trial.number)
             return
         watched = TrialMonitor(self.study, trial, self.monitor)
@@ -124,32 +111,31 @@ class _TrialRunner:
             # Before training, so that a trial which was already bad is stopped at once.
             watched.catch_up(folder / "metrics.jsonl")
             self.train_student(job, self.home, folder, Monitor(watched.listen, watched.should_stop))
-            end_trial(self.study, trial, "complete", keeps_best=keeps_best(self.config, overrides))
+            self.study.end_trial(trial, "complete", keeps_best=keeps_best(self.config, overrides))
         except Interrupted:
             # A pruned trial and a search that should stop end in the same way.
             if not watched.pruned:
                 raise
-            end_trial(self.study, trial, "pruned")
+            self.study.end_trial(trial, "pruned")
         except (ConfigError, ModelError, TrainingError) as error:
-            end_trial(self.study, trial, "failed", str(error))
+            self.study.end_trial(trial, "failed", str(error))
         # Checkpoints of a failed trial may show why it failed.
         if self._announce(trial.number) != "failed":
             remove_path(get_trial_folder(self.run_dir, trial.number) / "checkpoints")
 
     def _announce(self, number: int) -> str:
         """Report the outcome of a trial, and return it."""
-        row = describe_trial(self.study.get_trials(deepcopy=False)[number])
-        self.monitor.emit(
-            "trial", **{name: row[name] for name in ("number", "values", "state", "loss", "why")}
-        )
-        return str(row["state"])
+        row = describe_trial(self.study.list_trials()[number])
+        facts = {"number": row.number, "values": row.values, "state": row.state}
+        self.monitor.emit("trial", **facts, loss=row.loss, why=row.why)
+        return row.state
 
 
 @dataclass
 class TrialMonitor:
     """Passes on a trial's events, records its held-out losses, and stops it if they are bad."""
 
-    study: Study
+    study: SearchStudy
     trial: Trial
     monitor: Monitor
     pruned: bool = False
@@ -175,7 +161,7 @@ class TrialMonitor:
             if line["type"] == "evaluation":
                 self._report(line)
 
-    def _report(self, found: dict[str, Any]) -> None:
-        note_held_out_tokens(self.study, found.get("validation_tokens"))
-        report_loss(self.study, self.trial, found["step"], found.get("validation_loss"))
+    def _report(self, found: Mapping[str, Any]) -> None:
+        self.study.note_held_out_tokens(found.get("validation_tokens"))
+        self.study.report_loss(self.trial, found["step"], found.get("validation_loss"))
         self.pruned = self.pruned or should_prune(self.trial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from cache.checking.verify import find_extras, verify_cache
@@ -60,7 +61,7 @@ def run_fidelity(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor)
         stop = "while the cache was compared with its teacher"
         with stopping_forward(monitor, stop):
             found = recheck_fidelity(store, origin, check_stop=lambda: monitor.check(stop))
-    write_json(run_dir / "fidelity.json", {"fingerprint": folder.name, **found.to_json()})
+    write_json(run_dir / "fidelity.json", {"fingerprint": folder.name, **asdict(found)})
     monitor.emit("artifact", name="fidelity.json", path=str(run_dir / "fidelity.json"))
     if found.problems:
         raise FidelityError(

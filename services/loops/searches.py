@@ -27,21 +27,8 @@ from kd.errors import ConfigError, Problem
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.progress import Monitor
 from kd.search.findings import describe_trial, make_search_report, write_search
-from kd.search.space import get_search, keeps_best, make_trial_job
-from kd.search.study import (
-    Outcome,
-    end_as_twin,
-    end_trial,
-    estimate_seconds_left,
-    find_twin,
-    list_open_trials,
-    make_study,
-    note_held_out_tokens,
-    report_loss,
-    should_prune,
-    start_trial,
-    suggest_values,
-)
+from kd.search.space import keeps_best, make_trial_job
+from kd.search.study import Outcome, make_study, should_prune
 from services.process.names import name_process
 from services.settings import Settings
 from services.store.jobs.leases import Claim
@@ -148,10 +135,10 @@ class Driver:
             self._begin()
         jobs = self._store.list_trials(self.claim.id)
         self._paused.clear()
-        for trial in list_open_trials(self._study):
+        for trial in self._study.list_open_trials():
             self._follow(trial, jobs.get(trial.number))
         self._start()
-        if list_open_trials(self._study):
+        if self._study.list_open_trials():
             return True
         self._conclude()
         return False
@@ -177,18 +164,18 @@ class Driver:
     def _start(self) -> None:
         """Start as many trials at once as there are workers for them."""
         slots = max(1, self._store.count_workers(TRAIN.name))
-        while len(list_open_trials(self._study)) - len(self._paused) < slots:
-            trial = start_trial(self._study, get_search(self._config))
+        while len(self._study.list_open_trials()) - len(self._paused) < slots:
+            trial = self._study.start_trial()
             if trial is None:
                 return
             self._launch(trial)
 
     def _launch(self, trial: Trial) -> None:
         """Create the trial's job. A driver repeats this if the driver before it died too early."""
-        values = suggest_values(self._study, trial, get_search(self._config))
-        if (twin := find_twin(self._study, trial)) is not None:
+        values = self._study.suggest_values(trial)
+        if (twin := self._study.find_twin(trial)) is not None:
             if twin.state.is_finished():  # else its value is waited for
-                end_as_twin(self._study, trial, twin)
+                self._study.end_as_twin(trial, twin)
                 self._announce(trial, None)
                 self._report_progress()
             return
@@ -219,8 +206,8 @@ class Driver:
         for event_id, kind, data in self._store.read_events(job_id, after):
             self._read_up_to[trial.number] = event_id
             if kind == "evaluation":
-                note_held_out_tokens(self._study, data.get("validation_tokens"))
-                report_loss(self._study, trial, data["step"], data.get("validation_loss"))
+                self._study.note_held_out_tokens(data.get("validation_tokens"))
+                self._study.report_loss(trial, data["step"], data.get("validation_loss"))
         if trial.user_attrs.get("stopped") or (not job.ended and should_prune(trial)):
             # A later driver must know why the job was cancelled.
             trial.set_user_attr("stopped", True)
@@ -237,7 +224,7 @@ class Driver:
 
     def _end(self, trial: Trial, job_id: str | None, outcome: Outcome, reason: str = "") -> None:
         best = outcome == "complete" and keeps_best(self._config, trial.params)
-        end_trial(self._study, trial, outcome, reason, best)
+        self._study.end_trial(trial, outcome, reason, best)
         self._announce(trial, job_id)
         self._report_progress()
 
@@ -257,33 +244,34 @@ class Driver:
             self._beat()
 
     def _announce(self, trial: Trial, job_id: str | None) -> None:
-        row = describe_trial(self._study.get_trials(deepcopy=False)[trial.number])
-        shown = {name: row[name] for name in ("number", "state", "loss", "values", "why")}
-        self._outbox.put({"type": "trial", "data": shown | {"job": job_id}})
+        row = describe_trial(self._study.list_trials()[trial.number])
+        shown = {"number": row.number, "state": row.state, "loss": row.loss, "values": row.values}
+        self._outbox.put({"type": "trial", "data": {**shown, "why": row.why, "job": job_id}})
 
     def _report_progress(self) -> None:
         found = make_search_report(self._config, self._study)
-        total = get_search(self._config).trials
-        done = sum(row["state"] != "running" for row in found["trials"])
+        total = self._study.search.trials
+        done = sum(row.state != "running" for row in found.trials)
         data = {
             "done": done,
             "total": total,
             "unit": "trials",
             "fraction": round(done / total, 6),
-            "eta_seconds": estimate_seconds_left(self._study, total),
+            "eta_seconds": self._study.estimate_seconds_left(),
         }
         self._outbox.put({"type": "progress", "data": data})
-        if found["best"] is not None:
-            data = {"best_trial": found["best"]["number"], "validation_loss": found["best"]["loss"]}
+        if found.best is not None:
+            data = {"best_trial": found.best.number, "validation_loss": found.best.loss}
             self._outbox.put({"type": "metrics", "data": data})
 
     def _conclude(self) -> None:
         found = make_search_report(self._config, self._study)
         jobs = self._store.list_trials(self.claim.id)
         artifacts = write_search(self._settings.run_dir(self.claim.id), self._config, found)
-        best = jobs[found["best"]["number"]]
+        assert found.best is not None, "write_search refuses a search without a complete trial"
+        best = jobs[found.best.number]
         artifacts["student"] = str(self._settings.run_dir(best) / "student")
-        warn_of_verdict(found, Monitor(lambda event: self._outbox.put(event.to_json())))
+        warn_of_verdict(found.to_json(), Monitor(lambda event: self._outbox.put(event.to_json())))
         for name, path in artifacts.items():
             self._outbox.put({"type": "artifact", "data": {"name": name, "path": path}})
         self._flush()

@@ -5,6 +5,7 @@ import random
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -468,7 +469,7 @@ def test_caches_are_listed_whole_begun_and_broken(plain_copy):
     assert (begun.complete, begun.shards, begun.tokens) == (False, 1, None)
     assert "has not finished" in begun.problem
     assert "own digest" in listed[broken.name].problem
-    assert json.loads(json.dumps(good.to_json()))["profile"] == "threshold"
+    assert json.loads(json.dumps(asdict(good)))["profile"] == "threshold"
     assert list_caches(root / "nothing") == []
 
 

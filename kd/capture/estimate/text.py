@@ -21,7 +21,7 @@ from kd.text.chat.chat import Chat, Completion
 from kd.text.corpus import count_held_out, count_kept_held_out, describe_held_out
 from kd.text.mixtures import name_source
 from kd.text.reading.contents import unpack
-from kd.text.rows import COLUMNS, read_cell
+from kd.text.rows import COLUMNS, Row, read_cell
 from kd.text.text_files import (
     choose_format,
     find_files,
@@ -226,7 +226,7 @@ class _TextSampler:
             read += self._measure_row(row, f"{path}: row {number}")
         return read.scale(1 / share)
 
-    def _measure_row(self, row: dict[str, Any], place: str) -> _TextSize:
+    def _measure_row(self, row: Row, place: str) -> _TextSize:
         data = self.config.data
         count = self.tokenizer.count
         content = read_cell(row, place, data) if data.format in COLUMNS else None
@@ -271,7 +271,7 @@ def _read_beginning(path: Path, limit: int) -> tuple[bytes, float]:
     return data, read / path.stat().st_size
 
 
-def _parse_rows(data: bytes) -> Iterator[dict[str, Any]]:
+def _parse_rows(data: bytes) -> Iterator[Row]:
     """Yield the objects of JSON lines or of a JSON array, up to the first incomplete one."""
     text = data.decode("utf-8-sig", "ignore")
     decoder = json.JSONDecoder()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from cache.manifest import FidelityRow
 from cache.store import Cache, replace_fidelity
@@ -17,23 +16,15 @@ from kd.capture.fidelity.verdict import find_out_of_bounds
 class FidelityRecheck:
     """A measurement of a sealed cache.
 
-    ``rows``: one for each temperature. ``noise`` is the teacher's own, in nats. ``problems`` has a
-    line for each value that is out of bounds. ``written``: the cache now holds the rows.
+    ``fidelity``: one row for each temperature. ``noise`` is the teacher's own, in nats.
+    ``problems`` has a line for each value that is out of bounds. ``written``: the cache now holds
+    the rows.
     """
 
-    rows: tuple[FidelityRow, ...]
+    fidelity: tuple[FidelityRow, ...]
     noise: float
     problems: tuple[str, ...]
     written: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the measurement as plain JSON values."""
-        return {
-            "fidelity": [asdict(row) for row in self.rows],
-            "noise": self.noise,
-            "problems": list(self.problems),
-            "written": self.written,
-        }
 
 
 def recheck_fidelity(

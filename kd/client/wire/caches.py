@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
 
 from pydantic import ConfigDict, Field
 
 from kd.client.wire.jobs import Status
-from kd.client.wire.view import View
+from kd.client.wire.view import Json, View
 from kd.config.kinds import KindName
 
 
@@ -63,7 +62,7 @@ class OverruledVerdict(View):
 class CacheDetail(CacheEntry):
     """One cache, with its identity and its fidelity."""
 
-    identity: dict[str, Any] | None = None
+    identity: Json | None = None
     """Everything that its bytes depend on; null while incomplete."""
     fidelity: list[Fidelity] = Field(default_factory=list)
     """One row for each temperature; empty if not measured."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from kd.client.wire.view import View
+from kd.client.wire.view import Json, View
 
 
 class JobEvent(View):
@@ -22,7 +22,7 @@ class JobEvent(View):
         description="The optimiser step of the run at the time; null before the first one, and in "
         "a stream of events.",
     )
-    data: dict[str, Any]
+    data: Json
 
 
 class JobEvents(View):

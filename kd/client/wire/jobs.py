@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, computed_field
 
 from cache.errors import locate_help
-from kd.client.wire.view import View
+from kd.client.wire.view import Json, View
 from kd.config.kinds import KindName
 
 Status = Literal[
@@ -234,7 +234,7 @@ class Job(View):
     links: JobLinks
     artifacts: dict[str, str]
     """Names and paths of the job's products: student, report."""
-    config: dict[str, Any]
+    config: Json
     """The body of POST /jobs with its defaults filled in."""
 
     @property

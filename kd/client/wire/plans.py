@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from kd.client.wire.accounts import TeamAccount
 from kd.client.wire.jobs import Cost
-from kd.client.wire.view import View
+from kd.client.wire.view import Json, View
 
 
 class JobEstimate(View):
@@ -69,7 +69,7 @@ class JobPlan(View):
     """A job would do and need this if it were created."""
 
     stages: list[str] = Field(description="The stages of the job, in order.")
-    config: dict[str, Any] = Field(description="The job with its defaults filled in.")
+    config: Json = Field(description="The job with its defaults filled in.")
     capture: JobEstimate | None = None
     """Null if nothing is captured, or if the server cannot read the text."""
     steps: int | None = None

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from pydantic.json_schema import JsonSchemaValue as Schema
 
 from kd.config.job import JobConfig
-
-#: A part of a JSON schema.
-Schema = dict[str, Any]
 
 _BOUNDS = {
     "minimum": "≥ {}",

@@ -143,14 +143,14 @@ def restore_removed(sections: Any, place: str = "") -> Any:
     """
     if not isinstance(sections, dict):
         return sections
-    restored: dict[str, Any] = {}
+    restored: dict[str, object] = {}
     for name, value in sections.items():
         restored[name] = restore_removed(value, f"{place}{name}.")
         _append_removed(restored, place, name)
     return restored
 
 
-def _append_removed(restored: dict[str, Any], place: str, name: str) -> None:
+def _append_removed(restored: dict[str, object], place: str, name: str) -> None:
     """Append the removed fields that stood behind the field ``name`` of the section ``place``."""
     for dotted, field in REMOVED.items():
         section, _, removed = dotted.rpartition(".")

@@ -60,15 +60,16 @@ def write_tokens(
     """
     device = find_device(next(iter(models.values())).model)
     numbers, sequences = read_evenly(source, READ_TOKENS[device.type])
-    scored = score_models(models, make_batch(sequences, None).to(device))
+    scored, divergences = score_models(models, make_batch(sequences, None).to(device))
     shown = {*sequences.tokens.reshape(-1).tolist()}
-    for columns in scored["models"].values():
+    for columns in scored.values():
         shown.update(token for row in columns["top_ids"] for token in row)
     found = {
         "format": FORMAT,
         "held_out": source.validation_count > 0,
         "without_teacher": without_teacher,
-        **scored,
+        "models": scored,
+        "kl": divergences,
         "sequences": [
             {
                 "number": number,
@@ -111,10 +112,12 @@ def read_evenly(source: Source, limit: int) -> tuple[list[int], Sequences]:
 
 
 @torch.no_grad()
-def score_models(models: Mapping[str, EvaluatedModel], batch: Batch) -> dict[str, Any]:
-    """Score every model at the N targets of ``batch``: columns of N values, by model.
+def score_models(
+    models: Mapping[str, EvaluatedModel], batch: Batch
+) -> tuple[dict[str, dict[str, list[Any]]], list[Any] | None]:
+    """Score every model at the N targets of ``batch``: columns of N values, by model, and the KL.
 
-    ``kl`` is null without a teacher; the model that is not the teacher is the student.
+    The KL is None without a teacher; the model that is not the teacher is the student.
     """
     with float32_products():
         states = {name: model.compute_hidden_states(batch) for name, model in models.items()}
@@ -135,16 +138,14 @@ def score_models(models: Mapping[str, EvaluatedModel], batch: Batch) -> dict[str
                     # A token with p = 0 adds nothing, whatever its q is.
                     terms_NV = torch.where(p_NV.isneginf(), 0.0, p_NV.exp() * (p_NV - q_NV))
                     divergences.append(terms_NV.sum(1))
-    return {
-        "models": {
-            name: {
-                column: _round(torch.cat([part[name][column] for part in parts]))
-                for column in parts[0][name]
-            }
-            for name in models
-        },
-        "kl": _round(torch.cat(divergences)) if divergences else None,
+    columns = {
+        name: {
+            column: _round(torch.cat([part[name][column] for part in parts]))
+            for column in parts[0][name]
+        }
+        for name in models
     }
+    return columns, _round(torch.cat(divergences)) if divergences else None
 
 
 def _score(q_NV: Tensor, gold_N: Tensor) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from kd.errors import HubError
 from kd.exchange.hub.cache_card import CARD
 from kd.exchange.hub.pushing import LACKS, find_problems
 from kd.exchange.hub.repository import OWN_FILES, Repository, RepositoryType, connect, hub_errors
-from kd.files import locate_temporary
+from kd.files import Json, locate_temporary
 from kd.models.folder import STUDENT_FILES
 
 #: Files that stay on the hub. A cache's folder holds its own files and no other.
@@ -51,7 +51,7 @@ def pull(
     out: Path | None,
     caches: Path,
     tell: Callable[[str], object],
-) -> dict[str, Any]:
+) -> Json:
     """Pull the repository ``name``; return a summary.
 
     A student goes to ``out``, by default a folder of the repository's name in the current one; a

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from huggingface_hub import HfApi, constants
 from safetensors import SafetensorError, safe_open
@@ -23,7 +22,7 @@ from cache.store import read_manifest
 from kd.errors import HubError, ModelError
 from kd.exchange.hub.cache_card import CARD, render_cache_card
 from kd.exchange.hub.repository import OWN_FILES, Repository, RepositoryType, connect, hub_errors
-from kd.files import whole_folder
+from kd.files import Json, whole_folder
 from kd.models.folder import STUDENT_FILES, ModelFolder
 
 #: The end of a message about a folder or a repository that holds neither a student nor a cache.
@@ -40,7 +39,7 @@ def push(
     revision: str | None,
     private: bool | None,
     tell: Callable[[str], object],
-) -> dict[str, Any]:
+) -> Json:
     """Push the student or the cache in ``folder`` to the repository ``name``; return a summary.
 
     If the repository does not exist, it is made: a private one, unless ``private`` is False. True
@@ -69,7 +68,7 @@ def push(
         return place.summarise(made.oid, sizes, url=url)
 
 
-def push_to_folder(folder: Path, target: Path | None) -> dict[str, Any]:
+def push_to_folder(folder: Path, target: Path | None) -> Json:
     """Write into the new folder ``target`` what a push would send; None = only list it.
 
     Raises ``HubError`` if the folder exists, and for damage what ``push`` raises.

@@ -16,6 +16,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from kd.errors import HubError
+from kd.files import Json
 
 RepositoryType = Literal["model", "dataset"]
 #: What a command does to a repository.
@@ -56,7 +57,7 @@ class Repository:
         """The arguments that name it in a call of huggingface_hub, without the revision."""
         return {"repo_id": self.name, "repo_type": self.type}
 
-    def summarise(self, commit: str, sizes: Mapping[str, int], **more: Any) -> dict[str, Any]:
+    def summarise(self, commit: str, sizes: Mapping[str, int], **more: Any) -> Json:
         """Return what a command prints: the repository, its commit, and how much it holds."""
         about = {"repository": self.name, "type": self.type, "revision": self.revision}
         counts = {"files": len(sizes), "bytes": sum(sizes.values())}

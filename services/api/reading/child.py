@@ -12,7 +12,7 @@ Its orders, and the answer besides those of ``services.api.line_process``:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class CacheReader:
     def _look(self, wish: str, folder: Path, order: Order) -> dict[str, Any]:
         if wish == "shards":
             damaged = find_damaged_shards(order["damaged"])
-            return read_grid(folder, damaged, order["expected"]).to_json()
+            return asdict(read_grid(folder, damaged, order["expected"]))
         if wish == "teacher":
             teacher = read_manifest(folder).teacher
             spread = bool(teacher.identity.parallel)
@@ -78,10 +78,10 @@ class CacheReader:
             return self._samples.get(key, self._sample, folder, order["seed"])
         opened = self._open(folder)
         numbers = (order[name] for name in ("sequence", "start", "limit"))
-        return read_page(opened.store, opened.texts, *numbers).to_json()
+        return asdict(read_page(opened.store, opened.texts, *numbers))
 
     def _sample(self, folder: Path, seed: int) -> dict[str, Any]:
-        return sample_cache(self._open(folder).store, seed).to_json()
+        return asdict(sample_cache(self._open(folder).store, seed))
 
     def _open(self, folder: Path) -> _OpenCache:
         """Open a cache, unless it is open already and has the same manifest since then."""

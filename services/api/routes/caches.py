@@ -74,7 +74,7 @@ def list_caches(service: TheService, caller: TheCaller) -> CacheList:
     own = service.store.find_caches(caller)
     makers = _find_makers(service, caller)
     found = [
-        CacheEntry(**each.to_json(), **makers.get(each.fingerprint, {}))
+        CacheEntry(**asdict(each), **makers.get(each.fingerprint, {}))
         for each in find_caches(service.settings.caches)
         if own is None or each.fingerprint in own
     ]
@@ -88,7 +88,7 @@ def get_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> Cac
     from cache.store import read_manifest
 
     summary = summarise_cache(folder)
-    facts = {**summary.to_json(), **_find_makers(service, caller).get(folder.name, {})}
+    facts = {**asdict(summary), **_find_makers(service, caller).get(folder.name, {})}
     if not summary.complete:
         return CacheDetail(**facts)
     manifest = read_manifest(folder)

@@ -38,7 +38,7 @@ def cache_ls(home: Home = None) -> None:
     settings = make_settings(home=home)
     makers = find_makers(settings.runs)
     found = [
-        {**each.to_json(), **makers.get(each.fingerprint, {})}
+        {**asdict(each), **makers.get(each.fingerprint, {})}
         for each in list_caches(settings.caches)
     ]
     if print_as_json(found):
@@ -62,7 +62,7 @@ def cache_info(fingerprint: Fingerprint, home: Home = None) -> None:
 
     folder = find_cache_folder(fingerprint, home)
     maker = find_makers(make_settings(home=home).runs).get(folder.name, {})
-    summary = {**summarise_cache(folder).to_json(), **maker}
+    summary = {**asdict(summarise_cache(folder)), **maker}
     if not summary["complete"]:
         if not print_as_json({**summary, "identity": None, "fidelity": [], "overruled": None}):
             print_facts(summary)
@@ -126,8 +126,8 @@ def cache_fidelity(
     origin = TeacherLocation.find(store, teacher, make_settings(home=home).root)
     found = recheck_fidelity(store, origin, positions, redraws)
     problems = found.problems
-    if not print_as_json({"path": str(store.folder), **found.to_json()}):
-        _print_fidelity([asdict(row) for row in found.rows])
+    if not print_as_json({"path": str(store.folder), **asdict(found)}):
+        _print_fidelity([asdict(row) for row in found.fidelity])
         out.print(f"The teacher's own noise between two batches is {found.noise:.2g} nats.")
         if problems:
             print_error(

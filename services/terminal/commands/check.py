@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -45,7 +46,7 @@ def check(job_file: JobFile, overrides: Overrides = None, home: Home = None) -> 
     raise typer.Exit(0 if verdict.ok else FAILED)
 
 
-def _subtract_floor(facts: dict[str, Any]) -> dict[str, Any]:
+def _subtract_floor(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts with every loss as its distance from the floor.
 
     The loss itself may be negative if samples stand for the tail, which would puzzle a reader.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,7 +74,7 @@ def cache_stats(name: CacheName, home: Home = None) -> None:
 
     folder = find_cache_or_path(make_settings(home=home).caches, name)
     found = compute_cache_stats(open_cache(folder, memory_bytes=0))
-    if not print_as_json(found.to_json()):
+    if not print_as_json(asdict(found)):
         _print_stats(found)
 
 

@@ -73,7 +73,7 @@ def test_each_number_is_what_its_definition_says(
     gold_N = torch.randint(0, 29, (60,))
     context_N = torch.arange(1, 61)
     sums = measure_chunk(p_NV.to(dtype), q_NV.to(dtype), gold_N, context_N)
-    found = summarise_sums(sums, 100, against_teacher=True)
+    found = asdict(summarise_sums(sums, 100, against_teacher=True))
     expected = compute_reference(p_NV, q_NV, gold_N, k)
     assert {name: found[name] for name in expected} == pytest.approx(
         expected, rel=1e-5 if dtype.itemsize == 4 else 1e-10
@@ -91,10 +91,10 @@ def test_kl_is_of_the_student_from_the_teacher_and_not_the_other_way_round() -> 
     p_NV = make_logprobs(0)
     q_NV = make_logprobs(1, 0.5)
     forward, backward = (
-        summarise_sums(
-            measure_chunk(*pair, torch.zeros(60, dtype=torch.int64), torch.ones(60)),
-            1,
-            True,
+        asdict(
+            summarise_sums(
+                measure_chunk(*pair, torch.zeros(60, dtype=torch.int64), torch.ones(60)), 1, True
+            )
         )["kl"]
         for pair in ((p_NV, q_NV), (q_NV, p_NV))
     )
@@ -111,7 +111,7 @@ def test_kl_by_context_is_the_mean_in_spans_of_powers_of_two() -> None:
     spans: dict[int, list[float]] = {}
     for context, kl in zip(context_N.tolist(), kl_N.tolist(), strict=True):
         spans.setdefault(min(2 ** (context.bit_length() - 1), 2**20), []).append(kl)
-    rows = summarise_sums(sums, 1, True)["kl_by_context"]
+    rows = asdict(summarise_sums(sums, 1, True))["kl_by_context"]
     assert [row["first"] for row in rows] == sorted(spans) == [1, 2, 4, 8, 16, 512, 2**20]
     for row in rows:
         assert row["tokens"] == len(spans[row["first"]]) and row["last"] == 2 * row["first"] - 1
@@ -124,10 +124,11 @@ def test_calibration_is_the_student_s() -> None:
     gold_N = torch.arange(60) % 29
     confidence_N, place_N = q_NV.exp().max(1)
     gold_N = gold_N.where(torch.arange(60) % 3 > 0, place_N)
-    found = summarise_sums(measure_chunk(p_NV, q_NV, gold_N, torch.ones(60)), 1, True)
+    sums = measure_chunk(p_NV, q_NV, gold_N, torch.ones(60))
+    found = summarise_sums(sums, 1, True)
     error, curve = by_hand(confidence_N.tolist(), (place_N == gold_N).tolist(), BINS)
-    assert found["calibration_error"] == pytest.approx(error)
-    assert [pytest.approx(point) for point in curve] == found["reliability"]
+    assert found.calibration_error == pytest.approx(error)
+    assert [pytest.approx(point) for point in curve] == found.reliability
 
 
 def test_sums_add_up_over_parts() -> None:
@@ -139,7 +140,8 @@ def test_sums_add_up_over_parts() -> None:
     cuts = [slice(0, 13), slice(13, 40), slice(40, 60)]
     parts = [measure_chunk(p_NV[at], q_NV[at], gold_N[at], context_N[at]) for at in cuts]
     added: ComparisonSums = parts[0] + parts[1] + parts[2]
-    assert_same_facts(summarise_sums(added, 50, True), summarise_sums(whole, 50, True))
+    first, second = (asdict(summarise_sums(sums, 50, True)) for sums in (added, whole))
+    assert_same_facts(first, second)
 
 
 # ---------------------------------------------------------------------- real models on packed text
@@ -200,17 +202,18 @@ def test_models_on_packed_text_are_what_the_library_makes_of_each_document(
     p_NV, gold_N, context_N = plain_logprobs(teacher, held_out)
     q_NV, _, _ = plain_logprobs(student, held_out, 2112)
     p_NV = widen_logprobs(p_NV, 2112)
-    expected = summarise_sums(measure_chunk(p_NV, q_NV, gold_N, context_N), 1000, True)
+    chunk = measure_chunk(p_NV, q_NV, gold_N, context_N)
+    expected = asdict(summarise_sums(chunk, 1000, True))
     assert expected["kl"] > 0.05 and len(expected["kl_by_context"]) >= 4
     ce_N = -q_NV.gather(1, gold_N[:, None])[:, 0].numpy()
     interval = BlockLosses.of(ce_N, held_out.target_mask.sum(axis=1)).perplexity
     assert interval is not None and interval.interval is not None
     expected["perplexity_interval"] = asdict(interval.interval)
-    assert_same_facts(summarise_sums(sums["student"], 1000, True), expected, rel=1e-4)
+    assert_same_facts(asdict(summarise_sums(sums["student"], 1000, True)), expected, rel=1e-4)
 
-    itself = summarise_sums(sums["itself"], 1000, True)
+    itself = asdict(summarise_sums(sums["itself"], 1000, True))
     assert (itself["kl"], itself["total_variation"], itself["agreement"]) == (0.0, 0.0, 1.0)
-    own = summarise_sums(sums[TEACHER], 1000, False)
+    own = asdict(summarise_sums(sums[TEACHER], 1000, False))
     assert own["loss"] == itself["loss"] and "kl" not in own
     assert own["loss"] == pytest.approx(float(nn.functional.nll_loss(p_NV, gold_N)), rel=1e-5)
 
@@ -228,9 +231,8 @@ def test_where_every_row_is_one_document_context_is_the_place_in_the_row(
     assert make_batch(rows, None).positions_BL is None
     reader = EvaluatedModel.of(teacher, 2048, PACKED)
     sums = compare_models({"student": reader}, reader, PlainText(Corpus(rows, rows)), 2)["student"]
-    spans = [
-        (row["first"], row["tokens"]) for row in summarise_sums(sums, None, True)["kl_by_context"]
-    ]
+    found = asdict(summarise_sums(sums, None, True))
+    spans = [(row["first"], row["tokens"]) for row in found["kl_by_context"]]
     assert spans == [(1, 3), (2, 6), (4, 12), (8, 24), (16, 24)]
 
 
@@ -238,7 +240,7 @@ def test_without_a_teacher_there_is_nothing_to_agree_with(
     student: LlamaForCausalLM, source: PlainText
 ) -> None:
     sums = compare_models({"student": EvaluatedModel.of(student, 2048, PACKED)}, None, source, 4)
-    assert set(summarise_sums(sums["student"], None, False)) == {
+    assert set(asdict(summarise_sums(sums["student"], None, False))) == {
         "loss", "tokens", "perplexity", "perplexity_interval", "bits_per_byte",
         "calibration_error", "reliability",
     }  # fmt: skip

@@ -14,7 +14,7 @@ from kd.evaluation.report import judge_report
 from kd.evaluation.teacher_comparison import TEACHER
 from kd.evaluation.teacher_effect import judge_pair, warn_of_verdict
 from kd.progress import Event, Monitor
-from kd.search.findings import judge_search
+from kd.search.findings import TrialResult, judge_search
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_a_warning_is_quoted_on_the_page_and_told_to_the_listener() -> None:
     assert format_verdict({}) == []
 
 
-def make_trial(alpha: Any, loss: float | None, state: str = "complete") -> dict[str, Any]:
-    return {"values": {} if alpha is None else {"loss.alpha": alpha}, "loss": loss, "state": state}
+def make_trial(alpha: Any, loss: float | None, state: str = "complete") -> TrialResult:
+    return TrialResult(0, state, loss, 1, {} if alpha is None else {"loss.alpha": alpha}, "", None)
 
 
 def test_a_search_that_tried_the_text_alone_is_judged() -> None:

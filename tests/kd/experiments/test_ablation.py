@@ -73,7 +73,8 @@ def test_a_stopped_ablation_goes_on_and_a_failing_run_leaves_the_others(
 
     again: list[Event] = []
     report = ablate(plan, home, folder, Monitor(again.append))
-    first, broken, last = list_runs(report)
+    assert read_json(folder / "report.json") == json.loads(json.dumps(report.to_json()))
+    first, broken, last = list_runs(report.to_json())
     assert [each["state"] for each in (first, broken, last)] == ["finished", "failed", "finished"]
     assert [label.split()[0] for label in run_labels(again)] == ["student", "train.learning_rate"]
     assert (folder / first["folder"] / "metrics.jsonl").stat().st_mtime_ns == trained

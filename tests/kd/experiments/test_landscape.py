@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,8 @@ from kd.experiments.landscape import (
     set_weights,
     survey,
 )
+from kd.experiments.landscape_page import Landscape
+from kd.files import read_json
 from kd.pipeline import run_stages
 from kd.progress import Event, Monitor
 
@@ -47,20 +48,19 @@ def home(tiny_teacher: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def found(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Landscape:
     folder = tmp_path_factory.mktemp("landscape")
     found = survey(home / "runs" / "job", home, folder, OPTIONS)
     page = (folder / "index.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 3 and "<script" not in page
-    assert (folder / "landscape.json").is_file()
+    assert read_json(folder / "landscape.json") == found.to_json()
     return found
 
 
 def test_the_ends_of_the_line_are_the_student_before_and_after(
-    found: dict[str, Any], home: Path
+    found: Landscape, home: Path
 ) -> None:
     """All held-out sequences are measured, so that the loss is that of the run's own report."""
-    from kd.files import read_json
     from kd.tracking.metrics import read_metrics
 
     lines = read_metrics(home / "runs" / "job" / "metrics.jsonl")
@@ -70,21 +70,20 @@ def test_the_ends_of_the_line_are_the_student_before_and_after(
         0.25 * evaluations[place]["validation_loss"] + 0.75 * evaluations[place]["validation_kl"]
         for place in (0, -1)
     )
-    line = found["line"]
-    places = line["places"]
-    assert places == pytest.approx([-0.25, 0.0, 0.25, 0.5, 0.75, 1.0, 1.25])
-    assert line["held_out"][1] == pytest.approx(first, rel=1e-5)
-    assert line["held_out"][5] == pytest.approx(last, rel=1e-5)
-    assert found["plane"]["centre"]["held_out"] == pytest.approx(last, rel=1e-5)
-    assert found["tokens"]["held_out"] == report["held_out_tokens"]
+    line = found.line
+    assert line.places == pytest.approx([-0.25, 0.0, 0.25, 0.5, 0.75, 1.0, 1.25])
+    assert line.losses["held_out"][1] == pytest.approx(first, rel=1e-5)
+    assert line.losses["held_out"][5] == pytest.approx(last, rel=1e-5)
+    assert found.plane.centre["held_out"] == pytest.approx(last, rel=1e-5)
+    assert found.tokens["held_out"] == report["held_out_tokens"]
 
 
-def test_the_centre_of_the_plane_is_the_student_itself(found: dict[str, Any]) -> None:
-    plane = found["plane"]
+def test_the_centre_of_the_plane_is_the_student_itself(found: Landscape) -> None:
+    plane = found.plane
     for split in ("train", "held_out"):
-        assert plane[split][1][1] == pytest.approx(plane["centre"][split], rel=1e-6)
-        assert len(plane[split]) == 3 and all(len(row) == 3 for row in plane[split])
-        assert plane[split][0][0] != plane[split][2][2]
+        assert plane.losses[split][1][1] == pytest.approx(plane.centre[split], rel=1e-6)
+        assert len(plane.losses[split]) == 3 and all(len(row) == 3 for row in plane.losses[split])
+        assert plane.losses[split][0][0] != plane.losses[split][2][2]
 
 
 def test_it_stops_between_two_points_and_needs_a_student(home: Path, tmp_path: Path) -> None:

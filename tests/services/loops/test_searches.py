@@ -23,8 +23,7 @@ from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from kd.client.wire.jobs import Job
 from kd.client.wire.service import WorkerState
 from kd.config.jobfile import load_config
-from kd.search.space import get_search
-from kd.search.study import end_trial, make_study, report_loss, start_trial, suggest_values
+from kd.search.study import make_study
 from services.loops.searches import Fenced, Searches, StudyJournal
 from services.settings import Settings
 from services.store.callers import Caller
@@ -342,10 +341,10 @@ def undisturbed() -> list[float]:
     job = make_config("sweep", "search", **search_job(search={"trials": 3}))
     study = make_study(job, Memory())
     rates = []
-    while trial := start_trial(study, get_search(job)):
-        rates.append(suggest_values(study, trial, get_search(job))["train.learning_rate"])
-        report_loss(study, trial, 1, 1.0)
-        end_trial(study, trial, "complete")
+    while trial := study.start_trial():
+        rates.append(study.suggest_values(trial)["train.learning_rate"])
+        study.report_loss(trial, 1, 1.0)
+        study.end_trial(trial, "complete")
     return rates
 
 
@@ -667,7 +666,7 @@ def test_the_api_drives_searches_without_torch() -> None:
     program = """
 import sys
 import services.api.app
-from kd.search.study import end_trial, make_study, start_trial, suggest_values
+from kd.search.study import make_study
 from tests.support.services.searches import memory_study_runs
 memory_study_runs()
 print(sorted({"torch", "transformers", "scipy"} & {*sys.modules}))

@@ -6,15 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.support.harness import make_config
-from kd.search.space import get_search
-from kd.search.study import (
-    end_trial,
-    make_study,
-    report_loss,
-    should_prune,
-    start_trial,
-    suggest_values,
-)
+from kd.search.study import make_study, should_prune
 
 RATES = {"train.learning_rate": {"min": 1e-4, "max": 0.9, "log": True}}
 
@@ -58,8 +50,8 @@ def memory_study_runs() -> None:
         **search_job(search={"sampler": "tpe", "pruner": "hyperband", "trials": 15}),
     )
     study = make_study(job, Memory())
-    while trial := start_trial(study, get_search(job)):
-        values = suggest_values(study, trial, get_search(job))
-        report_loss(study, trial, 1, values["train.learning_rate"])
+    while trial := study.start_trial():
+        values = study.suggest_values(trial)
+        study.report_loss(trial, 1, values["train.learning_rate"])
         should_prune(trial)
-        end_trial(study, trial, "complete")
+        study.end_trial(trial, "complete")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from services.terminal.console import (
     print_table,
 )
 from services.terminal.exit_codes import FAILED
+
+if TYPE_CHECKING:
+    from kd.experiments.ablation_page import AblationReport, RunReport
 
 AxisTexts = Annotated[
     list[str],
@@ -87,35 +90,38 @@ def ablate(
         from kd.experiments.ablation import ablate as run_ablation
 
         report = run_ablation(plan, settings.home, folder, monitor)
-    if not print_as_json(report):
+    if not print_as_json(report.to_json()):
         _print(report, folder)
-    if any(run["state"] != "finished" for run in report["runs"].values()):
+    if any(not run.figures for run in report.runs.values()):
         raise typer.Exit(FAILED)
 
 
-def _print(report: dict[str, Any], folder: Path) -> None:
+def _print(report: AblationReport, folder: Path) -> None:
     rows = []
-    for axis in report["axes"]:
-        for row in axis["rows"]:
-            run = report["runs"].get(row["run"], {"state": "refused"})
-            rows.append([axis["name"], row["label"], run["state"], *_format_run(run)])
+    for axis in report.plan.axes:
+        for row in axis.rows:
+            run = None if row.run is None else report.runs[row.run]
+            state = "refused" if run is None else run.state
+            rows.append([axis.name, row.label, state, *_format_run(run)])
     print_table(
         ["axis", "setting", "state", "perplexity", "KL", "time", "tokens/s", "peak memory"], rows
     )
-    for run in report["runs"].values():
-        if run["error"]:
-            print_error(f"{run['label']}: {run['error']}", "")
+    for run in report.runs.values():
+        if run.error:
+            print_error(f"{run.label}: {run.error}", "")
     out.print(f"\npage: {folder / 'index.html'}", markup=False, soft_wrap=True)
 
 
-def _format_run(run: dict[str, Any]) -> list[str]:
-    if run["state"] != "finished":
+def _format_run(run: RunReport | None) -> list[str]:
+    if run is None or not run.figures:
         return [""] * 5
-    kl, speed = run["held_out_kl"], run["tokens_per_second"]
+    found = run.figures
+    names = ("held_out_perplexity", "held_out_kl", "tokens_per_second")
+    perplexity, kl, speed = (found[name] for name in names)
     return [
-        "" if run["held_out_perplexity"] is None else f"{run['held_out_perplexity']:,.2f}",
+        "" if perplexity is None else f"{perplexity:,.2f}",
         "" if kl is None else f"{kl:.4f}",
-        format_value(run["train_seconds"], "seconds"),
+        format_value(found["train_seconds"], "seconds"),
         "" if speed is None else f"{speed:,.0f}",
-        format_value(run["peak_memory_bytes"], "bytes"),
+        format_value(found["peak_memory_bytes"], "bytes"),
     ]

@@ -65,11 +65,12 @@ def landscape(
     options = LandscapeOptions(points, line_points, radius, sequences, seed)
     with stopping_on_signals() as monitor:
         found = survey(run_dir, settings.home, folder, options, monitor)
-    if print_as_json(found):
+    shown = found.to_json()
+    if print_as_json(shown):
         return
-    parts = (found["plane"]["centre"], found["plane"]["rise"], found["line"]["barrier"])
+    parts = (shown["plane"]["centre"], shown["plane"]["rise"], shown["line"]["barrier"])
     rows = []
-    for name in found["plane"]["centre"]:
+    for name in found.plane.centre:
         figures = ["" if part[name] is None else f"{part[name]:.4f}" for part in parts]
         rows.append([name.replace("_", "-"), *figures])
     titles = ["loss of the student", "mean rise half way out", "barrier from start to end"]
