@@ -25,7 +25,7 @@ from kd.config.jobfile import parse_config
 from kd.config.kinds import SEARCH, TRAIN
 from kd.errors import ConfigError, Problem
 from kd.evaluation.teacher_effect import warn_of_verdict
-from kd.progress import Monitor
+from kd.progress import Event, Monitor
 from kd.search.findings import describe_trial, make_search_report, write_search
 from kd.search.space import get_search, keeps_best, make_trial_job
 from kd.search.study import (
@@ -169,7 +169,7 @@ class Driver:
         self._study = make_study(self._config, StudyJournal(self._store, self.claim))
         self._begun = True
         begun = {"stage": SEARCH.name, "phase": "running trials"}
-        self._outbox.put({"type": "stage", "data": begun})
+        self._outbox.put(Event("stage", begun))
         self._report_progress()
 
     # -- one trial
@@ -259,7 +259,7 @@ class Driver:
     def _announce(self, trial: Trial, job_id: str | None) -> None:
         row = describe_trial(self._study.get_trials(deepcopy=False)[trial.number])
         shown = {name: row[name] for name in ("number", "state", "loss", "values", "why")}
-        self._outbox.put({"type": "trial", "data": shown | {"job": job_id}})
+        self._outbox.put(Event("trial", shown | {"job": job_id}))
 
     def _report_progress(self) -> None:
         found = make_search_report(self._config, self._study)
@@ -272,10 +272,10 @@ class Driver:
             "fraction": round(done / total, 6),
             "eta_seconds": estimate_seconds_left(self._study, total),
         }
-        self._outbox.put({"type": "progress", "data": data})
+        self._outbox.put(Event("progress", data))
         if found["best"] is not None:
             data = {"best_trial": found["best"]["number"], "validation_loss": found["best"]["loss"]}
-            self._outbox.put({"type": "metrics", "data": data})
+            self._outbox.put(Event("metrics", data))
 
     def _conclude(self) -> None:
         found = make_search_report(self._config, self._study)
@@ -283,9 +283,9 @@ class Driver:
         artifacts = write_search(self._settings.run_dir(self.claim.id), self._config, found)
         best = jobs[found["best"]["number"]]
         artifacts["student"] = str(self._settings.run_dir(best) / "student")
-        warn_of_verdict(found, Monitor(lambda event: self._outbox.put(event.to_json())))
+        warn_of_verdict(found, Monitor(self._outbox.put))
         for name, path in artifacts.items():
-            self._outbox.put({"type": "artifact", "data": {"name": name, "path": path}})
+            self._outbox.put(Event("artifact", {"name": name, "path": path}))
         self._flush()
         self._store.finish(self.claim, "succeeded")
 

@@ -7,10 +7,13 @@ the table: each renews its own lease by beats, takes ranges, and tells when thei
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import asdict, dataclass
+from typing import Literal, cast
+
+from pydantic import TypeAdapter
 
 from kd.client.wire.jobs import Capture, CaptureWorker
+from kd.client.wire.view import Json
 from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.script import ScriptedStore, to_ms
 
@@ -39,17 +42,27 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class HelpOrder:
-    """A membership of a worker that does not hold the job, and what it must know of the job.
+class CaptureTerms:
+    """What all workers of one capture must share.
 
-    ``shared`` is what all workers of the capture must share: that of ``kd.progress.SharedCapture``,
-    and their version and place (``services.worker.range_server.describe_place``).
+    The first two are those of ``kd.progress.SharedCapture``. ``version`` is that of the program,
+    and ``place`` the name of the store of caches.
     """
+
+    fingerprint: str
+    knots: int | None
+    version: str
+    place: str
+
+
+@dataclass(frozen=True)
+class HelpOrder:
+    """A membership of a worker that does not hold the job, and what it must know of the job."""
 
     member: Membership
     attempt: int
-    shared: dict[str, Any]
-    config: dict[str, Any]
+    terms: CaptureTerms
+    config: Json
     owner: str
     request_id: str = ""
     traceparent: str = ""
@@ -110,13 +123,13 @@ class RangeTable(ScriptedStore):
         claim: Claim,
         worker: str,
         lease_seconds: float,
-        shared: dict[str, Any],
+        terms: CaptureTerms,
         shards: int,
         workers: int | None,
     ) -> Membership | None:
         """Cut ``shards`` into ranges for ``workers`` (None: any number); None if fenced."""
         size = choose_range_size(shards, workers)
-        head = (claim.id, claim.fence, worker, to_ms(lease_seconds), json.dumps(shared))
+        head = (claim.id, claim.fence, worker, to_ms(lease_seconds), json.dumps(asdict(terms)))
         outcome, *token = self._transition("ranges_open", *head, shards, size, workers or "")
         return Membership(claim.id, int(token[0])) if outcome == "opened" else None
 
@@ -133,10 +146,14 @@ class RangeTable(ScriptedStore):
         )
         if not found:
             return None
-        job_id, token, attempt, shared, config, owner, *request = found
-        member = Membership(job_id, int(token))
+        job_id, token, attempt, terms, config, owner, *request = found
         return HelpOrder(
-            member, int(attempt), json.loads(shared), json.loads(config), owner, *request
+            Membership(job_id, int(token)),
+            int(attempt),
+            TypeAdapter(CaptureTerms).validate_json(terms),
+            json.loads(config),
+            owner,
+            *request,
         )
 
     def take(self, member: Membership) -> TakenRange | NoRange:

@@ -18,6 +18,7 @@ from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE
 from kd.errors import OtherCapture
 from kd.files import HELPERS
+from kd.progress import SharedCapture
 from kd.python.version import read_version
 from services.settings import Settings
 from services.store.jobs.leases import Claim
@@ -26,7 +27,7 @@ from services.store.ranges import HelpOrder, RangeTable
 from services.worker.devices import WorkerDevice
 from services.worker.failures import Failure, describe_error
 from services.worker.memory_limit import choose_limit_bytes
-from services.worker.range_server import RangeServer, describe_place
+from services.worker.range_server import RangeServer, find_place
 from services.worker.stage_child import EXIT_PASSING
 from services.worker.stage_process import start_child
 from services.worker.supervisor import Instruction, describe_end, has_stopped, supervise
@@ -85,8 +86,9 @@ class CaptureHelp:
                 owner=order.owner,
                 stage=CAPTURE.name,
             )
+            shared = SharedCapture(order.terms.fingerprint, order.terms.knots)
             child = start_child(
-                self._store, self._settings, self._device, job, self._run_dir, server, order.shared
+                self._store, self._settings, self._device, job, self._run_dir, server, shared
             )
         except (PotstillError, OSError) as error:
             return self._describe_failure(describe_error(error))
@@ -109,20 +111,20 @@ class CaptureHelp:
 
         The version is compared first, because a job of another version may not be readable here.
         """
-        theirs = self._order.shared
+        theirs = self._order.terms
         own_version = read_version()
-        if own_version != theirs["version"]:
+        if own_version != theirs.version:
             raise OtherCapture(
                 f"It runs Potstill {own_version}, and the worker that leads the capture "
-                f"{theirs['version']}.",
+                f"{theirs.version}.",
                 "Install the same version on all workers.",
             )
         config = parse_config(self._order.config)
-        own_place = describe_place(self._settings, config)["place"]
-        if own_place != theirs["place"]:
+        own_place = find_place(self._settings, config)
+        if own_place != theirs.place:
             raise OtherCapture(
                 f"Its caches are in {own_place}, and the caches of the worker that leads the "
-                f"capture are in {theirs['place']}.",
+                f"capture are in {theirs.place}.",
                 "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
             )
         return config

@@ -26,6 +26,7 @@ from kd.client.wire.jobs import (
 from kd.config.job import JobConfig
 from kd.config.jobfile import fill_record, find_unusable_text
 from kd.config.kinds import KINDS
+from kd.progress import Event
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 #: The escape of a surrogate in JSON. Most are halves of a whole pair, which is sound text.
@@ -104,10 +105,9 @@ def build_fields(config: JobConfig, max_attempts: int) -> dict[str, str]:
     return {name: str(value) for name, value in fields.items() if value is not None}
 
 
-def extract_fields(event: Mapping[str, Any]) -> dict[str, str]:
+def extract_fields(event: Event) -> dict[str, str]:
     """The fields of the record that an event of a run sets, as ``{"metrics.loss": "2.5"}``."""
-    kind = event["type"]
-    data = event["data"]
+    kind, data = event.type, event.data
     if kind == "stage":
         return {"phase": str(data.get("phase", ""))}
     if kind == "artifact":
