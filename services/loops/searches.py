@@ -14,12 +14,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery import Celery
 from redis.exceptions import RedisError
 
 from kd.client.wire.jobs import Job
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import SEARCH, TRAIN
@@ -113,11 +114,11 @@ class StudyJournal:
     store: JobStore
     claim: Claim
 
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+    def read_logs(self, log_number_from: int) -> Iterator[Json]:
         """The lines from number ``log_number_from`` on."""
         yield from self.store.read_journal(self.claim.id, log_number_from)
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+    def append_logs(self, logs: list[Json]) -> None:
         """Add lines. Raises ``Fenced`` if the claim is lost."""
         if logs and self.store.add_to_journal(self.claim, logs) == "fenced":
             raise Fenced

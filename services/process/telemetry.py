@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from cache.errors import PotstillError
+from kd.client.wire.view import Json
 from kd.errors import Interrupted
 from kd.progress import Event
 from kd.python.version import read_version
@@ -158,7 +159,7 @@ class StageTrace:
         self._phase: Span | None = None
         self._began = time.time_ns()
         self._first: int | None = None
-        self._latest: dict[str, Any] | None = None
+        self._latest: Json | None = None
 
     def __enter__(self) -> StageTrace:
         return self
@@ -195,7 +196,7 @@ class StageTrace:
             self._phase.end()
         self._phase = None
 
-    def _report(self, data: dict[str, Any]) -> None:
+    def _report(self, data: Json) -> None:
         """Add the steps up to ``step`` to the span, and end the span if it is long enough."""
         self._first = data["step"] if self._first is None else self._first
         self._latest = data
@@ -232,7 +233,7 @@ def _make_provider(endpoint: str, part: str) -> TracerProvider:
             f"KD_OTLP_ENDPOINT is set, but {error.name} is not installed.",
             "`pip install 'potstill[otel]'`, or unset KD_OTLP_ENDPOINT.",
         ) from None
-    origin: dict[str, Any] = {
+    origin: dict[str, str | int] = {
         "service.name": f"potstill-{part}",
         "service.version": read_version(),
         "process.pid": os.getpid(),
@@ -254,7 +255,7 @@ def _mark(opened: Span, error: BaseException) -> None:
         opened.set_status(StatusCode.ERROR)
 
 
-def _name_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def _name_attributes(attributes: Json) -> dict[str, str | int | float]:
     """Attributes for OpenTelemetry: plain values only, names without a dot below ``potstill.``."""
     plain = {
         name: value

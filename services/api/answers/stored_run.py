@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cache.errors import CacheCorrupt
 from cache.manifest import verify_json
 from cache.remote.bucket import Bucket, StoredObject
 from kd.buckets.runs import HISTORY, RUNS, STATE, StoredCheckpoint, StoredFile, StoredRun
+from kd.client.wire.view import Json
 from services.settings import Settings
 
 
@@ -27,7 +28,7 @@ class StoredState:
 
     found: StoredCheckpoint
     data: bytes
-    content: dict[str, Any] = field(repr=False)
+    content: Json = field(repr=False)
 
     @property
     def files(self) -> dict[str, StoredObject]:

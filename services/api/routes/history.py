@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,6 +29,7 @@ from kd.client.wire.history import (
     RunList,
 )
 from kd.client.wire.jobs import Job
+from kd.client.wire.view import Json
 from kd.python.runs import sort_runs
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail
@@ -188,9 +189,7 @@ def job_metrics(
     return MetricsHistory(series=series, last_step=last_step)
 
 
-def _read_points(
-    service: Service, job: Job, after: int, before: int | None
-) -> list[dict[str, Any]]:
+def _read_points(service: Service, job: Job, after: int, before: int | None) -> list[Json]:
     """Read the points of a range from the run's file, else from the store, which thins them."""
     settings = service.settings
     if before is not None:
@@ -201,7 +200,7 @@ def _read_points(
     return points if before is None else [each for each in points if each["step"] < before]
 
 
-def _group_series(points: list[dict[str, Any]]) -> dict[str, list[Point]]:
+def _group_series(points: list[Json]) -> dict[str, list[Point]]:
     """Return every number of the points, by the name of its metric."""
     found: dict[str, list[Point]] = {}
     for point in points:

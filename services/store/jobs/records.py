@@ -23,6 +23,7 @@ from kd.client.wire.jobs import (
     Progress,
     Status,
 )
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import fill_record, find_unusable_text
 from kd.config.kinds import KINDS
@@ -123,7 +124,7 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
     ``more`` are fields of the job that the record does not hold.
     """
     sections = ("progress", "metrics", "cache", "artifacts")
-    nested: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    nested: dict[str, Json] = {name: {} for name in sections}
     for name, value in record.items():
         section, dot, inner = RENAMED.get(name, name).partition(".")
         if dot:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
+from kd.client.wire.view import Json
 from services.store.callers import Caller
 from services.store.jobs.script import ScriptedStore, to_ms
 
@@ -32,7 +33,7 @@ class StoredEvent:
 
     place: str
     type: str
-    data: dict[str, Any]
+    data: Json
     step: int | None
 
 
@@ -45,7 +46,7 @@ class Streams(ScriptedStore):
         after: str = "0",
         limit: int | None = None,
         types: Iterable[str] | None = None,
-    ) -> list[tuple[str, str, dict[str, Any]]]:
+    ) -> list[tuple[str, str, Json]]:
         """Stream id, type and data of the events after stream id ``after``, oldest first."""
         found = islice(self._walk(job_id, after, types), limit)
         return [(event.place, event.type, event.data) for event in found]
@@ -88,12 +89,12 @@ class Streams(ScriptedStore):
 
     def read_metrics(
         self, job_id: str, after_step: int = -1, series: Sequence[str] = SERIES
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """One point for each step after ``after_step``, in order, with the data of all ``series``.
 
         The script thins out a long history evenly.
         """
-        points: dict[int, dict[str, Any]] = {}
+        points: dict[int, Json] = {}
         for name in series:
             texts = self.redis.zrangebyscore(f"kd:job:{job_id}:{name}", f"({after_step}", "+inf")
             for text in cast(list[str], texts):
@@ -103,7 +104,7 @@ class Streams(ScriptedStore):
 
     def sample_metrics(
         self, job_ids: Sequence[str], caller: Caller, limit: int
-    ) -> dict[str, list[dict[str, Any]]]:
+    ) -> dict[str, list[Json]]:
         """Read up to ``limit`` points of the metrics of each job, evenly spread, in order.
 
         Jobs that the caller may not see are left out. However long the runs are, this takes two
@@ -158,7 +159,7 @@ def _read_step(fields: dict[str, str] | None, otherwise: int | None) -> int | No
     """The step that an event names; progress names one if it counts steps."""
     if fields is None or fields["type"] not in (*STEPPED, "progress"):
         return otherwise
-    data: dict[str, Any] = json.loads(fields["data"])
+    data: Json = json.loads(fields["data"])
     name = "step"
     if fields["type"] == "progress":
         name = "done" if data.get("unit") == "steps" else ""
