@@ -217,9 +217,10 @@ class Driver:
             self._end(trial, None, "failed", "Its job was deleted.")
             return
         after = self._read_up_to.get(trial.number, "0")
-        for event_id, kind, data in self._store.read_events(job_id, after):
-            self._read_up_to[trial.number] = event_id
-            if kind == "evaluation":
+        for event in self._store.read_events(job_id, after):
+            self._read_up_to[trial.number] = event.id
+            if event.type == "evaluation":
+                data = event.data
                 note_held_out_tokens(self._study, data.get("validation_tokens"))
                 report_loss(self._study, trial, data["step"], data.get("validation_loss"))
         if trial.user_attrs.get("stopped") or (not job.ended and should_prune(trial)):

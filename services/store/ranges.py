@@ -13,7 +13,8 @@ from typing import Literal, cast
 from pydantic import TypeAdapter
 
 from kd.client.wire.jobs import Capture, CaptureWorker
-from kd.client.wire.view import Json
+from kd.config.kinds import CAPTURE
+from kd.progress import SharedCapture
 from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.script import ScriptedStore, to_ms
 
@@ -41,31 +42,27 @@ class Membership:
     token: int
 
 
-@dataclass(frozen=True)
-class CaptureTerms:
-    """What all workers of one capture must share.
+@dataclass(frozen=True, kw_only=True)
+class CaptureTerms(SharedCapture):
+    """What all workers of one capture must share, of whatever host.
 
-    The first two are those of ``kd.progress.SharedCapture``. ``version`` is that of the program,
-    and ``place`` the name of the store of caches.
+    ``version`` is that of the program, and ``place`` the name of the store of caches.
     """
 
-    fingerprint: str
-    knots: int | None
     version: str
     place: str
 
 
 @dataclass(frozen=True)
 class HelpOrder:
-    """A membership of a worker that does not hold the job, and what it must know of the job."""
+    """A membership of a worker that does not hold the job, and what it must know of the job.
+
+    ``claim`` is that of another worker, without its fence.
+    """
 
     member: Membership
-    attempt: int
+    claim: Claim
     terms: CaptureTerms
-    config: Json
-    owner: str
-    request_id: str = ""
-    traceparent: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,14 +143,12 @@ class RangeTable(ScriptedStore):
         )
         if not found:
             return None
-        job_id, token, attempt, terms, config, owner, *request = found
+        job_id, token, attempt, terms, config, owner, request_id, traceparent = found
+        job = (job_id, 0, int(attempt), json.loads(config), owner, request_id, traceparent)
         return HelpOrder(
             Membership(job_id, int(token)),
-            int(attempt),
+            Claim(*job, CAPTURE.name),
             TypeAdapter(CaptureTerms).validate_json(terms),
-            json.loads(config),
-            owner,
-            *request,
         )
 
     def take(self, member: Membership) -> TakenRange | NoRange:

@@ -18,10 +18,8 @@ from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE
 from kd.errors import OtherCapture
 from kd.files import HELPERS
-from kd.progress import SharedCapture
 from kd.python.version import read_version
 from services.settings import Settings
-from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import HelpOrder, RangeTable
 from services.worker.devices import WorkerDevice
@@ -77,18 +75,9 @@ class CaptureHelp:
         order = self._order
         try:
             config = self._read_config()
-            # Of the job's claim, which another worker has, the child needs only these.
-            job = Claim(
-                id=order.member.id,
-                fence=0,
-                attempt=order.attempt,
-                config=order.config,
-                owner=order.owner,
-                stage=CAPTURE.name,
-            )
-            shared = SharedCapture(order.terms.fingerprint, order.terms.knots)
+            job, terms = order.claim, order.terms
             child = start_child(
-                self._store, self._settings, self._device, job, self._run_dir, server, shared
+                self._store, self._settings, self._device, job, self._run_dir, server, terms
             )
         except (PotstillError, OSError) as error:
             return self._describe_failure(describe_error(error))
@@ -119,7 +108,7 @@ class CaptureHelp:
                 f"{theirs.version}.",
                 "Install the same version on all workers.",
             )
-        config = parse_config(self._order.config)
+        config = parse_config(self._order.claim.config)
         own_place = find_place(self._settings, config)
         if own_place != theirs.place:
             raise OtherCapture(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -131,7 +131,7 @@ class Attempt:
         lease = self._settings.lease_seconds
 
         def open_table(shared: SharedCapture, shards: int) -> Membership | None:
-            terms = CaptureTerms(shared.fingerprint, shared.knots, read_version(), place)
+            terms = CaptureTerms(**asdict(shared), version=read_version(), place=place)
             opened = table.open(self._claim, self._worker, lease, terms, shards, workers)
             self._call_helpers(self._claim.id, workers)
             return opened

@@ -11,7 +11,6 @@ GET /jobs/{id}/logs            the output of the job's processes, without secret
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Annotated
 
@@ -21,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kd.client.wire.history import (
     JobCurve,
     JobCurves,
-    JobEvent,
     JobEvents,
     MetricSeries,
     MetricsHistory,
@@ -84,11 +82,8 @@ def job_events(
 ) -> JobEvents:
     """List a job's events, oldest first. With Accept: text/event-stream this is the stream."""
     wanted = [name for name in (types or "").split(",") if name]
-    found = service.store.read_stepped_events(job.id, after, limit + 1, wanted)
-    data = []
-    for each in found[:limit]:
-        ts = datetime.fromtimestamp(int(each.place.partition("-")[0]) / 1000, UTC)
-        data.append(JobEvent(id=each.place, ts=ts, type=each.type, step=each.step, data=each.data))
+    found = service.store.read_events(job.id, after, limit + 1, wanted, finds_step=True)
+    data = found[:limit]
     newest = data[-1].id if data else after
     return JobEvents(data=data, has_more=len(found) > limit, next_after=newest)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, cast
 
+from kd.client.wire.history import JobEvent
 from kd.client.wire.view import Json
 from services.store.callers import Caller
 from services.store.jobs.script import ScriptedStore, to_ms
@@ -23,20 +24,6 @@ HISTORY = ("events", *SERIES, "study", "trials")
 SEARCHED = 100
 
 
-@dataclass(frozen=True)
-class StoredEvent:
-    """An event of a job.
-
-    ``place`` is its id in the stream. ``step`` is the event's own step, else that of the run when
-    it came; None before the first step.
-    """
-
-    place: str
-    type: str
-    data: Json
-    step: int | None
-
-
 class Streams(ScriptedStore):
     """Reads the histories of jobs, and removes old ones."""
 
@@ -46,25 +33,19 @@ class Streams(ScriptedStore):
         after: str = "0",
         limit: int | None = None,
         types: Iterable[str] | None = None,
-    ) -> list[tuple[str, str, Json]]:
-        """Stream id, type and data of the events after stream id ``after``, oldest first."""
-        found = islice(self._walk(job_id, after, types), limit)
-        return [(event.place, event.type, event.data) for event in found]
+        finds_step: bool = False,
+    ) -> list[JobEvent]:
+        """Read the events after stream id ``after``, oldest first.
 
-    def read_stepped_events(
-        self,
-        job_id: str,
-        after: str = "0",
-        limit: int | None = None,
-        types: Iterable[str] | None = None,
-    ) -> list[StoredEvent]:
-        """Read the events after stream id ``after``, oldest first, with the step of each."""
-        step = None if after == "0" else self._find_step(job_id, after)
+        The step of an event is its own, else that of the run when it came. With ``finds_step`` the
+        step at ``after`` is looked up, too; otherwise it is not known.
+        """
+        step = self._find_step(job_id, after) if finds_step and after != "0" else None
         return list(islice(self._walk(job_id, after, types, step), limit))
 
     def _walk(
-        self, job_id: str, after: str, types: Iterable[str] | None, step: int | None = None
-    ) -> Iterator[StoredEvent]:
+        self, job_id: str, after: str, types: Iterable[str] | None, step: int | None
+    ) -> Iterator[JobEvent]:
         """Yield the events after ``after``; the run was at ``step`` then."""
         wanted = set(types or ())
         last: Any = None  # the last event that may name a step, which is parsed only if needed
@@ -77,7 +58,9 @@ class Streams(ScriptedStore):
                 if wanted and kind not in wanted:
                     continue
                 step, last = _read_step(last, step), None
-                yield StoredEvent(after, kind, json.loads(fields["data"]), step)
+                ts = datetime.fromtimestamp(int(after.partition("-")[0]) / 1000, UTC)
+                data = json.loads(fields["data"])
+                yield JobEvent(id=after, ts=ts, type=kind, step=step, data=data)
             if len(entries) < 1000:
                 return
 

@@ -16,7 +16,7 @@ from tests.support.services.api import tell
 from tests.support.services.pages import require_fit, take_picture
 
 OpenTab = Callable[..., AbstractContextManager[Page]]
-SHARED = CaptureTerms("f" * 8, None, "1.0", "here")
+SHARED = CaptureTerms("f" * 8, version="1.0", place="here")
 
 
 @pytest.fixture(scope="module")

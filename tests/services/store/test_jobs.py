@@ -68,17 +68,17 @@ def test_events_are_read_from_where_one_stopped(jobs: JobStore) -> None:
         jobs.beat(claim, 5, EventBatch(number, warnings))
     events = jobs.read_events(claim.id)
     assert len(events) == 1502
-    assert [event for event, _, _ in events] == sorted(
-        {event for event, _, _ in events}, key=stream_order
+    assert [event.id for event in events] == sorted(
+        {event.id for event in events}, key=stream_order
     )
-    assert jobs.read_events(claim.id, events[700][0]) == events[701:]
-    assert jobs.read_events(claim.id, events[700][0], 3) == events[701:704]
+    assert jobs.read_events(claim.id, events[700].id) == events[701:]
+    assert jobs.read_events(claim.id, events[700].id, 3) == events[701:704]
     assert jobs.read_events(claim.id, limit=1, types=["warning"]) == events[2:3]
-    assert [data["status"] for _, _, data in jobs.read_events(claim.id, types={"status"})] == [
+    assert [event.data["status"] for event in jobs.read_events(claim.id, types={"status"})] == [
         "queued",
         "running",
     ]
-    assert jobs.read_events(claim.id, events[-1][0]) == jobs.read_events(make_job_id()) == []
+    assert jobs.read_events(claim.id, events[-1].id) == jobs.read_events(make_job_id()) == []
 
 
 def stream_order(event: str) -> tuple[int, ...]:
@@ -546,7 +546,7 @@ def test_every_change_of_status_is_told_to_the_webhook(jobs: JobStore) -> None:
     job_id = queued(jobs, webhook="https://example.org/hook")
     jobs.finish(jobs.claim(job_id, "train", "w", 5), "succeeded")
     due = jobs.lease_webhooks(60, 10)
-    events = [event for event, _, _ in jobs.read_events(job_id, types=["status"])]
+    events = [event.id for event in jobs.read_events(job_id, types=["status"])]
     assert due == [Delivery(job_id, event, "https://example.org/hook", 0) for event in events]
     assert jobs.lease_webhooks(60, 10) == [], "somebody has them"
     jobs.finish_webhook(due[0])
@@ -556,7 +556,8 @@ def test_every_change_of_status_is_told_to_the_webhook(jobs: JobStore) -> None:
     time.sleep(0.02)
     assert jobs.lease_webhooks(0, 10) == [replace(due[1], tries=1)], "whoever had it died"
     jobs.finish_webhook(due[1], "It was given up.")
-    assert jobs.read_events(job_id)[-1][1:] == ("warning", {"message": "It was given up."})
+    told = jobs.read_events(job_id)[-1]
+    assert (told.type, told.data) == ("warning", {"message": "It was given up."})
     assert jobs.redis.hgetall("kd:webhooks:tries") == {f"{job_id} {events[2]}": "1"}
     jobs.finish_webhook(due[2])
     assert jobs.redis.exists("kd:webhooks", "kd:webhooks:tries") == 0

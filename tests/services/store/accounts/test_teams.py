@@ -67,7 +67,7 @@ def account_of(jobs: JobStore, team: str) -> Any:
 
 
 def warnings_of(jobs: JobStore, job_id: str) -> list[str]:
-    return [data["message"] for _, kind, data in jobs.read_events(job_id) if kind == "warning"]
+    return [each.data["message"] for each in jobs.read_events(job_id, types=["warning"])]
 
 
 # ---------------------------------------------------------------------- the order

@@ -24,7 +24,7 @@ from services.store.ranges import (
 from services.worker.range_server import compute_progress
 from tests.support.records import ANN, BOB, ERROR, at_once, queued, running
 
-SHARED = CaptureTerms("f" * 8, None, "1.0", "here")
+SHARED = CaptureTerms("f" * 8, version="1.0", place="here")
 LONG = 60.0
 LUA = (ROOT / "services" / "store" / "ranges.lua").read_text(encoding="utf-8")
 

@@ -32,11 +32,11 @@ def test_a_job_that_a_helper_cannot_read_is_named_and_not_asked_for_again(
     claim = running(parts.jobs, "precompute", resources={"workers": 2})
     table = RangeTable(parts.jobs.redis)
     place = find_place(parts.settings, parse_config(claim.config))
-    terms = CaptureTerms("f" * 32, None, version or read_version(), place)
+    terms = CaptureTerms("f" * 32, version=version or read_version(), place=place)
     assert table.open(claim, "leader", 60, terms, 100, 2) is not None
     order = table.help("helper", 60, ANY_CAPACITY, ["precompute"])
     assert order is not None
-    foreign = replace(order, config=order.config | FUTURE)
+    foreign = replace(order, claim=replace(order.claim, config=order.claim.config | FUTURE))
     device = WorkerDevice(hidden=True)
     CaptureHelp(parts.jobs, parts.settings, foreign, "helper", device, threading.Event()).run()
     warnings = [data["message"] for kind, data in parts.events(claim.id) if kind == "warning"]
@@ -57,7 +57,7 @@ def test_a_helper_names_the_error_of_its_child_also_if_it_was_killed_after_that(
     assert claim is not None
     table = RangeTable(parts.jobs.redis)
     place = find_place(parts.settings, parse_config(claim.config))
-    terms = CaptureTerms("f" * 32, None, read_version(), place)
+    terms = CaptureTerms("f" * 32, version=read_version(), place=place)
     assert table.open(claim, "leader", 60, terms, 100, 2) is not None
     order = table.help("helper", 60, ANY_CAPACITY, ["precompute"])
     assert order is not None
