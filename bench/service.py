@@ -36,6 +36,7 @@ import httpx
 
 from bench.support.paths import ROOT
 from kd.config.jobfile import parse_config
+from kd.progress import Event
 from services.settings import Settings
 from services.store.connection import connect_redis
 from services.store.embedded import EmbeddedServer, find_binary, find_free_port
@@ -246,9 +247,9 @@ class HeartbeatThread(threading.Thread):
                 events = tuple(self._make_event(number, index) for index in range(self._events))
                 self._store.beat(claim, 3600.0, EventBatch(number, events))
 
-    def _make_event(self, number: int, index: int) -> dict[str, Any]:
+    def _make_event(self, number: int, index: int) -> Event:
         data = {"step": number * self._events + index, "loss": 1.0, "sent": time.time()}
-        return {"type": "metrics", "data": data}
+        return Event("metrics", data)
 
     def stop(self) -> None:
         """End the beats."""

@@ -47,7 +47,13 @@ from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket
 from services.store.jobs.leases import ANY_CAPACITY
 from services.store.queue import publish_hint
-from services.store.ranges import RangeTable, ReportedProgress, TakenRange, choose_range_size
+from services.store.ranges import (
+    CaptureTerms,
+    RangeTable,
+    ReportedProgress,
+    TakenRange,
+    choose_range_size,
+)
 
 RATE = 10_000
 WORKERS = (1, 2, 4)
@@ -184,7 +190,8 @@ def measure_store(parts: Parts, members: int) -> tuple[float, float, float, floa
     claim = jobs.claim(job_id, "precompute", "owner", 3600)
     assert claim is not None
     shards = SHARDS_EACH * 1024 * choose_range_size(SHARDS_EACH * 1024, members)
-    owner = table.open(claim, "owner", 3600, {"fingerprint": "f" * 32}, shards, None)
+    terms = CaptureTerms("f" * 32, version="", place="")
+    owner = table.open(claim, "owner", 3600, terms, shards, None)
     assert owner is not None
     helpers = []
     for number in range(members):

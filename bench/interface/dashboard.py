@@ -29,6 +29,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from bench.speed import read_cpu_name
 from bench.support.harness import Parts, make_config
+from kd.progress import Event
 from services.store.jobs.leases import Claim, EventBatch
 
 NAMES = ("loss", "kd_loss", "ce_loss", "learning_rate")
@@ -52,7 +53,7 @@ def serving(folder: Path) -> Iterator[Parts]:
 def tell(api: Parts, claim: Claim, events: list[dict[str, Any]]) -> None:
     """Deliver points of a run as its worker does."""
     number = int(api.jobs.redis.hget(f"kd:job:{claim.id}", "batch") or 0) + 1
-    batch = EventBatch(number, tuple({"type": "metrics", "data": each} for each in events))
+    batch = EventBatch(number, tuple(Event("metrics", each) for each in events))
     assert api.jobs.beat(claim, 6000, batch) == "go"
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -17,6 +16,7 @@ from kd.client.wire.accounts import TeamAccount
 from kd.client.wire.jobs import TERMINAL_STATUSES, Cost, Job, JobResources
 from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.client.wire.problems import QuotaProblem
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.kinds import list_stage_names
 from kd.errors import ConfigError, Problem
@@ -81,7 +81,7 @@ class Admission:
         mean = store.read_mean_use(config.kind)
         return estimate_new_job(config.stages[-1], needs, store.list_workers(), mean)
 
-    def _ask_process(self, wish: Wish, config: JobConfig) -> dict[str, Any]:
+    def _ask_process(self, wish: Wish, config: JobConfig) -> Json:
         """Let the process check the job; raise all its problems, or 507 if the disk is full."""
         settings = self.service.settings
         require_space(settings)
@@ -150,7 +150,7 @@ class Admission:
                 for name in config.cache.named.values():
                     holding.enter_context(held(settings.caches / name))
                 # Only a new job is checked: a replayed one exists, even if its inputs are gone.
-                found = self._check(config)
+                least_memory = self._check(config)
                 created = self.service.store.create(
                     config,
                     self.caller,
@@ -158,7 +158,7 @@ class Admission:
                     settings.quota_open_jobs,
                     settings.quota_record_bytes,
                     RequestOrigin(request_id.get(), read_traceparent()),
-                    found["least_memory"],
+                    least_memory,
                 )
         _require_created(created, config, settings)
         if created.outcome == "team_quota":
@@ -173,11 +173,11 @@ class Admission:
             announce_job(self.service, job)
         return job, created.outcome == "replayed"
 
-    def _check(self, config: JobConfig) -> dict[str, Any]:
-        """Check a new job; raise all its problems, or 429 if its cache is more than its team has.
+    def _check(self, config: JobConfig) -> int | None:
+        """Check a new job, and return the bytes of memory that its models need at least.
 
-        A capture whose size only its worker can find is admitted. One whose size is not found in
-        time is refused (503).
+        Raises all its problems, or 429 if its cache is more than its team has. A capture whose size
+        only its worker can find is admitted. One whose size is not found in time is refused (503).
         """
         account = self.read_account()
         captures = config.captures
@@ -187,7 +187,8 @@ class Admission:
             more = f"The cache of this job needs about {format_bytes(needed)}."
             remedy = "If its cache is on the disk already, name it: cache.fingerprint."
             raise make_bytes_problem(account, more, remedy)
-        return found
+        least_memory: int | None = found["least_memory"]
+        return least_memory
 
 
 def _require_created(created: CreateResult, config: JobConfig, settings: Settings) -> None:

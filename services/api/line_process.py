@@ -26,6 +26,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from cache.errors import PotstillError
+from kd.client.wire.view import Json
 from services.api.turns import NoTurn, Turns
 from services.process import logs
 from services.settings import Settings
@@ -35,8 +36,6 @@ START_SECONDS = 60.0
 #: Orders that may wait for the one that is answered. Each holds one of the threads that answer all
 #: requests.
 MOST_WAITING = 64
-
-Order = dict[str, Any]
 
 
 class NoAnswer(Exception):
@@ -137,7 +136,7 @@ def _call(child: subprocess.Popen[bytes], order: bytes, seconds: float) -> bytes
         killer.cancel()
 
 
-def answer_orders(start: Callable[[Settings], Callable[[Order], dict[str, Any]]]) -> None:
+def answer_orders(start: Callable[[Settings], Callable[[Json], Json]]) -> None:
     """Answer orders in this process until stdin ends; ``start`` returns what answers one order."""
     # The end of stdin ends this process; a signal to the group of a terminal does not. The kernel
     # cannot watch the parent: it would watch the thread that started this process, which may end.

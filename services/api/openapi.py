@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI
 
 from kd.client.wire.problems import ProblemDetails
+from kd.client.wire.view import Json
 from services.api.answers.problems import describe_problems
 
 #: Statuses that every path may answer with: 400 for an unknown Host.
@@ -25,7 +24,7 @@ def complete_openapi(app: FastAPI, with_keys: bool) -> None:
     """Make ``app`` serve the complete document; without keys no operation asks for a key."""
     generate = app.openapi
 
-    def openapi() -> dict[str, Any]:
+    def openapi() -> Json:
         if app.openapi_schema is None:
             document = app.openapi_schema = generate()
             # FastAPI adds the models that routes return; problems come from outside of the routes.
@@ -42,7 +41,7 @@ def complete_openapi(app: FastAPI, with_keys: bool) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _complete(operation: dict[str, Any], path: str, method: str, with_keys: bool) -> None:
+def _complete(operation: Json, path: str, method: str, with_keys: bool) -> None:
     """Add the answers that come from outside the route: wrong Host, Origin, key, scope or rate."""
     for parameter in operation.get("parameters", ()):
         schema = parameter["schema"]

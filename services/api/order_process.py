@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from kd.client.wire.view import Json
 from services.api.answers.problems import ApiProblem
-from services.api.line_process import LineProcess, NoAnswer, Order
+from services.api.line_process import LineProcess, NoAnswer
 from services.settings import Settings
 
 
@@ -33,10 +33,10 @@ class OrderProcess(LineProcess):
         self._limits = {"seconds": settings.plan_seconds, "bytes": settings.plan_memory_bytes}
         self._texts = texts
 
-    def fetch(self, order: Order, group: str = "") -> dict[str, Any]:
+    def fetch(self, order: Json, group: str = "") -> Json:
         """Return the answer to ``order``; raise ``ApiProblem`` 503 if it takes too long or much."""
         try:
-            answer: dict[str, Any] = self.ask(order, group)
+            answer: Json = self.ask(order, group)
         except NoAnswer as error:
             raise self._explain(error.reason) from None
         if "limit" in answer:

@@ -9,18 +9,18 @@ Its orders, and the answers besides those of ``services.api.line_process``:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from redis.exceptions import RedisError
 
 from kd.buckets.inputs import begin_downloads
 from kd.capture.estimate.job import estimate_by_table
+from kd.client.wire.view import Json
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
 from kd.memory.model_memory import estimate_least_memory
 from kd.preflight.problems import Folders, require_no_problems
 from services.api.kept_answers import KeptAnswers
-from services.api.line_process import Order, answer_orders
+from services.api.line_process import answer_orders
 from services.api.planning import estimate_capture, plan_job
 from services.settings import Settings
 from services.store.connection import connect_redis
@@ -28,9 +28,7 @@ from services.store.jobs.store import JobStore
 from services.store.tenancy import build_confinement
 
 
-def answer_order(
-    order: Order, settings: Settings, store: JobStore, kept: KeptAnswers
-) -> dict[str, Any]:
+def answer_order(order: Json, settings: Settings, store: JobStore, kept: KeptAnswers) -> Json:
     """Return the answer to one order."""
     begin_downloads(settings.home)
     try:
@@ -56,7 +54,7 @@ def answer_order(
         return {"store_error": str(error)}
 
 
-def start(settings: Settings) -> Callable[[Order], dict[str, Any]]:
+def start(settings: Settings) -> Callable[[Json], Json]:
     """Connect to the job store; return what answers an order."""
     assert settings.redis_url is not None
     store = JobStore(connect_redis(settings.redis_url), settings.max_attempts, settings.home)

@@ -6,10 +6,11 @@ own.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from redis.exceptions import RedisError
 
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from services.api.order_process import OrderProcess, ProcessTexts, make_failure_problem
@@ -33,7 +34,7 @@ class PlanProcess(OrderProcess):
     def __init__(self, settings: Settings) -> None:
         super().__init__("services.api.plan_child", settings, TEXTS)
 
-    def check(self, wish: Wish, config: JobConfig, caller: Caller) -> dict[str, Any]:
+    def check(self, wish: Wish, config: JobConfig, caller: Caller) -> Json:
         """Return the plan, or the estimate, of a job of ``caller`` as JSON.
 
         ``check`` returns the memory that it needs at least, ``size`` also the bytes of its cache.

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 
 from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE, KINDS, list_stage_names
+from kd.progress import Event
 from services.loops.retention import NightlyRetention
 from services.loops.searches import Searches
 from services.loops.teams import TeamRules
@@ -185,7 +186,7 @@ class LostCaches:
         detail = f"Cache {job.cache.fingerprint} is not on the disk any more."
         log.warning("%s: %s", job.id, detail)
         if (capture := KINDS[job.kind].find_capture(job.stage, job.turn)) is not None:
-            warning = {"type": "warning", "data": {"message": f"{detail} It is captured again."}}
+            warning = Event("warning", {"message": f"{detail} It is captured again."})
             self._store.beat(claim, self._settings.lease_seconds, EventBatch(1, (warning,)))
             # No hint is sent here: _announce sends one as for any lost hint.
             self._store.advance(claim, CAPTURE.name, capture[1])

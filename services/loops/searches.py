@@ -14,18 +14,19 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery import Celery
 from redis.exceptions import RedisError
 
 from kd.client.wire.jobs import Job
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import SEARCH, TRAIN
 from kd.errors import ConfigError, Problem
 from kd.evaluation.teacher_effect import warn_of_verdict
-from kd.progress import Monitor
+from kd.progress import Event, Monitor
 from kd.search.findings import describe_trial, make_search_report, write_search
 from kd.search.space import keeps_best, make_trial_job
 from kd.search.study import Outcome, make_study, should_prune
@@ -100,11 +101,11 @@ class StudyJournal:
     store: JobStore
     claim: Claim
 
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+    def read_logs(self, log_number_from: int) -> Iterator[Json]:
         """The lines from number ``log_number_from`` on."""
         yield from self.store.read_journal(self.claim.id, log_number_from)
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+    def append_logs(self, logs: list[Json]) -> None:
         """Add lines. Raises ``Fenced`` if the claim is lost."""
         if logs and self.store.add_to_journal(self.claim, logs) == "fenced":
             raise Fenced
@@ -156,7 +157,7 @@ class Driver:
         self._study = make_study(self._config, StudyJournal(self._store, self.claim))
         self._begun = True
         begun = {"stage": SEARCH.name, "phase": "running trials"}
-        self._outbox.put({"type": "stage", "data": begun})
+        self._outbox.put(Event("stage", begun))
         self._report_progress()
 
     # -- one trial
@@ -203,9 +204,10 @@ class Driver:
             self._end(trial, None, "failed", "Its job was deleted.")
             return
         after = self._read_up_to.get(trial.number, "0")
-        for event_id, kind, data in self._store.read_events(job_id, after):
-            self._read_up_to[trial.number] = event_id
-            if kind == "evaluation":
+        for event in self._store.read_events(job_id, after):
+            self._read_up_to[trial.number] = event.id
+            if event.type == "evaluation":
+                data = event.data
                 self._study.note_held_out_tokens(data.get("validation_tokens"))
                 self._study.report_loss(trial, data["step"], data.get("validation_loss"))
         if trial.user_attrs.get("stopped") or (not job.ended and should_prune(trial)):
@@ -246,7 +248,7 @@ class Driver:
     def _announce(self, trial: Trial, job_id: str | None) -> None:
         row = describe_trial(self._study.list_trials()[trial.number])
         shown = {"number": row.number, "state": row.state, "loss": row.loss, "values": row.values}
-        self._outbox.put({"type": "trial", "data": {**shown, "why": row.why, "job": job_id}})
+        self._outbox.put(Event("trial", {**shown, "why": row.why, "job": job_id}))
 
     def _report_progress(self) -> None:
         found = make_search_report(self._config, self._study)
@@ -259,10 +261,10 @@ class Driver:
             "fraction": round(done / total, 6),
             "eta_seconds": self._study.estimate_seconds_left(),
         }
-        self._outbox.put({"type": "progress", "data": data})
+        self._outbox.put(Event("progress", data))
         if found.best is not None:
             data = {"best_trial": found.best.number, "validation_loss": found.best.loss}
-            self._outbox.put({"type": "metrics", "data": data})
+            self._outbox.put(Event("metrics", data))
 
     def _conclude(self) -> None:
         found = make_search_report(self._config, self._study)
@@ -271,9 +273,9 @@ class Driver:
         assert found.best is not None, "write_search refuses a search without a complete trial"
         best = jobs[found.best.number]
         artifacts["student"] = str(self._settings.run_dir(best) / "student")
-        warn_of_verdict(found.to_json(), Monitor(lambda event: self._outbox.put(event.to_json())))
+        warn_of_verdict(found.to_json(), Monitor(self._outbox.put))
         for name, path in artifacts.items():
-            self._outbox.put({"type": "artifact", "data": {"name": name, "path": path}})
+            self._outbox.put(Event("artifact", {"name": name, "path": path}))
         self._flush()
         self._store.finish(self.claim, "succeeded")
 

@@ -307,9 +307,9 @@ class Webhooks:
         job = self._store.get(due.job_id)
         before = _find_preceding_id(due.event_id)
         events = self._store.read_events(due.job_id, before, limit=1)
-        if job is None or not events or events[0][0] != due.event_id:
+        if job is None or not events or events[0].id != due.event_id:
             return None
-        return make_message(job, due.event_id, events[0][2])
+        return make_message(job, due.event_id, events[0].data)
 
     async def _try_to_send(self, url: str, message: Message) -> str | None:
         """Send the message once. Returns the reason of a failure, or None after a success."""

@@ -254,7 +254,7 @@ def _is_secret(name: str, value: Any) -> bool:
     )
 
 
-def _order_fields(event: EventDict) -> dict[str, Any]:
+def _order_fields(event: EventDict) -> EventDict:
     """The fields that every line has, then the others, then the traceback."""
     known = {name: event[name] for name in FIELDS if name in event}
     others = {

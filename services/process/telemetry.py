@@ -158,7 +158,7 @@ class StageTrace:
         self._phase: Span | None = None
         self._began = time.time_ns()
         self._first: int | None = None
-        self._latest: dict[str, Any] | None = None
+        self._latest: Event | None = None
 
     def __enter__(self) -> StageTrace:
         return self
@@ -175,7 +175,7 @@ class StageTrace:
                 if event.type == "stage":
                     self._begin_phase(str(event.data.get("phase", "")))
                 elif event.type == "metrics" and isinstance(event.data.get("step"), int):
-                    self._report(event.data)
+                    self._report(event)
                 elif event.type in STAGE_EVENTS:
                     self._stage.add_event(event.type, _name_attributes(event.data))
             listen(event)
@@ -195,10 +195,10 @@ class StageTrace:
             self._phase.end()
         self._phase = None
 
-    def _report(self, data: dict[str, Any]) -> None:
+    def _report(self, event: Event) -> None:
         """Add the steps up to ``step`` to the span, and end the span if it is long enough."""
-        self._first = data["step"] if self._first is None else self._first
-        self._latest = data
+        self._first = event.data["step"] if self._first is None else self._first
+        self._latest = event
         if time.time_ns() - self._began >= SAMPLE_SECONDS * 1e9:
             self._end_steps()
 
@@ -208,7 +208,7 @@ class StageTrace:
         if self._latest is None:
             return
         context = set_span_in_context(self._phase or self._stage)
-        attributes = _name_attributes({"first_step": self._first, **self._latest})
+        attributes = _name_attributes({"first_step": self._first, **self._latest.data})
         self._tracer.start_span(
             "steps", context, attributes=attributes, start_time=self._began
         ).end()
@@ -232,7 +232,7 @@ def _make_provider(endpoint: str, part: str) -> TracerProvider:
             f"KD_OTLP_ENDPOINT is set, but {error.name} is not installed.",
             "`pip install 'potstill[otel]'`, or unset KD_OTLP_ENDPOINT.",
         ) from None
-    origin: dict[str, Any] = {
+    origin: dict[str, str | int] = {
         "service.name": f"potstill-{part}",
         "service.version": read_version(),
         "process.pid": os.getpid(),
@@ -254,7 +254,7 @@ def _mark(opened: Span, error: BaseException) -> None:
         opened.set_status(StatusCode.ERROR)
 
 
-def _name_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def _name_attributes(attributes: Mapping[str, Any]) -> dict[str, str | int | float]:
     """Attributes for OpenTelemetry: plain values only, names without a dot below ``potstill.``."""
     plain = {
         name: value

@@ -6,12 +6,12 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from cache.disk import wait_for_lock
+from kd.client.wire.view import Json
 
 
-def append_line(path: Path, entry: dict[str, Any]) -> None:
+def append_line(path: Path, entry: Json) -> None:
     """Add ``entry`` as a line in one write; it is on the disk when this returns.
 
     Only the owner can read the file. A line that a crash cut off is ended first. If the disk takes

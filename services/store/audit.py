@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from cache.disk import make_folder, storage_errors, sync_path, wait_for_lock
 from cache.errors import StorageError
+from kd.client.wire.view import Json
 from services.settings import Settings
 from services.store.appending import append_line
 
@@ -55,7 +56,7 @@ class AuditQuery:
     after: datetime | None = None
     before: datetime | None = None
 
-    def wants(self, entry: dict[str, Any]) -> bool:
+    def wants(self, entry: Json) -> bool:
         """Return whether an entry matches; ids decide the time."""
         action = entry.get("action", "")
         return (
@@ -71,7 +72,7 @@ class AuditQuery:
 class AuditPage:
     """Entries, newest first. More may follow a short page, and even an empty one."""
 
-    entries: list[dict[str, Any]]
+    entries: list[Json]
     next_cursor: int | None
 
 
@@ -147,7 +148,7 @@ class AuditLog:
 
         Reads ``MAX_SCANNED`` lines at most, so that a rare actor cannot hold up the service.
         """
-        found: list[dict[str, Any]] = []
+        found: list[Json] = []
         for scanned, entry in enumerate(self._read_backwards(cursor)):
             if query.after is not None and entry["id"] <= _to_microseconds(query.after):
                 return AuditPage(found, None)
@@ -158,7 +159,7 @@ class AuditLog:
                 found.append(entry)
         return AuditPage(found, None)
 
-    def _read_backwards(self, cursor: int | None) -> Iterator[dict[str, Any]]:
+    def _read_backwards(self, cursor: int | None) -> Iterator[Json]:
         """Every whole entry before ``cursor``, newest first."""
         with ExitStack() as stack:
             for file in self._open_files(stack):
@@ -182,7 +183,7 @@ class AuditLog:
         return found
 
 
-def _parse_lines(file: IO[bytes]) -> Iterator[dict[str, Any]]:
+def _parse_lines(file: IO[bytes]) -> Iterator[Json]:
     """The whole entries of a file, oldest first. A line that a crash cut off is left out."""
     for line in file:
         try:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -45,6 +45,7 @@ from cache.disk import (
 )
 from cache.errors import PotstillError, StorageError
 from cache.remote.address import PLACE_FILE
+from kd.client.wire.view import Json
 from kd.files import measure_free_bytes
 from kd.python.version import read_version
 from services.store.connection import connect_redis, describe_failure
@@ -114,7 +115,7 @@ class Backup:
         """Bytes of all files."""
         return sum(file.bytes for file in self.files.values())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The content of the file as JSON."""
         return {"format": FORMAT, **asdict(self)}
 
@@ -231,7 +232,7 @@ def make_backup(
 def _fill(folder: Path, settings: Settings, client: Redis, pause_seconds: float) -> Backup:
     rows = read_store(client, pause_seconds)
     with (folder / STORE).open("w", encoding="ascii") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
     files = {STORE: BackupFile((folder / STORE).stat().st_size, hash_file(folder / STORE))}
     keys = settings.api_keys_file
     if keys is not None and keys.exists():
@@ -269,8 +270,20 @@ def _find_needed(settings: Settings, client: Redis) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def read_store(client: Redis, pause_seconds: float) -> list[dict[str, Any]]:
-    """Every key at one moment, with its expiry (Unix milliseconds, 0 = none) and its value.
+@dataclass(frozen=True)
+class StoredKey:
+    """A key of the job store: its expiry in Unix milliseconds, 0 = none, and its value in base64.
+
+    It is a line of the backup.
+    """
+
+    key: str
+    until: int
+    dump: str
+
+
+def read_store(client: Redis, pause_seconds: float) -> list[StoredKey]:
+    """Read every key at one moment.
 
     The server's writes wait meanwhile. If this process dies, they go on after ``pause_seconds``.
     """
@@ -291,11 +304,7 @@ def read_store(client: Redis, pause_seconds: float) -> list[dict[str, Any]]:
         client.client_unpause()
     now = seconds * 1000 + microseconds // 1000
     return [
-        {
-            "key": key,
-            "until": now + ttl if ttl >= 0 else 0,
-            "dump": base64.b64encode(value).decode(),
-        }
+        StoredKey(key, now + ttl if ttl >= 0 else 0, base64.b64encode(value).decode())
         for key, (value, ttl) in sorted(found.items())
     ]
 
@@ -454,7 +463,7 @@ def restore_backup(
             make_folder(settings.api_keys_file.parent)
             write_file(settings.api_keys_file, (folder / KEYS).read_bytes(), mode=0o600)
     with (folder / STORE).open(encoding="ascii") as lines:
-        write_store(client, (json.loads(line) for line in lines))
+        write_store(client, (StoredKey(**json.loads(line)) for line in lines))
     return release_all_jobs(client)
 
 
@@ -490,7 +499,7 @@ def _replace(source: Path, target: Path) -> None:
     remove_path(temporary)
 
 
-def write_store(client: Redis, rows: Iterator[dict[str, Any]]) -> None:
+def write_store(client: Redis, rows: Iterator[StoredKey]) -> None:
     """Replace the content of the job store by the rows of ``read_store``."""
     for keys in list(_scan_keys(client)):
         if keys:
@@ -498,10 +507,8 @@ def write_store(client: Redis, rows: Iterator[dict[str, Any]]) -> None:
     pipeline = client.pipeline(transaction=False)
     try:
         for number, row in enumerate(rows, 1):
-            value = base64.b64decode(row["dump"])
-            pipeline.restore(
-                row["key"], row["until"], value, replace=True, absttl=bool(row["until"])
-            )
+            value = base64.b64decode(row.dump)
+            pipeline.restore(row.key, row.until, value, replace=True, absttl=bool(row.until))
             if number % SCAN == 0:
                 pipeline.execute()
         pipeline.execute()

@@ -22,14 +22,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from redis.exceptions import RedisError
 
 from cache.disk import storage_errors, try_lock, write_file
 from cache.errors import PotstillError
 from services.settings import Settings
-from services.store.connection import connect_redis
+from services.store.connection import ask_server, connect_redis
 
 #: The oldest server whose commands suffice.
 OLDEST_VERSION = (6, 2)
@@ -130,7 +130,7 @@ class EmbeddedServer:
     def pid(self) -> int:
         """The server's process id."""
         with connect_redis(self.url) as client:
-            return int(cast(dict[str, Any], client.info("server"))["process_id"])
+            return int(ask_server(client, "server")["process_id"])
 
     def start(self) -> None:
         """Start the server, or use the one that runs in this folder."""

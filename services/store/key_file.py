@@ -34,6 +34,7 @@ from typing import Any
 
 from cache.disk import storage_errors, wait_for_lock
 from cache.errors import PotstillError
+from kd.client.wire.view import Json
 from services.store.appending import append_line
 from services.store.callers import Quota
 
@@ -256,7 +257,7 @@ def revoke_keys(path: Path, name_or_id: str) -> list[ApiKey]:
     return ended
 
 
-def _append(path: Path, entry: dict[str, Any]) -> None:
+def _append(path: Path, entry: Json) -> None:
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         append_line(path, entry)
@@ -296,7 +297,7 @@ def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str | tuple[str
         ) from None
 
 
-def _parse_quota(entry: dict[str, Any]) -> Quota:
+def _parse_quota(entry: Json) -> Quota:
     seconds, size = entry.get("device_seconds"), entry.get("bytes")
     for value in (seconds, size):
         if value is not None and not 0 < value < float("inf"):

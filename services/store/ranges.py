@@ -7,10 +7,14 @@ the table: each renews its own lease by beats, takes ranges, and tells when thei
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import asdict, dataclass
+from typing import Literal, cast
+
+from pydantic import TypeAdapter
 
 from kd.client.wire.jobs import Capture, CaptureWorker
+from kd.config.kinds import CAPTURE
+from kd.progress import SharedCapture
 from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.script import ScriptedStore, to_ms
 
@@ -38,21 +42,27 @@ class Membership:
     token: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class CaptureTerms(SharedCapture):
+    """What all workers of one capture must share, of whatever host.
+
+    ``version`` is that of the program, and ``place`` the name of the store of caches.
+    """
+
+    version: str
+    place: str
+
+
 @dataclass(frozen=True)
 class HelpOrder:
     """A membership of a worker that does not hold the job, and what it must know of the job.
 
-    ``shared`` is what all workers of the capture must share: that of ``kd.progress.SharedCapture``,
-    and their version and place (``services.worker.range_server.describe_place``).
+    ``claim`` is that of another worker, without its fence.
     """
 
     member: Membership
-    attempt: int
-    shared: dict[str, Any]
-    config: dict[str, Any]
-    owner: str
-    request_id: str = ""
-    traceparent: str = ""
+    claim: Claim
+    terms: CaptureTerms
 
 
 @dataclass(frozen=True)
@@ -110,13 +120,13 @@ class RangeTable(ScriptedStore):
         claim: Claim,
         worker: str,
         lease_seconds: float,
-        shared: dict[str, Any],
+        terms: CaptureTerms,
         shards: int,
         workers: int | None,
     ) -> Membership | None:
         """Cut ``shards`` into ranges for ``workers`` (None: any number); None if fenced."""
         size = choose_range_size(shards, workers)
-        head = (claim.id, claim.fence, worker, to_ms(lease_seconds), json.dumps(shared))
+        head = (claim.id, claim.fence, worker, to_ms(lease_seconds), json.dumps(asdict(terms)))
         outcome, *token = self._transition("ranges_open", *head, shards, size, workers or "")
         return Membership(claim.id, int(token[0])) if outcome == "opened" else None
 
@@ -133,10 +143,12 @@ class RangeTable(ScriptedStore):
         )
         if not found:
             return None
-        job_id, token, attempt, shared, config, owner, *request = found
-        member = Membership(job_id, int(token))
+        job_id, token, attempt, terms, config, owner, request_id, traceparent = found
+        job = (job_id, 0, int(attempt), json.loads(config), owner, request_id, traceparent)
         return HelpOrder(
-            member, int(attempt), json.loads(shared), json.loads(config), owner, *request
+            Membership(job_id, int(token)),
+            Claim(*job, CAPTURE.name),
+            TypeAdapter(CaptureTerms).validate_json(terms),
         )
 
     def take(self, member: Membership) -> TakenRange | NoRange:

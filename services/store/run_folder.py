@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cache.disk import discard_path, find_interrupted, is_lock_free, storage_errors
 from cache.errors import PotstillError
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.config.placement import JOB_ID_PATTERN
@@ -97,7 +97,7 @@ def read_run(folder: Path) -> FoundRun:
 
 def has_ended(folder: Path, config: JobConfig) -> bool:
     """Return whether the run wrote the file that comes last."""
-    last: dict[str, Any] | None = read_json(folder / config.own_kind.last_file)
+    last: Json | None = read_json(folder / config.own_kind.last_file)
     return last is not None and not (config.checks_cache and last["problems"])
 
 

@@ -191,12 +191,13 @@ def demo(
     home: Home = None,
 ) -> None:
     """Run the example job through the whole service on this machine, and print its report."""
+    from services.terminal.client import dump
     from services.terminal.commands.demo import print_demo, run_demo, succeeded
     from services.terminal.in_process import interrupt_on_signals
 
     interrupt_on_signals()
     jobs = run_demo(make_settings(home=home), baseline, notes)
-    if not print_as_json(jobs):
+    if not print_as_json(list(map(dump, jobs))):
         print_demo(jobs, out, notes)
     raise typer.Exit(0 if succeeded(jobs) else FAILED)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
 
 from kd.client.client import Client
 from kd.client.errors import Refused
 from kd.client.wire.jobs import Job
+from kd.client.wire.view import Json, View
 from services.terminal.console import err, make_settings
 
 #: How long a server may be away while a job is followed, in seconds; other commands do not wait.
@@ -56,7 +56,7 @@ def find_job(client: Client, name: str) -> Job:
     return found[0]
 
 
-def read_pages(client: Client, path: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def read_pages(client: Client, path: str, query: Mapping[str, str | int | None]) -> Iterator[Json]:
     """Yield what a list of the API holds, page by page, as the JSON that the server sent."""
     cursor = None
     while True:
@@ -67,6 +67,6 @@ def read_pages(client: Client, path: str, query: dict[str, Any]) -> Iterator[dic
             return
 
 
-def dump(view: Any) -> dict[str, Any]:
+def dump(view: View) -> Json:
     """Return a model of the wire as the JSON that the server sent."""
-    return dict(view.model_dump(mode="json"))
+    return view.model_dump(mode="json")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from kd.client.wire.history import JobEvent
 from kd.client.wire.jobs import TERMINAL_STATUSES
+from kd.client.wire.view import Json
 from kd.progress import Event
 from services.terminal.console import err
 
@@ -34,7 +35,7 @@ class Display:
         )
         self._bars: dict[str, TaskID] = {}
         self._stage = ""
-        self._metrics: dict[str, Any] = {}
+        self._metrics: Json = {}
         self._line_at = 0.0
 
     def __enter__(self) -> Display:
@@ -44,34 +45,30 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def listen(self, event: Event) -> None:
-        """Show one event of a run in this process."""
-        self.show(event.type, event.data)
-
-    def show(self, kind: str, data: dict[str, Any]) -> None:
+    def show(self, event: Event | JobEvent) -> None:
         """Show one event; types without a handler below are ignored."""
-        handler = getattr(self, f"_on_{kind}", None)
+        handler = getattr(self, f"_on_{event.type}", None)
         if handler is not None:
-            handler(data)
+            handler(event.data)
 
-    def _on_stage(self, data: dict[str, Any]) -> None:
+    def _on_stage(self, data: Json) -> None:
         self._stage = data.get("stage") or self._stage
         phase = data.get("phase") or ""
         bar = self._find_bar()
         self._progress.update(bar, description=f"{self._stage} · {phase}" if phase else self._stage)
         self._print_line(phase)
 
-    def _on_progress(self, data: dict[str, Any]) -> None:
+    def _on_progress(self, data: Json) -> None:
         note = _format_progress(data, self._metrics)
         done, total = data.get("done"), data.get("total")
         self._progress.update(self._find_bar(), completed=done or 0, total=total, note=note)
         if done == total or time.monotonic() - self._line_at > LINE_SECONDS:
             self._print_line(note)
 
-    def _on_metrics(self, data: dict[str, Any]) -> None:
+    def _on_metrics(self, data: Json) -> None:
         self._metrics |= data
 
-    def _on_evaluation(self, data: dict[str, Any]) -> None:
+    def _on_evaluation(self, data: Json) -> None:
         parts = [
             _format_perplexity(data),
             _format_number("KL", data.get("validation_kl"), ".3f"),
@@ -79,7 +76,7 @@ class Display:
         ]
         self._print(f"step {data.get('step')}: " + ", ".join(filter(None, parts)))
 
-    def _on_cache(self, data: dict[str, Any]) -> None:
+    def _on_cache(self, data: Json) -> None:
         facts = [
             _format_number("bytes per token", data.get("bytes_per_token"), ".1f"),
             "no byte has changed since it was sealed" if data.get("verified") else "",
@@ -89,15 +86,15 @@ class Display:
         reused = " (captured before)" if data.get("reused") else ""
         self._print(": ".join(filter(None, parts)) + reused)
 
-    def _on_reason(self, data: dict[str, Any]) -> None:
+    def _on_reason(self, data: Json) -> None:
         self._print(str(data["reason"]))
 
-    def _on_warning(self, data: dict[str, Any]) -> None:
+    def _on_warning(self, data: Json) -> None:
         text = f"warning: {data.get('message')}"
         # A quiet console drops what it is given, and a warning is not progress.
         err.print(text, markup=False) if self._console.quiet else self._print(text)
 
-    def _on_status(self, data: dict[str, Any]) -> None:
+    def _on_status(self, data: Json) -> None:
         self._stage = data.get("stage") or self._stage
         if data["status"] in ("cancelling", "pausing"):
             self._print(f"{data['status']}: the job saves its state and stops")
@@ -124,7 +121,7 @@ class Display:
             self._print(f"{self._stage}: {text}" if self._stage else text)
 
 
-def _format_progress(progress: dict[str, Any], metrics: dict[str, Any]) -> str:
+def _format_progress(progress: Json, metrics: Json) -> str:
     parts = [f"{progress.get('done')}/{progress.get('total')} {progress.get('unit') or ''}"]
     if progress.get("eta_seconds"):
         minutes, seconds = divmod(int(progress["eta_seconds"]), 60)
@@ -138,7 +135,7 @@ def _format_progress(progress: dict[str, Any], metrics: dict[str, Any]) -> str:
     return "  ".join(filter(None, parts))
 
 
-def _format_perplexity(data: dict[str, Any]) -> str:
+def _format_perplexity(data: Json) -> str:
     """The held-out perplexity with its tokens, and with its interval where they are few."""
     perplexity, tokens = data.get("validation_perplexity"), data.get("validation_tokens")
     if perplexity is None or tokens is None:

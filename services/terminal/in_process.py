@@ -58,7 +58,7 @@ def make_phase_monitor() -> Monitor:
 def showing_events() -> Iterator[Monitor]:
     """Yield a monitor that shows its events on the terminal."""
     with Display(notes) as display:
-        yield Monitor(display.listen)
+        yield Monitor(display.show)
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def stopping_on_signals() -> Iterator[Monitor]:
 
     try:
         with Display(notes) as display, stop_on_signals(tell) as stop:
-            yield Monitor(lossy(display.listen), stop.is_set)
+            yield Monitor(lossy(display.show), stop.is_set)
     except Interrupted as error:
         err.print(str(error))
         raise KeyboardInterrupt from None

@@ -34,7 +34,7 @@ from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.script import is_own_mistake
 from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
-from services.store.ranges import HelpOrder, RangeTable
+from services.store.ranges import RangeTable
 from services.worker.devices import DeviceError, WorkerDevice, take_device
 from services.worker.helping import CaptureHelp
 from services.worker.lock_waiter import LockWaiter
@@ -76,7 +76,7 @@ class StageWorker:
         self.ended = threading.Event()
         self.failed = False
         self.claim: Claim | None = None
-        self.helped: HelpOrder | None = None
+        self.helped: Claim | None = None
         self.lock_waiter = LockWaiter(store, settings.lease_seconds, self.stopping, self._announce)
         self._failure: type[RedisError] | None = None
         self._started = datetime.now(UTC)
@@ -111,12 +111,12 @@ class StageWorker:
         order = table.help(self.id, lease, self._capacity(), self.stages)
         if order is None:
             return False
-        names = {"job_id": order.member.id, "attempt": order.attempt}
-        self.helped = order
+        job = self.helped = order.claim
+        names = {"job_id": job.id, "attempt": job.attempt}
         try:
             with (
-                bound(**names, request_id=order.request_id),
-                telemetry.span("help", order.traceparent, "CONSUMER", stage=CAPTURE.name, **names),
+                bound(**names, request_id=job.request_id),
+                telemetry.span("help", job.traceparent, "CONSUMER", stage=job.stage, **names),
             ):
                 log.info("helps with a capture")
                 CaptureHelp(
@@ -231,7 +231,8 @@ class StageWorker:
     def describe(self) -> WorkerState:
         """The worker as GET /workers shows it."""
         # Read once: another thread sets it to None.
-        claim, helped = self.claim, self.helped
+        helped = self.helped
+        claim = self.claim or helped
         device = self.device
         return WorkerState(
             id=self.id,
@@ -246,8 +247,8 @@ class StageWorker:
                 memory_bytes=device.memory_bytes,
                 price=self.price,
             ),
-            job=claim.id if claim else helped.member.id if helped else None,
-            attempt=claim.attempt if claim else helped.attempt if helped else None,
+            job=claim.id if claim else None,
+            attempt=claim.attempt if claim else None,
             helping=helped is not None,
             stopping=self.stopping.is_set(),
             version=read_version(),

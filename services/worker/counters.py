@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from typing import Any
 
+from kd.progress import Event
 from services.store.jobs.store import JobStore
 
 #: Upper bounds of the histogram of write times, in seconds.
@@ -23,11 +23,11 @@ class RunCounters:
         self._counts: defaultdict[CounterKey, float] = defaultdict(float)
         self._tokens = 0
 
-    def note(self, event: dict[str, Any]) -> None:
+    def note(self, event: Event) -> None:
         """Count an event of the run."""
-        data = event["data"]
+        data = event.data
         with self._lock:
-            match event["type"]:
+            match event.type:
                 case "progress":
                     # The tokens since the last event; those that only a teacher read do not count.
                     tokens = data.get("tokens") or 0

@@ -20,13 +20,12 @@ from kd.errors import OtherCapture
 from kd.files import HELPERS
 from kd.python.version import read_version
 from services.settings import Settings
-from services.store.jobs.leases import Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import HelpOrder, RangeTable
 from services.worker.devices import WorkerDevice
 from services.worker.failures import Failure, describe_error
 from services.worker.memory_limit import choose_limit_bytes
-from services.worker.range_server import RangeServer, describe_place
+from services.worker.range_server import RangeServer, find_place
 from services.worker.stage_child import EXIT_PASSING
 from services.worker.stage_process import start_child
 from services.worker.supervisor import Instruction, describe_end, has_stopped, supervise
@@ -76,17 +75,9 @@ class CaptureHelp:
         order = self._order
         try:
             config = self._read_config()
-            # Of the job's claim, which another worker has, the child needs only these.
-            job = Claim(
-                id=order.member.id,
-                fence=0,
-                attempt=order.attempt,
-                config=order.config,
-                owner=order.owner,
-                stage=CAPTURE.name,
-            )
+            job, terms = order.claim, order.terms
             child = start_child(
-                self._store, self._settings, self._device, job, self._run_dir, server, order.shared
+                self._store, self._settings, self._device, job, self._run_dir, server, terms
             )
         except (PotstillError, OSError) as error:
             return self._describe_failure(describe_error(error))
@@ -109,20 +100,20 @@ class CaptureHelp:
 
         The version is compared first, because a job of another version may not be readable here.
         """
-        theirs = self._order.shared
+        theirs = self._order.terms
         own_version = read_version()
-        if own_version != theirs["version"]:
+        if own_version != theirs.version:
             raise OtherCapture(
                 f"It runs Potstill {own_version}, and the worker that leads the capture "
-                f"{theirs['version']}.",
+                f"{theirs.version}.",
                 "Install the same version on all workers.",
             )
-        config = parse_config(self._order.config)
-        own_place = describe_place(self._settings, config)["place"]
-        if own_place != theirs["place"]:
+        config = parse_config(self._order.claim.config)
+        own_place = find_place(self._settings, config)
+        if own_place != theirs.place:
             raise OtherCapture(
                 f"Its caches are in {own_place}, and the caches of the worker that leads the "
-                f"capture are in {theirs['place']}.",
+                f"capture are in {theirs.place}.",
                 "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
             )
         return config

@@ -26,21 +26,24 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import TypeAdapter
 from redis.exceptions import RedisError
 
 from cache.remote.address import name_place
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.files import find_caches
-from kd.python.version import read_version
+from kd.progress import Event, SharedCapture
 from services.process.lasting_loops import start_loop
 from services.settings import Settings
 from services.store.connection import describe_failure
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE
 from services.store.ranges import Membership, RangeTable, RangeView, ReportedProgress, TakenRange
+from services.worker.stage_messages import RangeAnswer, RangeAsk
 
 #: Opens the table of ranges with what its workers share, and the number of shards. It returns the
 #: membership, or None if fenced.
-OpenTable = Callable[[dict[str, Any], int], Membership | None]
+OpenTable = Callable[[SharedCapture, int], Membership | None]
 
 log = logging.getLogger("potstill.worker")
 
@@ -58,7 +61,7 @@ class RangeServer:
         lease_seconds: float,
         member: Membership | None = None,
         open_table: OpenTable | None = None,
-        report: Callable[[dict[str, Any]], None] | None = None,
+        report: Callable[[Event], None] | None = None,
     ) -> None:
         self.member = member
         #: Whether the capture goes on: "stop" and "fenced" tell a helper to end.
@@ -72,8 +75,8 @@ class RangeServer:
         self._total = 0
         self._warnings: list[str] = []
         self._known: frozenset[int] = frozenset()
-        self._asks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._unanswered: dict[str, Any] | None = None
+        self._asks: queue.SimpleQueue[RangeAsk] = queue.SimpleQueue()
+        self._unanswered: RangeAsk | None = None
         self._closing = threading.Event()
 
     def __enter__(self) -> RangeServer:
@@ -96,11 +99,11 @@ class RangeServer:
             os.close(self._pipe)
             self._pipe = None
 
-    def take(self, event: dict[str, Any]) -> bool:
+    def take(self, event: Event) -> bool:
         """Take an event of the child, if it is for this server; returns whether it is."""
-        kind, data = event["type"], event["data"]
+        kind, data = event.type, event.data
         if kind == "ranges":
-            self._asks.put(data)
+            self._asks.put(TypeAdapter(RangeAsk).validate_python(data))
             return True
         if kind == "progress" and self.member is not None and data.get("unit") == "sequences":
             rates = (data["per_second"], data["tokens"], data["tokens_per_second"])
@@ -141,24 +144,22 @@ class RangeServer:
         answer = self._answer(self._unanswered)
         self._unanswered = None
         if answer is not None:
-            self._send(answer)
+            self._send(asdict(answer))
 
-    def _answer(self, ask: dict[str, Any]) -> dict[str, Any] | None:
-        match ask["ask"]:
-            case "open":
-                assert self._open_table is not None
-                self.member = self._open_table(ask["shared"], ask["shards"])
-                return {"answer": "stop" if self.member is None else "go"}
-            case "finish":
-                assert self.member is not None
-                self._table.finish(self.member, ask["number"], ask["sequences"])
-                return None
+    def _answer(self, ask: RangeAsk) -> RangeAnswer | None:
+        if ask.ask == "open":
+            assert self._open_table is not None and ask.shared is not None
+            self.member = self._open_table(ask.shared, ask.shards)
+            return RangeAnswer("stop" if self.member is None else "go")
         assert self.member is not None
+        if ask.ask == "finish":
+            self._table.finish(self.member, ask.number, ask.sequences)
+            return None
         found = self._table.take(self.member)
         if isinstance(found, TakenRange):
-            return {"answer": "range", **asdict(found)}
+            return RangeAnswer("range", found.number, found.first, found.stop)
         # A helper that another job needs ends like one for which nothing is left.
-        return {"answer": "done" if found == "leave" else found}
+        return RangeAnswer("done" if found == "leave" else found)
 
     def _beat(self) -> None:
         if self.member is None:
@@ -173,20 +174,16 @@ class RangeServer:
         if self._report is not None and (view := self._table.view(self.member.id)) is not None:
             self._report(compute_progress(view, self._total))
 
-    def _send(self, answer: dict[str, Any]) -> None:
+    def _send(self, answer: Json) -> None:
         if self._pipe is None:
             return
         with suppress(BrokenPipeError):  # the child has ended
             os.write(self._pipe, json.dumps(answer).encode() + b"\n")
 
 
-def describe_place(settings: Settings, config: JobConfig) -> dict[str, str]:
-    """Return the version of this program and the name of its store of caches.
-
-    All workers of one capture must have the same.
-    """
-    caches = find_caches(settings.home, config.cache.store or settings.store)
-    return {"version": read_version(), "place": name_place(caches)}
+def find_place(settings: Settings, config: JobConfig) -> str:
+    """Return the name of the store of caches, which all workers of one capture must share."""
+    return name_place(find_caches(settings.home, config.cache.store or settings.store))
 
 
 def count_workers(config: JobConfig) -> int | None:
@@ -195,7 +192,7 @@ def count_workers(config: JobConfig) -> int | None:
     return None if wanted == "auto" else int(wanted)
 
 
-def compute_progress(view: RangeView, total: int) -> dict[str, Any]:
+def compute_progress(view: RangeView, total: int) -> Event:
     """Return the progress event of all workers of a capture; ``total`` sequences in all."""
     done = min(view.sequences + view.unfinished, total)
     data = {
@@ -208,4 +205,4 @@ def compute_progress(view: RangeView, total: int) -> dict[str, Any]:
         "tokens": view.tokens,
         "tokens_per_second": round(view.rate, 1),
     }
-    return {"type": "progress", "data": data}
+    return Event("progress", data)

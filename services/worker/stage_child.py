@@ -1,6 +1,6 @@
 """One stage of one job in its own process: ``python -m services.worker.stage_child``.
 
-stdin     one line with an ``Order`` (stage_process.py), then a byte now and then; if stdin ends or
+stdin     one line with an ``Order`` (stage_messages.py), then a byte now and then; if stdin ends or
           is silent, the supervisor is gone, and this process and its descendants are killed
 stdout    JSON lines: the events of kd.progress, then one event of type result, error or elsewhere
 answers   a pipe whose number is in the order: what range_server.py answers, for a capture by
@@ -13,7 +13,6 @@ exit      0 done, 1 failed, 75 stopped on request with everything saved, 76 anot
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -23,9 +22,11 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from cache.disk import locked, make_folder, storage_errors
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost
@@ -34,12 +35,13 @@ from kd.parallel.parent_death import die_with_parent
 from kd.preflight.confinement import confined_datasets
 from kd.preflight.limits import Confinement, grant_limits
 from kd.preflight.problems import Folders, require_no_problems
-from kd.progress import Event, EventPipe, Monitor, SharedCapture, WorkHeldByAnother
+from kd.progress import Event, EventPipe, Monitor, WorkHeldByAnother
 from services.process.stdin_guard import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
 from services.worker.failures import describe_error, is_passing
 from services.worker.range_client import RangeClient
+from services.worker.stage_messages import Order
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -50,12 +52,12 @@ EXIT_PASSING = 77
 LOCK_SECONDS = 30.0
 
 #: A function such as ``kd.pipeline.run_stage``.
-StageRunner = Callable[[str, JobConfig, Path, Path, Monitor, int], dict[str, Any]]
+StageRunner = Callable[[str, JobConfig, Path, Path, Monitor, int], Json]
 
 
 def run_stage_of_pipeline(
     gpus: int, stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, turn: int
-) -> dict[str, Any]:
+) -> Json:
     """Call ``kd.pipeline.run_stage``. No other process of the service loads torch.
 
     Raises ``DeviceUnusable`` if the worker gave the job ``gpus`` GPUs and torch sees none.
@@ -91,20 +93,20 @@ def main(run_stage: StageRunner | None = None) -> int:
                 "services.worker.stage_child expects an order on stdin: only a worker starts it."
             )
         read += part
-    order = json.loads(read.partition(b"\n")[0])
-    die_with_stdin(order["patience"])
+    order = TypeAdapter(Order).validate_json(read.partition(b"\n")[0])
+    die_with_stdin(order.patience)
     # After the guard was started: the guard must outlive this process.
     offer_to_oom_killer()
-    run_stage = run_stage or partial(run_stage_of_pipeline, order["gpus"])
+    run_stage = run_stage or partial(run_stage_of_pipeline, order.gpus)
     return attempt_stage(run_stage, order, events, stop)
 
 
 def attempt_stage(
-    run_stage: StageRunner, order: dict[str, Any], events: EventPipe, stop: threading.Event
+    run_stage: StageRunner, order: Order, events: EventPipe, stop: threading.Event
 ) -> int:
     """Run the stage alone in its run folder and report its end. Returns the exit code."""
-    run_dir = Path(order["run_dir"])
-    stage = order["stage"]
+    run_dir = Path(order.run_dir)
+    stage = order.stage
     deadline = time.monotonic() + LOCK_SECONDS
 
     def give_up() -> None:
@@ -121,18 +123,20 @@ def attempt_stage(
             locked(run_dir / LOCK, give_up),
             traced_stage(stage, events.send) as listen,
         ):
-            config = parse_config(order["config"])
-            home = Path(order["home"])
-            granted = order["confinement"]
+            config = parse_config(order.config)
+            home = Path(order.home)
+            granted = order.confinement
             grant_limits(granted)
             limits = None if granted is None else Confinement.from_order(granted)
             # A link may have changed since the job was taken. The files themselves are checked by
             # the stage.
             require_no_problems(config, Folders(Path(), None, limits))
-            client = open_range_client(listen, order)
+            client = None  # this process captures alone
+            if order.answers is not None:
+                client = RangeClient(listen, order.answers, order.shared)
             monitor = Monitor(listen, stop.is_set, patient=False, ranges=client)
             with confined_datasets(limits):
-                result = run_stage(stage, config, home, run_dir, monitor, order["turn"])
+                result = run_stage(stage, config, home, run_dir, monitor, order.turn)
     except WorkHeldByAnother as error:
         events.send(Event("elsewhere", {"lock": str(error.lock)}))
         return EXIT_HELD
@@ -152,15 +156,6 @@ def attempt_stage(
         return EXIT_PASSING if is_passing(error) else EXIT_FAILED
     events.send(Event("result", result))
     return EXIT_DONE
-
-
-def open_range_client(listen: Callable[[Event], None], order: dict[str, Any]) -> RangeClient | None:
-    """Return where this process asks for shards; None where it captures alone."""
-    if order.get("answers") is None:
-        return None
-    shared = order.get("shared")
-    known = None if shared is None else SharedCapture(shared["fingerprint"], shared["knots"])
-    return RangeClient(listen, order["answers"], known)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,13 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kd.buckets.runs import RUN_STORE_VARIABLE
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.progress import Event, SharedCapture
 from services.process.lasting_loops import start_loop
 from services.process.logs import find_secrets, redact
 from services.process.telemetry import build_trace_environment
@@ -31,8 +33,8 @@ from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.store import JobStore
 from services.store.tenancy import build_confinement
 from services.worker.counters import RunCounters
-from services.worker.event_size import bound_event
 from services.worker.range_server import RangeServer
+from services.worker.stage_messages import Order, bound_event
 
 if TYPE_CHECKING:  # the API, which imports this module, has no library for devices
     from services.worker.devices import WorkerDevice
@@ -69,14 +71,14 @@ class Outbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[dict[str, Any]] = deque()
-        self._progress: dict[str, Any] | None = None
+        self._waiting: deque[Event] = deque()
+        self._progress: Event | None = None
         self._sending = EventBatch(0, ())
 
-    def put(self, event: dict[str, Any]) -> None:
+    def put(self, event: Event) -> None:
         """Add an event."""
         with self._lock:
-            if event["type"] == "progress":
+            if event.type == "progress":
                 self._progress = event
             else:
                 self._waiting.append(event)
@@ -113,13 +115,13 @@ class SilenceTimer:
     stepping: bool = False
     longest_step: float = 0.0
 
-    def note(self, event: dict[str, Any]) -> None:
+    def note(self, event: Event) -> None:
         """Note that an event came."""
         now = time.monotonic()
         if self.stepping:
             self.longest_step = max(self.longest_step, now - self.at)
-        if event["type"] in ("alive", "stage"):
-            self.stepping = event["type"] == "alive" and event["data"]["stepping"]
+        if event.type in ("alive", "stage"):
+            self.stepping = event.type == "alive" and event.data["stepping"]
         self.at = now
 
     def patience(self, silence_seconds: float) -> float:
@@ -149,7 +151,7 @@ class Child:
     hidden: tuple[str, ...] = field(default=(), repr=False)
     counters: RunCounters = field(default_factory=RunCounters)
     silence_timer: SilenceTimer = field(default_factory=SilenceTimer)
-    result: dict[str, Any] | None = None
+    result: Json | None = None
     error: dict[str, str] | None = None
     held_lock: Path | None = None
     server: RangeServer | None = None
@@ -171,23 +173,24 @@ class Child:
         for line in self.process.stdout:
             if not line.endswith(b"\n"):
                 return  # the process was killed while it wrote the line
-            event = json.loads(line)
+            parsed = json.loads(line)
+            event = Event(parsed["type"], parsed["data"])
             self.silence_timer.note(event)
             self.counters.note(event)
             self._take(bound_event(event, len(line)))
 
-    def _take(self, event: dict[str, Any]) -> None:
-        if event["type"] == "warning":
-            event = {**event, "data": self._hide_secrets(event["data"])}
-        if event["type"] not in _OWN_EVENTS and self.server and self.server.take(event):
+    def _take(self, event: Event) -> None:
+        if event.type == "warning":
+            event = replace(event, data=self._hide_secrets(event.data))
+        if event.type not in _OWN_EVENTS and self.server and self.server.take(event):
             return
-        match event["type"]:
+        match event.type:
             case "result":
-                self.result = event["data"]
+                self.result = event.data
             case "error":
-                self.error = self._hide_secrets(event["data"])
+                self.error = self._hide_secrets(event.data)
             case "elsewhere":
-                self.held_lock = Path(event["data"]["lock"])
+                self.held_lock = Path(event.data["lock"])
             case "alive" | "shard":
                 pass  # only the silence timer and the counters need these
             case _:
@@ -197,7 +200,7 @@ class Child:
         """Return the text with its secrets masked: a library may have put a key into an error."""
         return redact(text, self.hidden)
 
-    def _hide_secrets(self, data: dict[str, Any]) -> dict[str, Any]:
+    def _hide_secrets(self, data: Json) -> Json:
         return {
             name: self.hide(value) if isinstance(value, str) else value
             for name, value in data.items()
@@ -234,28 +237,6 @@ class Child:
                     pipe.close()
 
 
-@dataclass(frozen=True)
-class Order:
-    """The work of a child. ``confinement`` limits what its job may name (``kd.preflight``).
-
-    ``gpus`` is the number of GPUs that the child is given; its torch must see them. ``answers`` is
-    the file descriptor from which the child reads which shards to capture, where several workers
-    capture a cache; ``shared`` describes the capture that it helps with (``SharedCapture``).
-    ``turn`` is that of the stage (``kd.config.kinds``).
-    """
-
-    stage: str
-    config: dict[str, Any]
-    home: str
-    run_dir: str
-    patience: float
-    confinement: dict[str, Any] | None = None
-    gpus: int = 0
-    answers: int | None = None
-    shared: dict[str, Any] | None = None
-    turn: int = 0
-
-
 def start_child(
     store: JobStore,
     settings: Settings,
@@ -263,7 +244,7 @@ def start_child(
     job: Claim,
     folder: Path,
     server: RangeServer | None = None,
-    shared: dict[str, Any] | None = None,
+    shared: SharedCapture | None = None,
 ) -> Child:
     """Start the process that runs a stage in ``folder``, where log.txt is its log.
 

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from redis.exceptions import RedisError
 
@@ -27,10 +27,12 @@ from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE, KINDS
 from kd.memory.host import OomKills
 from kd.memory.model_memory import estimate_least_memory
+from kd.progress import Event, SharedCapture
+from kd.python.version import read_version
 from services.settings import Settings
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
 from services.store.jobs.store import JobStore
-from services.store.ranges import Membership, RangeTable
+from services.store.ranges import CaptureTerms, Membership, RangeTable
 from services.worker.devices import WorkerDevice
 from services.worker.failures import (
     Failure,
@@ -42,7 +44,7 @@ from services.worker.failures import (
 )
 from services.worker.heartbeat import Heartbeat
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
-from services.worker.range_server import RangeServer, count_workers, describe_place
+from services.worker.range_server import RangeServer, count_workers, find_place
 from services.worker.stage_child import EXIT_HELD, EXIT_PASSING, EXIT_STOPPED
 from services.worker.stage_process import Child, start_child
 
@@ -125,15 +127,16 @@ class Attempt:
         if self._claim.stage != CAPTURE.name or workers == 1 or not config.needs_cache:
             return None
         table = RangeTable(self._store.redis)
-        place = describe_place(self._settings, config)
+        place = find_place(self._settings, config)
         lease = self._settings.lease_seconds
 
-        def open_table(shared: dict[str, Any], shards: int) -> Membership | None:
-            opened = table.open(self._claim, self._worker, lease, shared | place, shards, workers)
+        def open_table(shared: SharedCapture, shards: int) -> Membership | None:
+            terms = CaptureTerms(**asdict(shared), version=read_version(), place=place)
+            opened = table.open(self._claim, self._worker, lease, terms, shards, workers)
             self._call_helpers(self._claim.id, workers)
             return opened
 
-        def report(event: dict[str, Any]) -> None:
+        def report(event: Event) -> None:
             if self._child is not None:
                 self._child.outbox.put(event)
 

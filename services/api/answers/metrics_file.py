@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from kd.client.wire.view import Json
 from services.api.answers.run_files import open_run_file
 
 #: The file in a run folder.
@@ -21,9 +22,7 @@ _TYPES = ("metrics", "evaluation", "temperature", "scalars")
 MOST_LINES = 100_000
 
 
-def read_metrics_file(
-    runs: Path, run_dir: Path, after: int, before: int
-) -> list[dict[str, Any]] | None:
+def read_metrics_file(runs: Path, run_dir: Path, after: int, before: int) -> list[Json] | None:
     """Read the points of the steps between ``after`` and ``before``, in order, without the two.
 
     None where the file is not on this machine, or the range has more than ``MOST_LINES`` lines.
@@ -34,7 +33,7 @@ def read_metrics_file(
         return None
     with os.fdopen(handle, "rb") as file:
         file.seek(_find_begin(file, after))
-        points: dict[int, dict[str, Any]] = {}
+        points: dict[int, Json] = {}
         for number, line in enumerate(file):
             found = _parse(line)
             if found is None:
@@ -64,7 +63,7 @@ def _find_begin(file: IO[bytes], after: int) -> int:
     return low
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Json | None:
     """Parse a line; None for one that a crash cut short, and at the end of the file."""
     try:
         found = json.loads(line)

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from cache.disk import is_full
 from cache.errors import PotstillError, StorageError, locate_help
 from kd.client.wire.problems import FieldProblem, ProblemDetails
+from kd.client.wire.view import Json
 from kd.config.jobfile import translate_errors
 from kd.errors import ConfigError, Problem
 from services.process.descriptors import REMEDY, lacks_descriptors, tell_shortage
@@ -103,7 +104,7 @@ class ApiProblem(Exception):
 
 
 #: Descriptions of answers for the OpenAPI document, by status.
-Answers = dict[int | str, dict[str, Any]]
+Answers = dict[int | str, Json]
 
 
 def describe_problems(*statuses: int) -> Answers:
@@ -119,12 +120,12 @@ def describe_problems(*statuses: int) -> Answers:
     return found
 
 
-def describe_header(text: str) -> dict[str, Any]:
+def describe_header(text: str) -> Json:
     """Describe a header of an answer, for the OpenAPI document."""
     return {"description": text, "schema": {"type": "string"}}
 
 
-def describe_text(description: str, media_type: str = "text/plain") -> dict[str, Any]:
+def describe_text(description: str, media_type: str = "text/plain") -> Json:
     """Describe an answer that is text, for the OpenAPI document."""
     content = {media_type: {"schema": {"type": "string"}}}
     return {"content": content, "description": description}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cache.errors import CacheCorrupt
 from cache.manifest import verify_json
 from cache.remote.bucket import Bucket, StoredObject
-from kd.buckets.runs import HISTORY, RUNS, STATE, StoredCheckpoint, StoredFile, StoredRun
+from kd.buckets.runs import HISTORY, RUNS, STATE, StoredFile, StoredRun
+from kd.client.wire.view import Json
 from services.settings import Settings
 
 
@@ -21,18 +21,18 @@ class StoredArtifact(NamedTuple):
     file: StoredFile
 
 
-@dataclass(frozen=True)
-class StoredState:
-    """A checkpoint in the bucket, with the bytes of its state.json and what they say."""
+class CheckpointState(NamedTuple):
+    """A checkpoint: the bytes of its state.json, what they say, and the sizes of its files.
 
-    found: StoredCheckpoint
+    ``stored`` are its files in the bucket, by name; empty for a checkpoint on the disk.
+    """
+
+    step: int
+    modified: float
     data: bytes
-    content: dict[str, Any] = field(repr=False)
-
-    @property
-    def files(self) -> dict[str, StoredObject]:
-        """The files of the checkpoint itself, by name."""
-        return {name: each for name, each in self.found.files.items() if name != HISTORY}
+    content: Json
+    sizes: Mapping[str, int]
+    stored: Mapping[str, StoredObject]
 
 
 def find_stored_artifacts(
@@ -70,7 +70,7 @@ def _split_path(text: str, runs: list[str]) -> tuple[str, str]:
     return "", ""
 
 
-def read_stored_states(settings: Settings, job_id: str) -> Iterator[StoredState]:
+def read_stored_states(settings: Settings, job_id: str) -> Iterator[CheckpointState]:
     """Yield the checkpoints of a job in the bucket, oldest first, without damaged ones.
 
     Of a step that was saved twice the newest alone is yielded. Raises ``StoreError`` where the
@@ -86,7 +86,9 @@ def read_stored_states(settings: Settings, job_id: str) -> Iterator[StoredState]
             content = verify_json(data, STATE)
         except (FileNotFoundError, CacheCorrupt):
             continue
-        yield StoredState(found, data, content)
+        files = {name: found.files[name] for name in sorted(found.files) if name != HISTORY}
+        sizes = {name: file.bytes for name, file in files.items()}
+        yield CheckpointState(found.step, found.modified, data, content, sizes, files)
 
 
 def read_part(bucket: Bucket, name: str, start: int, stop: int) -> bytes:

@@ -8,13 +8,18 @@ Its orders, and the answer besides those of ``services.api.line_process``:
     {"wish": "teacher", "folder": "..."}
 
     {"no_sequence": 12}
+
+statistics   histograms of a sample of the records
+shards       the state of each shard; ``damaged`` are lines of a verification, and ``expected`` is
+             the number of shards that a capture under way will write, or 0
+records      records of one sequence with their text
+teacher      the name and the revision of the cache's teacher, and whether it was spread
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from cache.reading.memory import KeptValues
 from cache.shards.names import MANIFEST
@@ -23,7 +28,8 @@ from cache.viewing.grid import find_damaged_shards, read_grid
 from cache.viewing.record_pages import read_page
 from cache.viewing.sample import sample_cache
 from cache.viewing.texts import TokenTexts
-from services.api.line_process import Order, answer_orders
+from kd.client.wire.view import Json
+from services.api.line_process import answer_orders
 
 #: Caches that stay open, and decoded chunks of each that stay in memory.
 OPEN_CACHES = 4
@@ -56,16 +62,16 @@ class CacheReader:
 
     def __init__(self) -> None:
         self._opened: KeptValues[_OpenCache] = KeptValues(OPEN_CACHES)
-        self._samples: KeptValues[dict[str, Any]] = KeptValues(KEPT_SAMPLES)
+        self._samples: KeptValues[Json] = KeptValues(KEPT_SAMPLES)
 
-    def answer(self, order: Order) -> dict[str, Any]:
+    def answer(self, order: Json) -> Json:
         """Return the answer to one order."""
         try:
             return {"result": self._look(order["wish"], Path(order["folder"]), order)}
         except IndexError:
             return {"no_sequence": len(self._open(Path(order["folder"])).store)}
 
-    def _look(self, wish: str, folder: Path, order: Order) -> dict[str, Any]:
+    def _look(self, wish: str, folder: Path, order: Json) -> Json:
         if wish == "shards":
             damaged = find_damaged_shards(order["damaged"])
             return asdict(read_grid(folder, damaged, order["expected"]))
@@ -80,7 +86,7 @@ class CacheReader:
         numbers = (order[name] for name in ("sequence", "start", "limit"))
         return asdict(read_page(opened.store, opened.texts, *numbers))
 
-    def _sample(self, folder: Path, seed: int) -> dict[str, Any]:
+    def _sample(self, folder: Path, seed: int) -> Json:
         return asdict(sample_cache(self._open(folder).store, seed))
 
     def _open(self, folder: Path) -> _OpenCache:

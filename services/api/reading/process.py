@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from kd.client.wire.view import Json
 from services.api.answers.problems import ApiProblem
 from services.api.order_process import OrderProcess, ProcessTexts, make_failure_problem
 from services.settings import Settings
+
+Wish = Literal["statistics", "shards", "records", "teacher"]
 
 TEXTS = ProcessTexts(
     slug="reading",
@@ -22,35 +24,19 @@ TEXTS = ProcessTexts(
 class ReadingProcess(OrderProcess):
     """Asks the process that reads caches. Thread-safe.
 
-    Each method raises ``ApiProblem``: 404 for a cache that is gone, 409 for one that is not sealed
-    or damaged, and 503 if other looks or this one take too long or too much.
+    ``read`` raises ``ApiProblem``: 404 for a cache or a sequence that is not there, 409 for a cache
+    that is not sealed or damaged, and 503 if other looks or this one take too long or too much.
     """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__("services.api.reading.child", settings, TEXTS)
 
-    def read_statistics(self, folder: Path, seed: int) -> dict[str, Any]:
-        """Return histograms of a sample of the records."""
-        return self._look("statistics", folder, seed=seed)
+    def read(self, wish: Wish, folder: Path, **details: Any) -> Json:
+        """Return what ``wish`` names of the cache in ``folder``.
 
-    def read_shards(self, folder: Path, damaged: Collection[str], expected: int) -> dict[str, Any]:
-        """Return the state of each shard.
-
-        ``damaged`` are lines of a verification, ``expected`` is the number of shards that a capture
-        under way will write, or 0.
+        ``services.api.reading.child`` lists the wishes, their ``details`` and what they show.
         """
-        return self._look("shards", folder, damaged=list(damaged), expected=expected)
-
-    def read_records(self, folder: Path, sequence: int, start: int, limit: int) -> dict[str, Any]:
-        """Return records of one sequence with their text; 404 if there is no such sequence."""
-        return self._look("records", folder, sequence=sequence, start=start, limit=limit)
-
-    def read_teacher(self, folder: Path) -> dict[str, Any]:
-        """Return the name of the cache's teacher, its revision, and whether it was spread."""
-        return self._look("teacher", folder)
-
-    def _look(self, wish: str, folder: Path, **order: Any) -> dict[str, Any]:
-        answer = self.fetch({"wish": wish, "folder": str(folder), **order})
+        answer = self.fetch({"wish": wish, "folder": str(folder), **details})
         if "no_sequence" in answer:
             count = answer["no_sequence"]
             detail = f"The cache {folder.name} has no such sequence: it has {count}."

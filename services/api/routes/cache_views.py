@@ -59,7 +59,7 @@ def read_statistics(
     seed: Annotated[int, Query(ge=0, lt=1 << 53, description="Chooses the records.")] = 0,
 ) -> CacheStatistics:
     """Show histograms of entropy, entries and kept mass, of at most about 65,536 records."""
-    return CacheStatistics.model_validate(service.reading.read_statistics(folder, seed))
+    return CacheStatistics.model_validate(service.reading.read("statistics", folder, seed=seed))
 
 
 @router.get("/caches/{fingerprint}/shards", **guard(READ, 404, 409, 422))
@@ -72,8 +72,9 @@ def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> S
     jobs = _read_jobs(service, caller, folder)
     check = _find_check(service, folder, jobs, KINDS["verify"])
     counts = check is not None and check.ended and not check.view.outdated
-    damaged = check.lines if check is not None and counts else ()
-    states = service.reading.read_shards(folder, damaged, _count_expected_shards(jobs))
+    damaged = list(check.lines) if check is not None and counts else []
+    expected = _count_expected_shards(jobs)
+    states = service.reading.read("shards", folder, damaged=damaged, expected=expected)
     ended = check.view.at if check is not None and counts else None
     return ShardStates(**states, verified_at=ended)
 
@@ -87,7 +88,8 @@ def read_records(
     limit: Annotated[int, Query(ge=1, le=PAGE_RECORDS, description="Records.")] = 50,
 ) -> CacheRecords:
     """Show some records of one sequence: what the teacher expected, and what the text said."""
-    found = service.reading.read_records(folder, sequence, start, limit)
+    asked = {"sequence": sequence, "start": start, "limit": limit}
+    found = service.reading.read("records", folder, **asked)
     return CacheRecords.model_validate(found)
 
 

@@ -175,9 +175,9 @@ def measure_fidelity(
     The teacher is the one that the cache names. The cache keeps what is measured.
     """
     _require_sealed(folder)
-    found = service.reading.read_teacher(folder)
+    found = service.reading.read("teacher", folder)
     named = PurePosixPath(found["name"])
-    teacher: dict[str, Any] = {"model": found["name"], "revision": found["revision"] or None}
+    teacher = {"model": found["name"], "revision": found["revision"] or None}
     if named.suffix == ".gguf":
         teacher |= {"model": str(named.parent), "gguf_file": named.name}
     if found["spread"]:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi import Path as InPath
@@ -36,6 +36,7 @@ from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.problems import Answers, ApiProblem
 from services.api.answers.run_files import open_run_file
 from services.api.answers.stored_run import (
+    CheckpointState,
     StoredArtifact,
     find_stored_artifacts,
     read_part,
@@ -158,32 +159,12 @@ def read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
     states = list(_read_own_states(job, service))
     steps = {state.step for state in states}
     stored = read_stored_states(service.settings, job.id)
-    states += [
-        _CheckpointState(
-            each.found.step,
-            each.found.modified,
-            each.data,
-            each.content,
-            {name: file.bytes for name, file in sorted(each.files.items())},
-        )
-        for each in stored
-        if each.found.step not in steps
-    ]
+    states += [state for state in stored if state.step not in steps]
     states.sort(key=lambda state: state.step)
     return [_describe_checkpoint(state, states[-1], job) for state in states]
 
 
-class _CheckpointState(NamedTuple):
-    """A checkpoint on the disk or in the bucket: its state.json, and the sizes of its files."""
-
-    step: int
-    modified: float
-    data: bytes
-    content: dict[str, Any]
-    sizes: dict[str, int]
-
-
-def _read_own_states(job: Job, service: Service) -> Iterator[_CheckpointState]:
+def _read_own_states(job: Job, service: Service) -> Iterator[CheckpointState]:
     """Yield the checkpoints of a job on the disk, oldest first, without damaged ones."""
     for folder in sorted(_find_checkpoints(job, service).glob("step-????????")):
         if not _is_real(folder, service):
@@ -194,7 +175,7 @@ def _read_own_states(job: Job, service: Service) -> Iterator[_CheckpointState]:
             content = verify_json(data, STATE)
             modified = (folder / STATE).stat().st_mtime
             step = int(folder.name.removeprefix("step-"))
-            yield _CheckpointState(step, modified, data, content, _list_own_sizes(folder))
+            yield CheckpointState(step, modified, data, content, _list_own_sizes(folder), {})
 
 
 def _list_own_sizes(folder: Path) -> dict[str, int]:
@@ -202,7 +183,7 @@ def _list_own_sizes(folder: Path) -> dict[str, int]:
     return {name: size for name, size in sizes if not name.startswith(TEMPORARY_PREFIX)}
 
 
-def _describe_checkpoint(state: _CheckpointState, last: _CheckpointState, job: Job) -> Checkpoint:
+def _describe_checkpoint(state: CheckpointState, last: CheckpointState, job: Job) -> Checkpoint:
     evaluation = state.content["progress"].get("last_evaluation") or {}
     return Checkpoint(
         step=state.step,
@@ -350,9 +331,9 @@ def _send_stored_checkpoint_file(
     """Answer with a file of a checkpoint in the bucket; 404 where there is none."""
     run = service.settings.find_stored_run(job.id)
     for state in read_stored_states(service.settings, job.id) if run is not None else ():
-        if run is None or state.found.step != step or file not in state.files:
+        if run is None or state.step != step or file not in state.stored:
             continue
-        about = state.files[file]
+        about = state.stored[file]
         digest = state.content["sha256"].get(file) or hashlib.sha256(state.data).hexdigest()
         shown = f"{job.id}-{step}-{file}"
         return _send_object(request, run, about.name, about.bytes, digest, shown)

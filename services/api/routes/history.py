@@ -11,9 +11,8 @@ GET /jobs/{id}/logs            the output of the job's processes, without secret
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kd.client.wire.history import (
     JobCurve,
     JobCurves,
-    JobEvent,
     JobEvents,
     MetricSeries,
     MetricsHistory,
@@ -29,6 +27,7 @@ from kd.client.wire.history import (
     RunList,
 )
 from kd.client.wire.jobs import Job
+from kd.client.wire.view import Json
 from kd.python.runs import sort_runs
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail
@@ -83,11 +82,8 @@ def job_events(
 ) -> JobEvents:
     """List a job's events, oldest first. With Accept: text/event-stream this is the stream."""
     wanted = [name for name in (types or "").split(",") if name]
-    found = service.store.read_stepped_events(job.id, after, limit + 1, wanted)
-    data = []
-    for each in found[:limit]:
-        ts = datetime.fromtimestamp(int(each.place.partition("-")[0]) / 1000, UTC)
-        data.append(JobEvent(id=each.place, ts=ts, type=each.type, step=each.step, data=each.data))
+    found = service.store.read_events(job.id, after, limit + 1, wanted, finds_step=True)
+    data = found[:limit]
     newest = data[-1].id if data else after
     return JobEvents(data=data, has_more=len(found) > limit, next_after=newest)
 
@@ -188,9 +184,7 @@ def job_metrics(
     return MetricsHistory(series=series, last_step=last_step)
 
 
-def _read_points(
-    service: Service, job: Job, after: int, before: int | None
-) -> list[dict[str, Any]]:
+def _read_points(service: Service, job: Job, after: int, before: int | None) -> list[Json]:
     """Read the points of a range from the run's file, else from the store, which thins them."""
     settings = service.settings
     if before is not None:
@@ -201,7 +195,7 @@ def _read_points(
     return points if before is None else [each for each in points if each["step"] < before]
 
 
-def _group_series(points: list[dict[str, Any]]) -> dict[str, list[Point]]:
+def _group_series(points: list[Json]) -> dict[str, list[Point]]:
     """Return every number of the points, by the name of its metric."""
     found: dict[str, list[Point]] = {}
     for point in points:

@@ -26,6 +26,7 @@ from pydantic import AwareDatetime, BeforeValidator
 from cache.reading.usage import held
 from kd.client.wire.jobs import Action, Job, JobList, JobSettings, Setting, Status
 from kd.client.wire.plans import JobEstimate, JobPlan
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import KindName
@@ -162,7 +163,7 @@ def clone_job(
     response: Response,
     admission: TheAdmission,
     patch: Annotated[
-        dict[str, Any] | None, Body(description="The changes, as a JSON merge patch (RFC 7386).")
+        Json | None, Body(description="The changes, as a JSON merge patch (RFC 7386).")
     ] = None,
     idempotency_key: IdempotencyKey = None,
 ) -> Job:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from kd.client.wire.view import Json
 from kd.config.jobfile import fill_record
+from kd.progress import Event
 from services.store.jobs.records import extract_fields
 from services.store.jobs.script import ScriptedStore, flatten_fields, to_ms
 
@@ -50,7 +52,7 @@ class Claim:
     id: str
     fence: int
     attempt: int
-    config: dict[str, Any]
+    config: Json
     owner: str = "local"
     request_id: str = ""
     traceparent: str = ""
@@ -63,7 +65,7 @@ class EventBatch:
     """Events to deliver. ``number`` grows, so that a batch that is sent twice counts once."""
 
     number: int
-    events: tuple[dict[str, Any], ...]
+    events: tuple[Event, ...]
 
 
 class Leases(ScriptedStore):
@@ -111,7 +113,7 @@ class Leases(ScriptedStore):
         events = [
             text
             for event in batch.events
-            for text in (event["type"], json.dumps(event["data"], allow_nan=False))
+            for text in (event.type, json.dumps(event.data, allow_nan=False))
         ]
         head = (claim.id, claim.fence, to_ms(lease_seconds), batch.number, len(fields))
         return cast(BeatReply, self._transition("beat", *head, *flatten_fields(fields), *events))

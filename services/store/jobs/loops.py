@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, cast
 
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from services.store.jobs.leases import Claim
 from services.store.jobs.records import build_fields, make_job_id
@@ -96,7 +97,7 @@ class Loops(ScriptedStore):
 
     # -- the study and the trials of a search
 
-    def read_journal(self, job_id: str, start: int) -> list[dict[str, Any]]:
+    def read_journal(self, job_id: str, start: int) -> list[Json]:
         """The lines of a search's study from number ``start`` on."""
         lines = cast(list[str], self.redis.lrange(f"kd:job:{job_id}:study", start, -1))
         return [json.loads(line) for line in lines]

@@ -23,9 +23,11 @@ from kd.client.wire.jobs import (
     Progress,
     Status,
 )
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import fill_record, find_unusable_text
 from kd.config.kinds import KINDS
+from kd.progress import Event
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 #: The escape of a surrogate in JSON. Most are halves of a whole pair, which is sound text.
@@ -104,10 +106,9 @@ def build_fields(config: JobConfig, max_attempts: int) -> dict[str, str]:
     return {name: str(value) for name, value in fields.items() if value is not None}
 
 
-def extract_fields(event: Mapping[str, Any]) -> dict[str, str]:
+def extract_fields(event: Event) -> dict[str, str]:
     """The fields of the record that an event of a run sets, as ``{"metrics.loss": "2.5"}``."""
-    kind = event["type"]
-    data = event["data"]
+    kind, data = event.type, event.data
     if kind == "stage":
         return {"phase": str(data.get("phase", ""))}
     if kind == "artifact":
@@ -123,7 +124,7 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
     ``more`` are fields of the job that the record does not hold.
     """
     sections = ("progress", "metrics", "cache", "artifacts")
-    nested: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    nested: dict[str, Json] = {name: {} for name in sections}
     for name, value in record.items():
         section, dot, inner = RENAMED.get(name, name).partition(".")
         if dot:

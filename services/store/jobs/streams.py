@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, cast
 
+from kd.client.wire.history import JobEvent
+from kd.client.wire.view import Json
 from services.store.callers import Caller
 from services.store.jobs.script import ScriptedStore, to_ms
 
@@ -22,20 +24,6 @@ HISTORY = ("events", *SERIES, "study", "trials")
 SEARCHED = 100
 
 
-@dataclass(frozen=True)
-class StoredEvent:
-    """An event of a job.
-
-    ``place`` is its id in the stream. ``step`` is the event's own step, else that of the run when
-    it came; None before the first step.
-    """
-
-    place: str
-    type: str
-    data: dict[str, Any]
-    step: int | None
-
-
 class Streams(ScriptedStore):
     """Reads the histories of jobs, and removes old ones."""
 
@@ -45,25 +33,19 @@ class Streams(ScriptedStore):
         after: str = "0",
         limit: int | None = None,
         types: Iterable[str] | None = None,
-    ) -> list[tuple[str, str, dict[str, Any]]]:
-        """Stream id, type and data of the events after stream id ``after``, oldest first."""
-        found = islice(self._walk(job_id, after, types), limit)
-        return [(event.place, event.type, event.data) for event in found]
+        finds_step: bool = False,
+    ) -> list[JobEvent]:
+        """Read the events after stream id ``after``, oldest first.
 
-    def read_stepped_events(
-        self,
-        job_id: str,
-        after: str = "0",
-        limit: int | None = None,
-        types: Iterable[str] | None = None,
-    ) -> list[StoredEvent]:
-        """Read the events after stream id ``after``, oldest first, with the step of each."""
-        step = None if after == "0" else self._find_step(job_id, after)
+        The step of an event is its own, else that of the run when it came. With ``finds_step`` the
+        step at ``after`` is looked up, too; otherwise it is not known.
+        """
+        step = self._find_step(job_id, after) if finds_step and after != "0" else None
         return list(islice(self._walk(job_id, after, types, step), limit))
 
     def _walk(
-        self, job_id: str, after: str, types: Iterable[str] | None, step: int | None = None
-    ) -> Iterator[StoredEvent]:
+        self, job_id: str, after: str, types: Iterable[str] | None, step: int | None
+    ) -> Iterator[JobEvent]:
         """Yield the events after ``after``; the run was at ``step`` then."""
         wanted = set(types or ())
         last: Any = None  # the last event that may name a step, which is parsed only if needed
@@ -76,7 +58,9 @@ class Streams(ScriptedStore):
                 if wanted and kind not in wanted:
                     continue
                 step, last = _read_step(last, step), None
-                yield StoredEvent(after, kind, json.loads(fields["data"]), step)
+                ts = datetime.fromtimestamp(int(after.partition("-")[0]) / 1000, UTC)
+                data = json.loads(fields["data"])
+                yield JobEvent(id=after, ts=ts, type=kind, step=step, data=data)
             if len(entries) < 1000:
                 return
 
@@ -88,12 +72,12 @@ class Streams(ScriptedStore):
 
     def read_metrics(
         self, job_id: str, after_step: int = -1, series: Sequence[str] = SERIES
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """One point for each step after ``after_step``, in order, with the data of all ``series``.
 
         The script thins out a long history evenly.
         """
-        points: dict[int, dict[str, Any]] = {}
+        points: dict[int, Json] = {}
         for name in series:
             texts = self.redis.zrangebyscore(f"kd:job:{job_id}:{name}", f"({after_step}", "+inf")
             for text in cast(list[str], texts):
@@ -103,7 +87,7 @@ class Streams(ScriptedStore):
 
     def sample_metrics(
         self, job_ids: Sequence[str], caller: Caller, limit: int
-    ) -> dict[str, list[dict[str, Any]]]:
+    ) -> dict[str, list[Json]]:
         """Read up to ``limit`` points of the metrics of each job, evenly spread, in order.
 
         Jobs that the caller may not see are left out. However long the runs are, this takes two
@@ -158,7 +142,7 @@ def _read_step(fields: dict[str, str] | None, otherwise: int | None) -> int | No
     """The step that an event names; progress names one if it counts steps."""
     if fields is None or fields["type"] not in (*STEPPED, "progress"):
         return otherwise
-    data: dict[str, Any] = json.loads(fields["data"])
+    data: Json = json.loads(fields["data"])
     name = "step"
     if fields["type"] == "progress":
         name = "done" if data.get("unit") == "steps" else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from itertools import islice
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from services.terminal.console import (
     print_as_json,
     print_table,
 )
+
+if TYPE_CHECKING:
+    from kd.client.wire.accounts import QuotaUse
 
 #: Members of an entry that have columns of their own.
 _COLUMNS = ("id", "time", "actor", "action", "target", "outcome")
@@ -29,32 +32,32 @@ def quota(server: Server = None) -> None:
     from services.terminal.client import connect, dump
 
     with connect(server) as client:
-        accounts = [dump(account) for account in client.quotas()]
-    if print_as_json(accounts):
+        accounts = client.quotas()
+    if print_as_json(list(map(dump, accounts))):
         return
     parts = ("caches", "runs", "files")
     columns = ("TEAM", "DEVICES", "QUEUED", "RECENT", "TODAY", "OF", "ON DISK", "OF")
     rows = [
         [
-            account["team"],
-            str(account["devices"]),
-            str(account["queued_jobs"]),
-            format_value(int(account["recent_device_seconds"]), "seconds"),
-            *_format_use(account["device_seconds"], "seconds"),
-            *_format_use(account["bytes"], "bytes"),
-            *(format_value(account["disk"][part], "bytes") for part in parts),
+            account.team,
+            str(account.devices),
+            str(account.queued_jobs),
+            format_value(int(account.recent_device_seconds), "seconds"),
+            *_format_use(account.device_seconds, "seconds"),
+            *_format_use(account.bytes, "bytes"),
+            *(format_value(getattr(account.disk, part), "bytes") for part in parts),
         ]
         for account in accounts
     ]
     print_table([*columns, *map(str.upper, parts)], rows)
     for account in accounts:
-        if account["reason"] is not None:
-            err.print(account["reason"], markup=False)
+        if account.reason is not None:
+            err.print(account.reason, markup=False)
 
 
-def _format_use(use: dict[str, Any], unit: str) -> tuple[str, str]:
-    used = format_value(int(use["used"]), unit)
-    return used, "no limit" if use["limit"] is None else format_value(int(use["limit"]), unit)
+def _format_use(use: QuotaUse, unit: str) -> tuple[str, str]:
+    used = format_value(int(use.used), unit)
+    return used, "no limit" if use.limit is None else format_value(int(use.limit), unit)
 
 
 @app.command()
@@ -77,7 +80,7 @@ def audit(
     from services.terminal.client import connect, read_pages
     from services.terminal.commands.upkeep import parse_age
 
-    filters: dict[str, Any] = {"actor": actor, "action": action, "target": target}
+    filters: dict[str, str | int | None] = {"actor": actor, "action": action, "target": target}
     if since is not None:
         start = datetime.now(UTC) - timedelta(seconds=parse_age(since, "--since"))
         filters["after"] = start.isoformat(timespec="milliseconds")

@@ -6,18 +6,20 @@ import math
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from cache.errors import PotstillError
 from kd.client.client import Client
+from kd.client.wire.jobs import Job
+from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
 from kd.files import read_json, whole_folder
 from services.settings import Settings
-from services.terminal.client import FOLLOW_PATIENCE, dump, locate_page, make_client
+from services.terminal.client import FOLLOW_PATIENCE, locate_page, make_client
 from services.terminal.commands.up import require_worker_packages, running
 from services.terminal.console import print_error
 from services.terminal.display import Display
@@ -42,7 +44,7 @@ ROWS = {
 }
 
 
-def run_demo(settings: Settings, baseline: bool, err: Console) -> list[dict[str, Any]]:
+def run_demo(settings: Settings, baseline: bool, err: Console) -> list[Job]:
     """Start the service, run the example job, stop the service; return the records of its jobs.
 
     With ``baseline`` the same job without a teacher runs too.
@@ -61,23 +63,22 @@ def run_demo(settings: Settings, baseline: bool, err: Console) -> list[dict[str,
         return [_post_and_follow(client, config, err) for config in configs]
 
 
-def succeeded(jobs: list[dict[str, Any]]) -> bool:
+def succeeded(jobs: list[Job]) -> bool:
     """Return whether all jobs succeeded."""
-    return all(job["status"] == "succeeded" for job in jobs)
+    return all(job.status == "succeeded" for job in jobs)
 
 
-def print_demo(jobs: list[dict[str, Any]], out: Console, err: Console) -> None:
+def print_demo(jobs: list[Job], out: Console, err: Console) -> None:
     """Print the reports of the jobs; those of a distilled and a plain student are compared."""
     for job in jobs:
-        if error := job["error"]:
-            place = error.get("help", "")
-            print_error(f"{job['name']} failed: {error['detail']}", error["remedy"], place)
-        page = Path(job["artifacts"].get("report.md", "-"))
+        if error := job.error:
+            print_error(f"{job.name} failed: {error.detail}", error.remedy, error.help)
+        page = Path(job.artifacts.get("report.md", "-"))
         if page.is_file():
             out.print(page.read_text(encoding="utf-8"), markup=False)
-        for name, path in job["artifacts"].items():
+        for name, path in job.artifacts.items():
             out.print(f"{name}: {path}", soft_wrap=True)
-        out.print(f"status: {job['status']}")
+        out.print(f"status: {job.status}")
     if len(jobs) > 1 and succeeded(jobs):
         _compare(jobs, out)
     err.print("`kd up` shows the jobs and their curves in the browser")
@@ -110,21 +111,21 @@ def _find_root(*first: Path) -> Path:
     )
 
 
-def _post_and_follow(client: Client, config: JobConfig, err: Console) -> dict[str, Any]:
+def _post_and_follow(client: Client, config: JobConfig, err: Console) -> Job:
     job = client.submit(config)
     err.print(f"POST /jobs: {job.id} ({job.kind} {job.name})")
     err.print(f"curves:     {locate_page(client.server, job.id)}", soft_wrap=True)
     with Display(err) as display:
         for event in client.events(job):
-            display.show(event.type, event.data)
-    return dump(client.job(job))
+            display.show(event)
+    return client.job(job)
 
 
-def _compare(jobs: list[dict[str, Any]], out: Console) -> None:
+def _compare(jobs: list[Job], out: Console) -> None:
     """Print the figures of the reports side by side; a figure that no report has is left out."""
-    files = [Path(job["artifacts"].get("report.json", "-")) for job in jobs]
+    files = [Path(job.artifacts.get("report.json", "-")) for job in jobs]
     reports = [read_json(file) or {} for file in files]
-    table = Table("", *(job["name"] for job in jobs), box=None, pad_edge=False)
+    table = Table("", *(job.name for job in jobs), box=None, pad_edge=False)
     for key, label in ROWS.items():
         values = [report.get(key) for report in reports]
         if any(value is not None for value in values):
@@ -146,7 +147,7 @@ def _format_figure(value: float | int | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
 
 
-def _judge(distilled: dict[str, Any], plain: dict[str, Any]) -> Verdict | None:
+def _judge(distilled: Json, plain: Json) -> Verdict | None:
     """Judge the teacher by the two students; None where a figure is not known or both are equal."""
     from kd.evaluation.teacher_effect import FEW_STEPS, judge_pair
 
@@ -157,7 +158,7 @@ def _judge(distilled: dict[str, Any], plain: dict[str, Any]) -> Verdict | None:
     return judge_pair(found[0], found[1], distilled.get("held_out_tokens"), steps=steps)
 
 
-def _compute_share_of_distance(distilled: dict[str, Any], plain: dict[str, Any]) -> float | None:
+def _compute_share_of_distance(distilled: Json, plain: Json) -> float | None:
     """Compute the share of the way to the teacher that distillation adds, in nats held out.
 
     The way begins at the student that was trained without a teacher. The result is None if a

@@ -33,7 +33,11 @@ from services.terminal.console import (
 
 if TYPE_CHECKING:
     from kd.client.client import Client
+    from kd.client.wire.history import JobEvent
+    from kd.client.wire.jobs import Job
+    from kd.client.wire.view import Json
     from kd.config.job import JobConfig
+    from kd.progress import Event
 
 #: The exit codes of commands that wait for a job to end.
 EXIT_OF_STATUS = {"succeeded": 0, "failed": 100, "cancelled": 103}
@@ -68,15 +72,15 @@ def submit(
 
     config = load_job_file(job_file, overrides)
     with connect(server) as client:
-        job = dump(client.submit(_place_paths(client, config)))
+        job = client.submit(_place_paths(client, config))
         if not follow:
-            print_result(job, job["id"])
+            print_result(dump(job), job.id)
             _print_reason(job)
             return
-        notes.print(f"{job['id']}: {job['name']}")
+        notes.print(f"{job.id}: {job.name}")
         # A worker may claim the job before its events are read, so the reason is printed now.
         _print_reason(job)
-        _follow(client, job["id"], explained=job["reason"] is not None)
+        _follow(client, job.id, explained=job.reason is not None)
 
 
 @app.command()
@@ -203,8 +207,8 @@ def jobs_clone(job: JobName, overrides: Overrides = None, server: Server = None)
         changes = apply_overrides({}, overrides or ())
         changed = parse_config(apply_overrides(original.config, overrides or ()))
         placed = _place_paths(client, changed, parse_config(original.config))
-        record = dump(client.clone(original, _choose_leaves(placed, changes)))
-    print_result(record, record["id"])
+        record = client.clone(original, _choose_leaves(placed, changes))
+    print_result(dump(record), record.id)
     _print_reason(record)
 
 
@@ -286,9 +290,7 @@ def jobs_events(
     print_table(["TIME", "TYPE", "DATA"], rows)
 
 
-def _place_paths(
-    client: Client, config: JobConfig, original: JobConfig | None = None
-) -> dict[str, Any]:
+def _place_paths(client: Client, config: JobConfig, original: JobConfig | None = None) -> Json:
     """Return the body of a job; paths that it shares with ``original`` are those of the service.
 
     Its other relative paths become absolute if the service sees the files of this machine. If not,
@@ -318,10 +320,10 @@ def _choose_leaves(full: Any, wanted: Any) -> Any:
     return {name: _choose_leaves(full.get(name), value) for name, value in wanted.items()}
 
 
-def _print_reason(job: dict[str, Any]) -> None:
+def _print_reason(job: Job) -> None:
     """Print why a new job waits, if no worker can run it as it is."""
-    if job["status"] == "queued" and job["reason"] is not None:
-        err.print(f"warning: {job['reason']}", markup=False)
+    if job.status == "queued" and job.reason is not None:
+        err.print(f"warning: {job.reason}", markup=False)
 
 
 def _act(action: str, name: str, server: str | None) -> None:
@@ -372,44 +374,44 @@ def _follow(client: Client, job_id: str, explained: bool = False) -> None:
     client = client.with_patience(FOLLOW_PATIENCE)
     try:
         with Display(notes) as display:
-            for kind, data in _follow_events(client, job_id, explained):
-                display.show(kind, data)
+            for event in _follow_events(client, job_id, explained):
+                display.show(event)
     except KeyboardInterrupt:
         notes.print(
             f"The job continues. `kd watch {job_id}` follows it,"
             f" `kd jobs cancel {job_id}` stops it."
         )
         raise
-    job = dump(client.job(job_id))
-    if not print_as_json(job):
-        if error := job["error"]:
-            print_error(error["detail"], error["remedy"], error.get("help", ""))
-        for name, path in job["artifacts"].items():
+    job = client.job(job_id)
+    if not print_as_json(dump(job)):
+        if error := job.error:
+            print_error(error.detail, error.remedy, error.help)
+        for name, path in job.artifacts.items():
             out.print(f"{name}: {path}", soft_wrap=True)
-    raise typer.Exit(EXIT_OF_STATUS[job["status"]])
+    raise typer.Exit(EXIT_OF_STATUS[job.status])
 
 
-def _follow_events(
-    client: Client, job_id: str, explained: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _follow_events(client: Client, job_id: str, explained: bool) -> Iterator[Event | JobEvent]:
     """Yield the job's events, and once the reason why no worker can run it unless ``explained``.
 
     That reason is only in the record, because nothing happens to the job. So is the status of an
     old job, whose events have expired.
     """
+    from kd.progress import Event
+
     status = None
     for event in client.events(job_id):
-        yield event.type, event.data
+        yield event
         status = event.data["status"] if event.type == "status" else status
         if not explained and event.type == "status" and status == "queued":
             job = client.job(job_id)
             if explained := job.status == "queued" and job.reason is not None:
-                yield "reason", {"reason": job.reason}
+                yield Event("reason", {"reason": job.reason})
     if status is None:
-        yield "status", {"status": client.job(job_id).status}
+        yield Event("status", {"status": client.job(job_id).status})
 
 
-def _format_cost(cost: dict[str, Any] | None) -> str:
+def _format_cost(cost: Json | None) -> str:
     """Format a cost: final, or so far and of what is expected."""
     if cost is None:
         return ""

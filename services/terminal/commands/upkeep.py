@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -168,7 +168,7 @@ def _print_comparison(found: Comparison) -> None:
 def _print_stats(found: CacheStats) -> None:
     from cache.perplexity import Perplexity
 
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         name: getattr(found, name)
         for name in ("fingerprint", "profile", "sequences", "positions", "bytes_per_token")
     }

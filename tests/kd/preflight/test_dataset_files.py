@@ -30,6 +30,7 @@ from kd.preflight.dataset_files import (
 from kd.preflight.limits import Confinement
 from kd.text.sources import read_documents
 from services.worker import stage_child
+from services.worker.stage_messages import Order
 
 pytestmark = pytest.mark.usefixtures("hub_caches")
 
@@ -465,14 +466,7 @@ def test_the_process_that_runs_a_job_is_held_to_its_order(
 
     def run(order: dict[str, Any] | None) -> Any:
         (root / "set/README.md").unlink(missing_ok=True)
-        whole = {
-            "stage": "train",
-            "config": plain,
-            "home": "/h",
-            "run_dir": str(root / "run"),
-            "confinement": order,
-            "turn": 0,
-        }
+        whole = Order("train", plain, "/h", str(root / "run"), 600, confinement=order)
         stage_child.attempt_stage(
             stage, whole, SimpleNamespace(send=sent.append), threading.Event()
         )

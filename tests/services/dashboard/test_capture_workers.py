@@ -10,13 +10,13 @@ from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
 from services.store.jobs.leases import ANY_CAPACITY, Claim
-from services.store.ranges import RangeTable, ReportedProgress, TakenRange
+from services.store.ranges import CaptureTerms, RangeTable, ReportedProgress, TakenRange
 from services.worker.range_server import compute_progress
 from tests.support.services.api import tell
 from tests.support.services.pages import require_fit, take_picture
 
 OpenTab = Callable[..., AbstractContextManager[Page]]
-SHARED = {"fingerprint": "f" * 8, "knots": None, "version": "1.0", "place": "here"}
+SHARED = CaptureTerms("f" * 8, version="1.0", place="here")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def captured(api: Parts) -> Claim:
     assert view is not None
     progress = compute_progress(view, 10_240)
     tell(api, claim, ("stage", {"stage": "precompute", "phase": "capturing with other workers"}))
-    tell(api, claim, (progress["type"], progress["data"]))
+    tell(api, claim, (progress.type, progress.data))
     return claim
 
 

@@ -54,8 +54,8 @@ def warn(parts: Parts, claim: Claim, numbers: range) -> None:
 def list_ids(parts: Parts, job_id: str) -> list[str]:
     """The ids of the warnings of a job, and of its end."""
     events = parts.jobs.read_events(job_id)
-    wanted = [at for at, (_, kind, _) in enumerate(events) if kind == "warning"]
-    return [place for place, _, _ in events[wanted[0] :]]
+    wanted = [at for at, event in enumerate(events) if event.type == "warning"]
+    return [event.id for event in events[wanted[0] :]]
 
 
 def wait_for(page: Page, condition: str, *values: Any) -> None:

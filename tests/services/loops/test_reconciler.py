@@ -19,6 +19,7 @@ from bench.support.harness import Parts, make_config
 from bench.support.waiting import wait_until
 from kd.config.job import JobConfig
 from kd.errors import ConfigError
+from kd.progress import Event
 from services.loops import reconciler, teams
 from services.loops.reconciler import LostCaches, Reconciler
 from services.loops.webhooks import AT_ONCE, TIMEOUT_SECONDS
@@ -366,7 +367,7 @@ def test_a_job_whose_api_was_killed_before_it_was_announced_starts_by_itself(
 def at_train(parts: Parts, name: str = "quick", kind: str = "distill", **changes: Any) -> str:
     """A job that has captured its cache and waits to train."""
     claim = take(parts, make_config(name, kind, **changes))
-    cached = {"type": "cache", "data": {"fingerprint": FINGERPRINT}}
+    cached = Event("cache", {"fingerprint": FINGERPRINT})
     parts.jobs.beat(claim, LEASE, EventBatch(1, (cached,)))
     assert parts.jobs.advance(claim, "search" if kind == "search" else "train") == "queued"
     return claim.id

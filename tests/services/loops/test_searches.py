@@ -23,6 +23,7 @@ from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from kd.client.wire.jobs import Job
 from kd.client.wire.service import WorkerState
 from kd.config.jobfile import load_config
+from kd.progress import Event
 from kd.search.study import make_study
 from services.loops.searches import Fenced, Searches, StudyJournal
 from services.settings import Settings
@@ -47,9 +48,7 @@ class Played:
         self.id = self.jobs.create(make_config("sweep", "search", **search_job(**changes))).id
         claim = self.jobs.claim(self.id, "precompute", "w", LEASE)
         assert claim is not None
-        self.jobs.beat(
-            claim, LEASE, EventBatch(1, ({"type": "cache", "data": {"fingerprint": "f" * 32}},))
-        )
+        self.jobs.beat(claim, LEASE, EventBatch(1, (Event("cache", {"fingerprint": "f" * 32}),)))
         assert self.jobs.advance(claim, "search") == "queued"
 
     def searches(self, client: Redis | None = None) -> Searches:
@@ -84,7 +83,7 @@ class Played:
         return self.jobs.beat(
             claim,
             LEASE,
-            EventBatch(number, tuple({"type": "evaluation", "data": each} for each in data)),
+            EventBatch(number, tuple(Event("evaluation", each) for each in data)),
         )
 
     def status(self) -> str:
@@ -596,9 +595,7 @@ def test_trials_belong_to_whoever_asked_for_the_search(parts: Parts, tmp_path: P
     job_id = parts.jobs.create(wanted, owner).id
     claim = parts.jobs.claim(job_id, "precompute", "w", LEASE)
     assert claim is not None
-    parts.jobs.beat(
-        claim, LEASE, EventBatch(1, ({"type": "cache", "data": {"fingerprint": "f" * 32}},))
-    )
+    parts.jobs.beat(claim, LEASE, EventBatch(1, (Event("cache", {"fingerprint": "f" * 32}),)))
     parts.jobs.advance(claim, "search")
     Searches(parts.jobs, parts.queue, settings).step()
     trial = parts.jobs.list_trials(job_id)[0]

@@ -361,23 +361,21 @@ def test_every_status_is_told_once_and_in_order(
     messages = receiver.messages()
     assert [message["type"] for message in messages] == ["job.queued", "job.running", "job.failed"]
     events = sent.jobs.read_events(job_id, types=["status"])
-    for message, (event_id, _, change) in zip(messages, events, strict=True):
+    for message, event in zip(messages, events, strict=True):
         about = {
             "id": job_id,
             "kind": "train",
             "name": "quick",
             "labels": {"team": "x"},
-            "event": event_id,
+            "event": event.id,
         }
-        assert message["data"] == about | change
+        assert message["data"] == about | event.data
         milliseconds = datetime.fromisoformat(message["timestamp"]).timestamp() * 1000
-        assert milliseconds == pytest.approx(int(event_id.partition("-")[0]), abs=0.01)
+        assert milliseconds == pytest.approx(int(event.id.partition("-")[0]), abs=0.01)
     assert messages[2]["data"]["error"]["type"] == "training_error"
     paths, headers, _ = zip(*receiver.calls, strict=True)
     assert set(paths) == {"/hook?a=b"}
-    assert [each["webhook-id"] for each in headers] == [
-        f"{job_id}_{event_id}" for event_id, _, _ in events
-    ]
+    assert [each["webhook-id"] for each in headers] == [f"{job_id}_{event.id}" for event in events]
     assert {each["Host"] for each in headers} == {f"127.0.0.1:{receiver.port}"}
     assert {each["Content-Type"] for each in headers} == {"application/json"}
 

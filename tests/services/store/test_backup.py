@@ -22,6 +22,7 @@ from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.checking.verify import verify_cache
 from cache.disk import hash_file, publish_folder
 from cache.errors import StorageError
+from kd.progress import Event
 from services.settings import Settings
 from services.store.backup import (
     BackupError,
@@ -40,7 +41,7 @@ from services.store.jobs.store import JobStore
 from tests.support.commands import kd
 
 NewParts = Callable[..., Parts]
-METRICS = {"type": "metrics", "data": {"step": 1, "loss": 2.5}}
+METRICS = Event("metrics", {"step": 1, "loss": 2.5})
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from bench.support.harness import make_config
+from kd.progress import Event
 from services.store.callers import LOCAL_CALLER, Caller, RequestOrigin
 from services.store.jobs.leases import EventBatch
 from services.store.jobs.listing import JobQuery
@@ -250,7 +251,7 @@ def test_caches_are_their_owners(jobs: JobStore) -> None:
     made = "a" * 32
     read = "b" * 32
     claim = running(jobs, "distill", caller=ANN)
-    jobs.beat(claim, 5, EventBatch(1, ({"type": "cache", "data": {"fingerprint": made}},)))
+    jobs.beat(claim, 5, EventBatch(1, (Event("cache", {"fingerprint": made}),)))
     reader = queued(jobs, caller=BOB, loss={"alpha": 0.1}, cache={"fingerprint": read})
     assert jobs.find_caches(ANN) == {made}
     assert jobs.find_caches(BOB) == {read}
@@ -277,6 +278,6 @@ def test_caches_are_their_owners(jobs: JobStore) -> None:
 def test_a_job_that_takes_another_cache_lets_go_of_the_first(jobs: JobStore) -> None:
     claim = running(jobs, "distill")
     for number, name in enumerate(("a" * 32, "b" * 32, None), 1):
-        jobs.beat(claim, 5, EventBatch(number, ({"type": "cache", "data": {"fingerprint": name}},)))
+        jobs.beat(claim, 5, EventBatch(number, (Event("cache", {"fingerprint": name}),)))
     assert job_of(jobs, claim.id).cache.fingerprint == "b" * 32
     assert (jobs.find_cache_users("a" * 32), jobs.find_cache_users("b" * 32)) == ([], [claim.id])

@@ -87,7 +87,7 @@ def test_all_that_hangs_on_a_job_that_does_not_succeed_is_cancelled(
             "dependency_failed",
             "dependency_failed",
         )
-        statuses = [data["status"] for _, _, data in jobs.read_events(job_id, types=["status"])]
+        statuses = [event.data["status"] for event in jobs.read_events(job_id, types=["status"])]
         assert statuses.count("cancelled") == 1, "told once, however many ways lead to it"
     what = "failed" if end == "failed" else "was cancelled"
     assert job_of(jobs, left).error.detail == f"{top.id}, which this job depends on, {what}."

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from bench.support.harness import Parts, make_config
 from kd.client.wire.jobs import ACTIVE_STATUSES, TERMINAL_STATUSES
+from kd.progress import Event
 from services.store.connection import connect_redis
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
@@ -42,13 +43,13 @@ from tests.support.records import (
 def test_events_change_the_record_and_the_stream_together(jobs: JobStore, parts: Parts) -> None:
     claim = running(jobs)
     events = (
-        {"type": "stage", "data": {"stage": "train", "phase": "training"}},
-        {"type": "metrics", "data": {"step": 1, "loss": 2.5, "kd_loss": None}},
-        {"type": "metrics", "data": {"step": 2, "loss": 2.25}},
-        {"type": "evaluation", "data": {"step": 2, "validation_perplexity": 30.0}},
-        {"type": "progress", "data": {"done": 2, "total": 4, "unit": "steps", "fraction": 0.5}},
-        {"type": "artifact", "data": {"name": "student", "path": "/runs/student"}},
-        {"type": "warning", "data": {"message": "a quotation mark \" and a line\nbreak"}},
+        Event("stage", {"stage": "train", "phase": "training"}),
+        Event("metrics", {"step": 1, "loss": 2.5, "kd_loss": None}),
+        Event("metrics", {"step": 2, "loss": 2.25}),
+        Event("evaluation", {"step": 2, "validation_perplexity": 30.0}),
+        Event("progress", {"done": 2, "total": 4, "unit": "steps", "fraction": 0.5}),
+        Event("artifact", {"name": "student", "path": "/runs/student"}),
+        Event("warning", {"message": "a quotation mark \" and a line\nbreak"}),
     )  # fmt: skip
     assert jobs.beat(claim, 5, EventBatch(1, events)) == "go"
     job = parts.job(claim.id)
@@ -57,29 +58,27 @@ def test_events_change_the_record_and_the_stream_together(jobs: JobStore, parts:
     assert job.metrics.validation_perplexity == 30.0
     assert (job.progress.done, job.progress.fraction) == (2, 0.5)
     assert job.artifacts == {"student": "/runs/student"}
-    assert parts.events(claim.id)[2:] == [(event["type"], event["data"]) for event in events]
+    assert parts.events(claim.id)[2:] == [(event.type, event.data) for event in events]
 
 
 def test_events_are_read_from_where_one_stopped(jobs: JobStore) -> None:
     claim = running(jobs)
     for number in range(1, 4):
-        warnings = tuple(
-            {"type": "warning", "data": {"message": f"{number} {index}"}} for index in range(500)
-        )
+        warnings = tuple(Event("warning", {"message": f"{number} {index}"}) for index in range(500))
         jobs.beat(claim, 5, EventBatch(number, warnings))
     events = jobs.read_events(claim.id)
     assert len(events) == 1502
-    assert [event for event, _, _ in events] == sorted(
-        {event for event, _, _ in events}, key=stream_order
+    assert [event.id for event in events] == sorted(
+        {event.id for event in events}, key=stream_order
     )
-    assert jobs.read_events(claim.id, events[700][0]) == events[701:]
-    assert jobs.read_events(claim.id, events[700][0], 3) == events[701:704]
+    assert jobs.read_events(claim.id, events[700].id) == events[701:]
+    assert jobs.read_events(claim.id, events[700].id, 3) == events[701:704]
     assert jobs.read_events(claim.id, limit=1, types=["warning"]) == events[2:3]
-    assert [data["status"] for _, _, data in jobs.read_events(claim.id, types={"status"})] == [
+    assert [event.data["status"] for event in jobs.read_events(claim.id, types={"status"})] == [
         "queued",
         "running",
     ]
-    assert jobs.read_events(claim.id, events[-1][0]) == jobs.read_events(make_job_id()) == []
+    assert jobs.read_events(claim.id, events[-1].id) == jobs.read_events(make_job_id()) == []
 
 
 def stream_order(event: str) -> tuple[int, ...]:
@@ -88,7 +87,7 @@ def stream_order(event: str) -> tuple[int, ...]:
 
 def test_a_batch_sent_twice_counts_once(jobs: JobStore, parts: Parts) -> None:
     claim = running(jobs)
-    batch = EventBatch(1, ({"type": "warning", "data": {"message": "once"}},))
+    batch = EventBatch(1, (Event("warning", {"message": "once"}),))
     jobs.beat(claim, 5, batch)
     jobs.beat(claim, 5, batch)
     jobs.beat(claim, 5, EventBatch(2, ()))
@@ -99,14 +98,12 @@ def test_a_batch_sent_twice_counts_once(jobs: JobStore, parts: Parts) -> None:
 
 def test_an_event_that_is_not_json_is_refused_before_it_is_sent(jobs: JobStore) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        jobs.beat(
-            running(jobs), 5, EventBatch(1, ({"type": "metrics", "data": {"loss": float("nan")}},))
-        )
+        jobs.beat(running(jobs), 5, EventBatch(1, (Event("metrics", {"loss": float("nan")}),)))
 
 
 def test_the_second_stage_of_a_distillation_follows_the_first(jobs: JobStore, parts: Parts) -> None:
     first = running(jobs, "distill")
-    jobs.beat(first, 5, EventBatch(1, ({"type": "progress", "data": {"done": 1, "total": 1}},)))
+    jobs.beat(first, 5, EventBatch(1, (Event("progress", {"done": 1, "total": 1}),)))
     assert jobs.advance(first, "train") == "queued"
     job = parts.job(first.id)
     assert (job.status, job.stage, job.progress.done) == ("queued", "train", None)
@@ -121,9 +118,7 @@ def test_an_old_fence_changes_nothing(jobs: JobStore, parts: Parts) -> None:
     jobs.release(old)
     new = jobs.claim(old.id, "train", "w2", 5)
     before = everything(jobs, old.id)
-    assert (
-        jobs.beat(old, 5, EventBatch(9, ({"type": "metrics", "data": {"loss": 0.0}},))) == "fenced"
-    )
+    assert jobs.beat(old, 5, EventBatch(9, (Event("metrics", {"loss": 0.0}),))) == "fenced"
     assert jobs.finish(old, "failed", ERROR) == "fenced"
     assert (
         jobs.release(old) == jobs.fail_attempt(old, ERROR) == jobs.advance(old, "train") == "fenced"
@@ -351,7 +346,7 @@ def test_nothing_is_left_of_a_deleted_job(jobs: JobStore) -> None:
         deadline_seconds=HOUR,
         labels={"a": "b"},
     )
-    points = tuple({"type": kind, "data": {"step": 1, "loss": 1.0}} for kind in SERIES)
+    points = tuple(Event(kind, {"step": 1, "loss": 1.0}) for kind in SERIES)
     jobs.beat(claim, 5, EventBatch(1, points))
     waiting = queued(jobs, caller=ANN, depends_on=[claim.id, first])
     jobs.lease_webhooks(0, 100)
@@ -376,10 +371,7 @@ def test_a_deleted_jobs_worker_is_fenced(jobs: JobStore) -> None:
     jobs.finish(claim, "succeeded")
     jobs.change("delete", claim.id)
     keys = sorted(jobs.redis.keys("kd:job:*"))
-    assert (
-        jobs.beat(claim, 5, EventBatch(1, ({"type": "warning", "data": {"message": "x"}},)))
-        == "fenced"
-    )
+    assert jobs.beat(claim, 5, EventBatch(1, (Event("warning", {"message": "x"}),))) == "fenced"
     assert jobs.release(claim) == "fenced"
     assert sorted(jobs.redis.keys("kd:job:*")) == keys == []
 
@@ -494,19 +486,19 @@ def test_the_study_is_written_by_who_drives_it(jobs: JobStore) -> None:
 
 def tell(jobs: JobStore, claim: Claim, points: list[dict[str, Any]]) -> None:
     for number, start in enumerate(range(0, len(points), 1000), 1):
-        events = tuple({"type": "metrics", "data": point} for point in points[start : start + 1000])
+        events = tuple(Event("metrics", point) for point in points[start : start + 1000])
         jobs.beat(claim, 5, EventBatch(number, events))
 
 
 def test_metrics_are_known_by_step(jobs: JobStore) -> None:
     claim = running(jobs)
     events = (
-        {"type": "metrics", "data": {"step": 2, "loss": 2.0}},
-        {"type": "metrics", "data": {"step": 1, "loss": 3.0}},
-        {"type": "evaluation", "data": {"step": 2, "validation_loss": 2.5}},
-        {"type": "temperature", "data": {"step": 3, "temperature": 1.5}},
-        {"type": "metrics", "data": {"note": "has no step"}},
-        {"type": "progress", "data": {"step": 9}},
+        Event("metrics", {"step": 2, "loss": 2.0}),
+        Event("metrics", {"step": 1, "loss": 3.0}),
+        Event("evaluation", {"step": 2, "validation_loss": 2.5}),
+        Event("temperature", {"step": 3, "temperature": 1.5}),
+        Event("metrics", {"note": "has no step"}),
+        Event("progress", {"step": 9}),
     )
     jobs.beat(claim, 5, EventBatch(1, events))
     second = {"step": 2, "loss": 2.0, "validation_loss": 2.5}
@@ -554,7 +546,7 @@ def test_every_change_of_status_is_told_to_the_webhook(jobs: JobStore) -> None:
     job_id = queued(jobs, webhook="https://example.org/hook")
     jobs.finish(jobs.claim(job_id, "train", "w", 5), "succeeded")
     due = jobs.lease_webhooks(60, 10)
-    events = [event for event, _, _ in jobs.read_events(job_id, types=["status"])]
+    events = [event.id for event in jobs.read_events(job_id, types=["status"])]
     assert due == [Delivery(job_id, event, "https://example.org/hook", 0) for event in events]
     assert jobs.lease_webhooks(60, 10) == [], "somebody has them"
     jobs.finish_webhook(due[0])
@@ -564,7 +556,8 @@ def test_every_change_of_status_is_told_to_the_webhook(jobs: JobStore) -> None:
     time.sleep(0.02)
     assert jobs.lease_webhooks(0, 10) == [replace(due[1], tries=1)], "whoever had it died"
     jobs.finish_webhook(due[1], "It was given up.")
-    assert jobs.read_events(job_id)[-1][1:] == ("warning", {"message": "It was given up."})
+    told = jobs.read_events(job_id)[-1]
+    assert (told.type, told.data) == ("warning", {"message": "It was given up."})
     assert jobs.redis.hgetall("kd:webhooks:tries") == {f"{job_id} {events[2]}": "1"}
     jobs.finish_webhook(due[2])
     assert jobs.redis.exists("kd:webhooks", "kd:webhooks:tries") == 0
@@ -596,18 +589,14 @@ def test_the_stream_is_trimmed(jobs: JobStore) -> None:
         jobs.beat(
             claim,
             5,
-            EventBatch(
-                number, tuple({"type": "warning", "data": {"message": "x"}} for _ in range(500))
-            ),
+            EventBatch(number, tuple(Event("warning", {"message": "x"}) for _ in range(500))),
         )
     assert 10_000 <= jobs.redis.xlen(f"kd:job:{claim.id}:events") < 11_000
 
 
 def test_every_event_type_has_its_place() -> None:
-    assert extract_fields({"type": "checkpoint", "data": {"step": 1, "path": "p"}}) == {}
-    assert extract_fields({"type": "cache", "data": {"fingerprint": "f"}}) == {
-        "cache.fingerprint": '"f"'
-    }
+    assert extract_fields(Event("checkpoint", {"step": 1, "path": "p"})) == {}
+    assert extract_fields(Event("cache", {"fingerprint": "f"})) == {"cache.fingerprint": '"f"'}
 
 
 def test_a_request_client_gives_up() -> None:

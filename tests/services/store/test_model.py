@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from bench.support.harness import Parts, make_config
 from kd.client.wire.jobs import ACTIVE_STATUSES, TERMINAL_STATUSES, Action
 from kd.config.job import JobConfig
+from kd.progress import Event
 from services.store.callers import Caller
 from services.store.jobs.leases import Capacity, Claim, EventBatch
 from services.store.jobs.store import JobStore
@@ -369,11 +370,9 @@ class Record(RuleBasedStateMachine):
         claim = self.any_claim(data, newest)
         job = self.holds(claim)
         self.batch += 1
-        events: list[dict[str, Any]] = [
-            {"type": "metrics", "data": {"step": self.batch, "loss": 1.0}}
-        ]
+        events = [Event("metrics", {"step": self.batch, "loss": 1.0})]
         if claim.config["kind"] == "distill":
-            events.append({"type": "cache", "data": {"fingerprint": f"{self.batch % 3}" * 32}})
+            events.append(Event("cache", {"fingerprint": f"{self.batch % 3}" * 32}))
         for _ in range(1 + again):
             reply = self.store.beat(claim, 600, EventBatch(self.batch, tuple(events)))
             assert reply == (
@@ -415,7 +414,7 @@ class Record(RuleBasedStateMachine):
     @rule(data=st.data())
     def haunt(self, data: st.DataObject) -> None:
         claim = self.pick(data, self.ghosts())
-        events = ({"type": "warning", "data": {"message": "boo"}},)
+        events = (Event("warning", {"message": "boo"}),)
         assert self.store.beat(claim, 600, EventBatch(10**9, events)) == "fenced"
         assert self.store.release(claim) == self.store.advance(claim, "train") == "fenced"
         assert (

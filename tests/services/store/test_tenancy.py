@@ -15,6 +15,7 @@ from bench.support.harness import Parts, is_alive, make_config
 from bench.support.waiting import wait_until
 from cache.errors import StorageError
 from kd.preflight.limits import AllowedModel
+from kd.progress import Event
 from services.store.callers import LOCAL_CALLER, Caller
 from services.store.jobs.leases import EventBatch
 from services.store.key_file import create_key
@@ -51,9 +52,7 @@ def test_a_job_reads_the_caches_that_its_owner_s_jobs_made_or_read(parts: Parts)
     made = parts.jobs.create(make_config("quick", "distill"), Caller("alice")).id
     claim = parts.jobs.claim(made, "precompute", "test", 60)
     assert claim is not None
-    parts.jobs.beat(
-        claim, 60, EventBatch(1, ({"type": "cache", "data": {"fingerprint": fingerprint}},))
-    )
+    parts.jobs.beat(claim, 60, EventBatch(1, (Event("cache", {"fingerprint": fingerprint}),)))
     may = {
         owner: build_confinement(parts.settings, parts.jobs, owner).may_read_cache
         for owner in ("alice", "bob", "local")

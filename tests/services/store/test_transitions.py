@@ -256,14 +256,14 @@ def test_a_transition_and_its_event_are_one(jobs: JobStore) -> None:
                 events = jobs.read_events(placed.id, types=["status"])
                 moved = job.status != before or job.stage != "precompute" or len(events) > told
                 assert len(events) == told or moved
-                assert events[-1][2]["status"] == job.status, (action, before)
-                assert (events[-1][2]["stage"], events[-1][2]["attempt"]) == (
+                assert events[-1].data["status"] == job.status, (action, before)
+                assert (events[-1].data["stage"], events[-1].data["attempt"]) == (
                     job.stage,
                     job.attempt,
                 )
-                assert events[-1][2]["reason"] == job.reason
+                assert events[-1].data["reason"] == job.reason
                 shown = job.error and job.error.model_dump(exclude={"help"})
-                assert (events[-1][2]["error"] or None) == shown
+                assert (events[-1].data["error"] or None) == shown
                 assert (
                     job.version > version
                     if moved and len(events) > told
@@ -296,7 +296,7 @@ def test_many_transitions_at_once_leave_one_story(jobs: JobStore) -> None:
     claim = running(jobs)
     wishes: list[Any] = ["cancel", "pause", "resume", "pause", "resume"] * 4
     at_once(20, lambda: [jobs.change(wish, claim.id) for wish in wishes])
-    told = [data["status"] for _, _, data in jobs.read_events(claim.id, types=["status"])]
+    told = [event.data["status"] for event in jobs.read_events(claim.id, types=["status"])]
     assert told[-1] == status(jobs, claim.id) == "cancelling"
     rows = table()
     known = defaultdict[str, set[str]](set)

@@ -32,6 +32,7 @@ from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.disk import locked
 from kd.client.errors import Refused, Unreachable
 from kd.files import write_json
+from kd.progress import Event
 from kd.python.version import read_version
 from services.settings import Settings
 from services.store.connection import connect_redis
@@ -401,8 +402,10 @@ def test_unknown_facts_of_a_cache_are_left_out(
     from rich.console import Console
 
     with Display(Console(width=120)) as display:
-        display.show("cache", {"fingerprint": "5f" * 16})
-        display.show("cache", {"fingerprint": "5f" * 16, "bytes_per_token": 23.04, "reused": True})
+        display.show(Event("cache", {"fingerprint": "5f" * 16}))
+        display.show(
+            Event("cache", {"fingerprint": "5f" * 16, "bytes_per_token": 23.04, "reused": True})
+        )
     assert capsys.readouterr().out.splitlines() == [
         "cache 5f5f5f5f5f5f",
         "cache 5f5f5f5f5f5f: bytes per token 23.0 (captured before)",
@@ -669,16 +672,14 @@ def test_a_terminal_gets_bars_and_a_pipe_gets_lines() -> None:
     for terminal, words in ((True, "2/4"), (False, "train: 4/4 steps  1,000 tok/s  loss 1.500")):
         screen = StringIO()
         with Display(Console(file=screen, force_terminal=terminal, width=120)) as display:
-            display.show("stage", {"stage": "train", "phase": "training"})
-            display.show("metrics", {"step": 1, "loss": 1.5})
-            display.show(
-                "progress", {"done": 2, "total": 4, "unit": "steps", "tokens_per_second": 1000.0}
-            )
+            display.show(Event("stage", {"stage": "train", "phase": "training"}))
+            display.show(Event("metrics", {"step": 1, "loss": 1.5}))
+            told = {"done": 2, "total": 4, "unit": "steps", "tokens_per_second": 1000.0}
+            display.show(Event("progress", told))
             time.sleep(0.2)
-            display.show(
-                "progress", {"done": 4, "total": 4, "unit": "steps", "tokens_per_second": 1000.0}
-            )
-            display.show("unheard_of", {})
+            told = {"done": 4, "total": 4, "unit": "steps", "tokens_per_second": 1000.0}
+            display.show(Event("progress", told))
+            display.show(Event("unheard_of", {}))
         assert words in screen.getvalue()
 
 
@@ -689,8 +690,8 @@ def test_a_line_without_a_stage_has_no_prefix() -> None:
 
     lines = StringIO()
     with Display(Console(file=lines, width=120)) as display:
-        display.show("stage", {"stage": "", "phase": "writing"})
-        display.show("progress", {"done": 4, "total": 4, "unit": "sequences"})
+        display.show(Event("stage", {"stage": "", "phase": "writing"}))
+        display.show(Event("progress", {"done": 4, "total": 4, "unit": "sequences"}))
     assert lines.getvalue().splitlines() == ["writing", "4/4 sequences"]
 
 
@@ -703,8 +704,8 @@ def test_a_perplexity_is_shown_with_its_tokens_and_few_have_an_interval() -> Non
     found = {"step": 3, "validation_perplexity": 20.5, "validation_tokens": 38250}
     few = {"validation_perplexity_low": 18.25, "validation_perplexity_high": 23.0}
     with Display(Console(file=lines, width=120)) as display:
-        display.show("evaluation", found)
-        display.show("evaluation", found | {"validation_tokens": 1500, **few})
+        display.show(Event("evaluation", found))
+        display.show(Event("evaluation", found | {"validation_tokens": 1500, **few}))
     assert lines.getvalue().splitlines() == [
         "step 3: held-out perplexity 20.50 (38,250 tokens)",
         "step 3: held-out perplexity 20.50 (1,500 tokens, 95 % interval 18.25 to 23.00)",

@@ -6,25 +6,25 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from bench.support.paths import ROOT
 from cache.errors import PotstillError
+from kd.client.wire.jobs import Job
 from services.terminal.commands.demo import EXAMPLE, _compare, copy_example
 
 
 def compare(folder: Path, distilled: float, plain: float) -> str:
     """Return what the comparison prints for two students with these perplexities."""
-    jobs: list[dict[str, Any]] = []
+    jobs = []
     for name, perplexity in (("austen", distilled), ("austen-baseline", plain)):
         path = folder / f"{name}.json"
         teacher = {"teacher_perplexity": 35.9} if name == "austen" else {}
         report = {"student_perplexity": perplexity, "held_out_tokens": 38250, **teacher}
         path.write_text(json.dumps(report), encoding="utf-8")
-        jobs.append({"name": name, "artifacts": {"report.json": str(path)}})
+        jobs.append(Job.model_construct(name=name, artifacts={"report.json": str(path)}))
     text = io.StringIO()
     _compare(jobs, Console(file=text, width=200))
     return text.getvalue()

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from bench.support.paths import ROOT
+from kd.progress import Event
 from services.terminal import catalogue, exit_codes
 from services.terminal.commands import jobs
 from services.terminal.display import Display
@@ -140,7 +141,7 @@ def test_quiet_drops_hints_and_keeps_results_and_errors(tmp_path: Path) -> None:
 def test_a_quiet_display_still_warns(capsys: pytest.CaptureFixture[str]) -> None:
     text = io.StringIO()
     with Display(Console(file=text, quiet=True)) as display:
-        display.show("stage", {"stage": "train", "phase": "training"})
-        display.show("warning", {"message": "the text is short"})
+        display.show(Event("stage", {"stage": "train", "phase": "training"}))
+        display.show(Event("warning", {"message": "the text is short"}))
     assert text.getvalue() == ""
     assert "warning: the text is short" in capsys.readouterr().err

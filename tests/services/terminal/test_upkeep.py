@@ -19,6 +19,7 @@ from cache.checking.verify import verify_cache
 from cache.manifest import CacheIdentity, TokenizerProbe
 from cache.store import open_cache, read_manifest
 from cache.writing.writer import open_writer
+from kd.progress import Event
 from services.store.jobs.leases import EventBatch
 from services.terminal.commands.upkeep import find_embedded_url
 from services.terminal.exit_codes import INVALID
@@ -221,7 +222,7 @@ def test_rm_asks_the_store_that_is_configured(home: Path, parts: Parts) -> None:
     job_id = parts.submit("captured", "precompute")
     claim = parts.jobs.claim(job_id, "precompute", "worker", 60)
     assert claim is not None
-    parts.jobs.beat(claim, 60, EventBatch(1, ({"type": "cache", "data": {"fingerprint": TOPK}},)))
+    parts.jobs.beat(claim, 60, EventBatch(1, (Event("cache", {"fingerprint": TOPK}),)))
     refused = kd_cache(home, "rm", TOPK, "--yes", KD_REDIS_URL=str(parts.settings.redis_url))
     assert refused.returncode == 1
     assert f"is used by unfinished jobs: {job_id}" in refused.stderr

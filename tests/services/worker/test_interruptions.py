@@ -16,6 +16,7 @@ from bench.support.harness import Parts, is_alive
 from bench.support.paths import ROOT
 from bench.support.scripted_child import STEPS
 from bench.support.waiting import PATIENCE_SECONDS, wait_until
+from kd.progress import Event
 from services.store.queue import QUEUE_PREFIX
 from services.worker import stage_process as process
 from services.worker.devices import WorkerDevice
@@ -153,7 +154,7 @@ def test_patience_follows_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> N
 
     def hear(at: float, kind: str, **data: object) -> None:
         clock[0] = at
-        silence_timer.note({"type": kind, "data": data})
+        silence_timer.note(Event(kind, data))
 
     assert silence_timer.patience(1800) == 1800, "it loads"
     hear(1000, "alive", stepping=True)

@@ -24,14 +24,15 @@ from bench.support.paths import ROOT
 from bench.support.scripted_child import HOLD, STEPS
 from bench.support.waiting import PATIENCE_SECONDS, wait_until
 from cache.disk import is_lock_free
+from kd.progress import Event
 from services.store.callers import Caller
 from services.store.queue import publish_hint
 from services.worker import consumer
 from services.worker.consumer import StageWorker
 from services.worker.devices import WorkerDevice
-from services.worker.event_size import LONGEST_EVENT, LONGEST_TEXT
 from services.worker.failures import describe_crash, describe_error
-from services.worker.stage_process import Order, Outbox, build_child_environment
+from services.worker.stage_messages import LONGEST_EVENT, LONGEST_TEXT, Order
+from services.worker.stage_process import Outbox, build_child_environment
 from services.worker.supervisor import Attempt
 from tests.support.services.runs import MakeParts, attempted, started, steps_done
 
@@ -417,8 +418,8 @@ def test_a_second_process_waits_for_the_run_folder(service: Parts) -> None:
 def test_the_outbox_keeps_all_but_stale_progress() -> None:
     outbox = Outbox()
     for number in range(1200):
-        outbox.put({"type": "metrics", "data": {"step": number}})
-        outbox.put({"type": "progress", "data": {"done": number}})
+        outbox.put(Event("metrics", {"step": number}))
+        outbox.put(Event("progress", {"done": number}))
     sent = []
     while not outbox.empty:
         assert outbox.next_batch() is outbox.next_batch(), "undelivered, it is the same batch"
@@ -426,10 +427,8 @@ def test_the_outbox_keeps_all_but_stale_progress() -> None:
         outbox.mark_delivered()
     assert [batch.number for batch in sent] == [1, 2, 3]
     events = [event for batch in sent for event in batch.events]
-    assert [event["data"]["step"] for event in events if event["type"] == "metrics"] == list(
-        range(1200)
-    )
-    assert [event["data"]["done"] for event in events if event["type"] == "progress"] == [1199]
+    assert [event.data["step"] for event in events if event.type == "metrics"] == list(range(1200))
+    assert [event.data["done"] for event in events if event.type == "progress"] == [1199]
 
 
 def test_the_worker_never_imports_torch(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import httpx
 
 from bench.support.harness import Parts, make_body, make_config
 from kd.client.wire.problems import ProblemDetails
+from kd.progress import Event
 from services.store.callers import Caller
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.key_file import create_key
@@ -83,7 +84,7 @@ def running(parts: Parts, owner: Caller | None = None, **changes: Any) -> Claim:
 def tell(parts: Parts, claim: Claim, *events: tuple[str, dict[str, Any]]) -> None:
     """Deliver events of a run as its worker does."""
     number = int(parts.jobs.redis.hget(f"kd:job:{claim.id}", "batch") or 0) + 1
-    batch = EventBatch(number, tuple({"type": kind, "data": data} for kind, data in events))
+    batch = EventBatch(number, tuple(Event(kind, data) for kind, data in events))
     assert parts.jobs.beat(claim, 600, batch) == "go"
 
 

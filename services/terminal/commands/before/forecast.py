@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +27,7 @@ from services.terminal.exit_codes import FAILED
 if TYPE_CHECKING:
     from kd.client.wire.plans import JobEstimate
     from kd.config.job import JobConfig
-    from kd.forecast.rehearsal import JobForecast
+    from kd.forecast.rehearsal import DeviceForecast, JobForecast, TrainingForecast
     from kd.forecast.strategies import Strategy, TrainingPlan
     from kd.memory.devices import DeviceRates
     from services.settings import Settings
@@ -104,21 +104,20 @@ def estimate(
     require_no_problems(config, Folders(settings.root, settings.home))
     caches = settings.locate_caches(config.cache.store)
     capture: JobEstimate | None
-    training: dict[str, Any] | None = None
-    devices: list[dict[str, Any]] = []
+    training: TrainingForecast | None = None
+    devices: tuple[DeviceForecast, ...] = ()
     if fast:
         capture = estimate_by_table(config, settings.root, caches)
     else:
         rates = None if kind is None else DEVICE_KINDS[kind]
         forecast = _rehearse(config, settings, rates, price)
-        capture = forecast.capture
-        training = None if forecast.training is None else asdict(forecast.training)
-        devices = list(map(asdict, forecast.devices))
+        capture, training, devices = forecast.capture, forecast.training, forecast.devices
     found = {} if capture is None else capture.model_dump(exclude={"cost", "account"})
-    more = {"training": training, "devices": devices}
+    trained = {} if training is None else asdict(training)
+    more = {"training": trained, "devices": list(map(asdict, devices))}
     if not print_as_json({**found, **{name: value for name, value in more.items() if value}}):
         # The hours are left out, because the seconds are printed in readable units.
-        facts = found | {f"training_{name}": value for name, value in (training or {}).items()}
+        facts = found | {f"training_{name}": value for name, value in trained.items()}
         print_facts({name: value for name, value in facts.items() if "hours" not in name})
         for device in devices:
             _print_device(device)
@@ -146,18 +145,18 @@ def _rehearse(
     return estimate_job(config, settings.home, make_phase_monitor(), kind, price)
 
 
-def _print_device(device: dict[str, Any]) -> None:
+def _print_device(device: DeviceForecast) -> None:
     """Print the phases of a job on a device."""
-    size = format_value(device["device_bytes"], "bytes")
+    size = format_value(device.device_bytes, "bytes")
     scaled = "scaled from the rehearsal here, by its maker's figures"
-    how = scaled if device["scaled"] else "as it was rehearsed"
-    out.print(f"\nOn {device['device']} with {size} ({how}):", markup=False, soft_wrap=True)
+    how = scaled if device.scaled else "as it was rehearsed"
+    out.print(f"\nOn {device.device} with {size} ({how}):", markup=False, soft_wrap=True)
     rows = []
-    for phase in device["phases"]:
-        memory = format_value(phase["memory_bytes"], "bytes")
-        time = format_value(phase["seconds"], "seconds")
-        cost = "-" if phase["cost"] is None else f"{phase['cost']:.4g}"
-        rows.append([phase["phase"], memory, format_value(phase["fits"]), time, cost])
+    for phase in device.phases:
+        memory = format_value(phase.memory_bytes, "bytes")
+        time = format_value(phase.seconds, "seconds")
+        cost = "-" if phase.cost is None else f"{phase.cost:.4g}"
+        rows.append([phase.phase, memory, format_value(phase.fits), time, cost])
     print_table(["", "memory", "fits", "time", "cost"], rows)
 
 

@@ -15,6 +15,7 @@ import pytest
 from bench.support.harness import Parts, make_config
 from bench.support.waiting import wait_until
 from kd.client.wire.service import Device, WorkerState
+from kd.progress import Event
 from services.api.auditing import REFUSALS
 from services.store.callers import Caller, Quota
 from services.store.jobs.leases import Capacity, EventBatch
@@ -175,7 +176,7 @@ def test_a_cache_counts_for_each_team_that_uses_it(house: House) -> None:
         job_id = jobs.create(make_config("quick", "distill"), caller).id
         claim = jobs.claim(job_id, "precompute", "w", 60)
         assert claim is not None
-        event = {"type": "cache", "data": {"fingerprint": "e" * 32}}
+        event = Event("cache", {"fingerprint": "e" * 32})
         jobs.beat(claim, 60, EventBatch(1, (event,)))
     folder = house.parts.settings.caches / ("e" * 32)
     folder.mkdir(parents=True)
@@ -225,7 +226,7 @@ def test_the_cost_of_a_job_is_estimated_running_and_final(house: House) -> None:
     claim = jobs.claim_next("train", "w", 60, Capacity(price=2.0))
     assert claim is not None
     jobs.redis.hincrby(f"kd:job:{job_id}", "charged_at", -900_000)
-    event = {"type": "progress", "data": {"done": 1, "total": 4, "eta_seconds": 2700.0}}
+    event = Event("progress", {"done": 1, "total": 4, "eta_seconds": 2700.0})
     jobs.beat(claim, 60, EventBatch(1, (event,)))
     running = house.ann.get(f"/jobs/{job_id}").json()
     assert running["cost"] == {
@@ -288,7 +289,7 @@ def test_downloads_of_a_student_are_exports_and_those_of_reports_are_not(house: 
     claim = jobs.claim(job_id, "train", "w", 60)
     assert claim is not None
     events = tuple(
-        {"type": "artifact", "data": {"name": name, "path": str(folder / name)}}
+        Event("artifact", {"name": name, "path": str(folder / name)})
         for name in ("student", "report.md")
     )
     jobs.beat(claim, 60, EventBatch(1, events))

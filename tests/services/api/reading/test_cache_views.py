@@ -268,8 +268,9 @@ from services.settings import Settings
 
 reading = ReadingProcess(Settings(redis_url="redis://127.0.0.1:1/0", home=Path(sys.argv[1])))
 folder = Path(sys.argv[2])
-records = reading.read_statistics(folder, 0)["records"]
-shown = len(reading.read_records(folder, 0, 0, 5)["records"])
+records = reading.read("statistics", folder, seed=0)["records"]
+asked = {"sequence": 0, "start": 0, "limit": 5}
+shown = len(reading.read("records", folder, **asked)["records"])
 reading.close()
 print(json.dumps([[records, shown], sorted({"torch", "zarr", "numcodecs"} & {*sys.modules})]))
 """

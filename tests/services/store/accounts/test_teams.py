@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.support.harness import make_config
+from kd.progress import Event
 from services.loops.teams import TeamRules
 from services.settings import Settings
 from services.store.callers import Caller, Quota
@@ -66,7 +67,7 @@ def account_of(jobs: JobStore, team: str) -> Any:
 
 
 def warnings_of(jobs: JobStore, job_id: str) -> list[str]:
-    return [data["message"] for _, kind, data in jobs.read_events(job_id) if kind == "warning"]
+    return [each.data["message"] for each in jobs.read_events(job_id, types=["warning"])]
 
 
 # ---------------------------------------------------------------------- the order
@@ -459,7 +460,7 @@ def test_the_bytes_of_an_owner_count_before_its_first_job_of_a_version_with_team
     job_id = jobs.create(make_config("quick", "distill"), Caller("ada:1", named_team="nlp")).id
     claim = jobs.claim(job_id, "precompute", "w", 60)
     assert claim is not None
-    event = {"type": "cache", "data": {"fingerprint": "e" * 32}}
+    event = Event("cache", {"fingerprint": "e" * 32})
     jobs.beat(claim, 60, EventBatch(1, (event,)))
     for folder, size in ((home.caches / ("e" * 32), 700), (home.run_dir(job_id), 50)):
         folder.mkdir(parents=True)

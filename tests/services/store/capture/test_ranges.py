@@ -13,6 +13,7 @@ from bench.support.paths import ROOT
 from services.store.jobs.leases import ANY_CAPACITY, Capacity, Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import (
+    CaptureTerms,
     HelpOrder,
     Membership,
     RangeTable,
@@ -23,7 +24,7 @@ from services.store.ranges import (
 from services.worker.range_server import compute_progress
 from tests.support.records import ANN, BOB, ERROR, at_once, queued, running
 
-SHARED = {"fingerprint": "f" * 8, "knots": None, "version": "1.0", "place": "here"}
+SHARED = CaptureTerms("f" * 8, version="1.0", place="here")
 LONG = 60.0
 LUA = (ROOT / "services" / "store" / "ranges.lua").read_text(encoding="utf-8")
 
@@ -368,7 +369,7 @@ def test_a_slow_capture_too_tells_when_it_ends(jobs: JobStore, table: RangeTable
         table.beat(member, LONG, ReportedProgress(5, 0.0004, 500, 0.04), [])
     view = table.view(owner.id)
     assert view is not None
-    data = compute_progress(view, 18)["data"]
+    data = compute_progress(view, 18).data
     assert (data["done"], data["per_second"], data["tokens_per_second"]) == (10, 0.001, 0.1)
     assert data["eta_seconds"] == pytest.approx(8 / 0.0008)
 

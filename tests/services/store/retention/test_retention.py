@@ -26,6 +26,7 @@ from cache.store import open_cache
 from cache.writing.writer import open_writer
 from kd.config.data import DataConfig
 from kd.files import LOCK, write_json
+from kd.progress import Event
 from kd.python.inputs import describe_text
 from kd.text.corpus import Corpus, open_corpus
 from kd.text.stored.shard_files import list_stores, locate_lock
@@ -68,7 +69,7 @@ class Home:
     def make_run(self, status: str = "succeeded", age: float = OLD, **changes: Any) -> Path:
         """The folder of a job that ended so long ago, with a log and three checkpoints."""
         claim = running(self.store, **changes)
-        point = {"type": "metrics", "data": {"step": 1, "loss": 2.0}}
+        point = Event("metrics", {"step": 1, "loss": 2.0})
         self.store.beat(claim, 5, EventBatch(1, (point,)))
         error = {"type": "x", "detail": "It failed.", "remedy": "Retry."}
         if status == "cancelled":

@@ -11,10 +11,10 @@ from bench.support.harness import Parts, make_config
 from kd.config.jobfile import parse_config
 from kd.python.version import read_version
 from services.store.jobs.leases import ANY_CAPACITY
-from services.store.ranges import RangeTable
+from services.store.ranges import CaptureTerms, RangeTable
 from services.worker.devices import WorkerDevice
 from services.worker.helping import CaptureHelp
-from services.worker.range_server import describe_place
+from services.worker.range_server import find_place
 from tests.support.records import running
 
 #: A field that this version does not know.
@@ -31,12 +31,12 @@ def test_a_job_that_a_helper_cannot_read_is_named_and_not_asked_for_again(
 ) -> None:
     claim = running(parts.jobs, "precompute", resources={"workers": 2})
     table = RangeTable(parts.jobs.redis)
-    shared = describe_place(parts.settings, parse_config(claim.config))
-    shared |= {"version": version or read_version()}
-    assert table.open(claim, "leader", 60, shared, 100, 2) is not None
+    place = find_place(parts.settings, parse_config(claim.config))
+    terms = CaptureTerms("f" * 32, version=version or read_version(), place=place)
+    assert table.open(claim, "leader", 60, terms, 100, 2) is not None
     order = table.help("helper", 60, ANY_CAPACITY, ["precompute"])
     assert order is not None
-    foreign = replace(order, config=order.config | FUTURE)
+    foreign = replace(order, claim=replace(order.claim, config=order.claim.config | FUTURE))
     device = WorkerDevice(hidden=True)
     CaptureHelp(parts.jobs, parts.settings, foreign, "helper", device, threading.Event()).run()
     warnings = [data["message"] for kind, data in parts.events(claim.id) if kind == "warning"]
@@ -56,9 +56,9 @@ def test_a_helper_names_the_error_of_its_child_also_if_it_was_killed_after_that(
     claim = parts.jobs.claim(parts.jobs.create(config).id, "precompute", "leader", 60)
     assert claim is not None
     table = RangeTable(parts.jobs.redis)
-    shared = {"fingerprint": "f" * 32, "knots": None}
-    shared |= describe_place(parts.settings, parse_config(claim.config))
-    assert table.open(claim, "leader", 60, shared, 100, 2) is not None
+    place = find_place(parts.settings, parse_config(claim.config))
+    terms = CaptureTerms("f" * 32, version=read_version(), place=place)
+    assert table.open(claim, "leader", 60, terms, 100, 2) is not None
     order = table.help("helper", 60, ANY_CAPACITY, ["precompute"])
     assert order is not None
     device = WorkerDevice(hidden=True)
