@@ -152,8 +152,7 @@ def settle_run(config: JobConfig, run_dir: Path, monitor: Monitor) -> JobConfig:
 
 def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
     """Put the results of the run into its bucket too, if it has one: all but its checkpoints."""
-    run = find_own_run(run_dir)
-    if run is None:
+    if (run := find_own_run(run_dir)) is None:
         return
     names = []
     for name in list_file_sizes(run_dir):

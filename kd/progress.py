@@ -72,15 +72,15 @@ class Event:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage made: a cache, or a student; nothing in a process that helped another one.
+    """What a stage made: a cache, or a student; all is empty where it only helped another process.
 
     ``cache`` is the summary of the cache, ``artifacts`` the places of the student's files by their
     names, and ``report`` the content of its report.json.
     """
 
-    cache: Json | None = None
+    cache: Json = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)
-    report: Json | None = None
+    report: Json = field(default_factory=dict)
 
     def to_json(self) -> Json:
         """Return what the stage made, for another process and for a user."""

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cache.disk import hash_file
 from cache.errors import CacheCorrupt, StoreError
@@ -28,6 +28,7 @@ from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket, StoredObject, Tagged, open_bucket
 from kd.buckets.counting import Report
 from kd.buckets.downloads import Listing, download
+from kd.files import Json
 
 #: The address of the files of the run that this process works on; a worker sets it.
 RUN_STORE_VARIABLE = "KD_RUN_STORE"
@@ -189,7 +190,7 @@ class StoredRun:
                 return
         raise StoreError(f"{self}/{INDEX} changes all the time.", "Run the job again.")
 
-    def _replace_index(self, before: Tagged | None, files: dict[str, Any]) -> bool:
+    def _replace_index(self, before: Tagged | None, files: dict[str, Json]) -> bool:
         """Put the index, unless another process has put one since ``before`` was read."""
         data = json.dumps({"format": _FORMAT, "files": files}, indent=1, sort_keys=True).encode()
         name = f"{self.folder}/{INDEX}"
@@ -217,7 +218,7 @@ class StoredRun:
         except FileNotFoundError:
             return None
 
-    def _parse_index(self, data: bytes) -> dict[str, Any]:
+    def _parse_index(self, data: bytes) -> dict[str, Json]:
         try:
             files = json.loads(data)["files"]
             if all({"folder", *StoredFile._fields[1:]} <= set(each) for each in files.values()):
@@ -229,7 +230,7 @@ class StoredRun:
             f"{self}/{INDEX} cannot be read: {problem}.", "Delete it, and run the job again."
         )
 
-    def _locate(self, files: Mapping[str, Any], name: str) -> str:
+    def _locate(self, files: Mapping[str, Json], name: str) -> str:
         return f"{self.folder}/{files[name]['folder']}/{name}"
 
     def remove(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kd.errors import ModelError
+from kd.models.folder import ConfigFields
 from kd.models.layers import find_decoder_layers
 
 #: Fields that list the numbers of layers. Other lists hold one value for each layer.
@@ -24,15 +25,13 @@ _PER_LAYER = ("layer", "pattern", "intermediate_size")
 #: Attributes of modules that may differ: the number of the layer, which is new.
 _OWN = ("layer_idx", "layer_number", "layer_id")
 
-Values = dict[str, Any]
 
-
-def cut_fields(config: PreTrainedConfig, picked: tuple[int, ...]) -> Values:
+def cut_fields(config: PreTrainedConfig, picked: tuple[int, ...]) -> ConfigFields:
     """Return the fields of ``config`` for a model that has only the layers ``picked``."""
-    fields: Values = config.to_dict()
+    fields: ConfigFields = config.to_dict()
     layers = config.num_hidden_layers
     count = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    cut: Values = {count: len(picked)}
+    cut: ConfigFields = {count: len(picked)}
     for name, value in fields.items():
         if not isinstance(value, list):
             continue
@@ -48,9 +47,9 @@ def cut_fields(config: PreTrainedConfig, picked: tuple[int, ...]) -> Values:
     return fields | cut | _cut_counts(fields, layers, picked)
 
 
-def _cut_counts(fields: Values, layers: int, picked: tuple[int, ...]) -> Values:
+def _cut_counts(fields: ConfigFields, layers: int, picked: tuple[int, ...]) -> ConfigFields:
     """Cut the fields that describe the first, the last or every n-th layer by one number."""
-    cut: Values = {}
+    cut: ConfigFields = {}
     if (step := fields.get("decoder_sparse_step")) is not None:
         # Every step-th layer is a mixture of experts. The rest may lie anywhere afterwards.
         dense = set(fields.get("mlp_only_layers") or ())
@@ -166,7 +165,7 @@ def _find_difference(mine: nn.Module, theirs: nn.Module) -> str | None:
     return None
 
 
-def _describe_module(module: nn.Module) -> Values:
+def _describe_module(module: nn.Module) -> dict[str, object]:
     """Return the class of ``module``, its plain attributes and the shapes of its tensors."""
     plain = {
         name: value

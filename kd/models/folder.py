@@ -35,6 +35,10 @@ from kd.buckets.snapshots import download_snapshot
 from kd.errors import DataError, ModelError, format_first_line
 from kd.files import LFS_REMEDY, is_lfs_pointer
 
+#: The fields of a JSON file of a model, such as config.json, by transformers' names.
+ConfigFields = dict[str, Any]
+#: The facts of a model's card by the hub's names; their authors may give them any form.
+Card = dict[str, Any]
 #: The folder of the adapters, below a saved student's.
 ADAPTER_FOLDER = "adapter"
 #: The file there with the settings of the adapters, and the name of their model.
@@ -137,7 +141,7 @@ class ModelFolder:
         return (self.path / "config.json").is_file()
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ConfigFields:
         """The content of config.json; empty without one.
 
         Raises ``ModelError`` if the file is not a JSON object.
@@ -148,7 +152,7 @@ class ModelFolder:
         return _read_object(self.path / "config.json")
 
     @cached_property
-    def text_config(self) -> dict[str, Any]:
+    def text_config(self) -> ConfigFields:
         """``config``, with the fields of the language model at the top.
 
         Models that also read images keep these fields in an inner ``text_config``.
@@ -410,7 +414,7 @@ def _make_unreadable_error(path: Path, reason: object) -> ModelError:
     return ModelError(f"{path} cannot be read: {reason}.", "Download or save the model again.")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> ConfigFields:
     """Read a file of a model that holds a JSON object; raise ``ModelError`` for any other."""
     try:
         if path.stat().st_size > _LARGEST_JSON:
@@ -579,7 +583,7 @@ def require_allowed_remote_code(source: ModelSource) -> bool:
 
 
 @lru_cache(maxsize=8)  # to read the metadata of a large file takes seconds
-def read_gguf_card(model: str, file: str, revision: str | None = None) -> dict[str, Any]:
+def read_gguf_card(model: str, file: str, revision: str | None = None) -> Card:
     """Read what the metadata of a GGUF file on this machine say of licence and languages.
 
     The names are those of a card. Nothing is found where the file cannot be read.
@@ -599,7 +603,7 @@ def read_gguf_card(model: str, file: str, revision: str | None = None) -> dict[s
     return {name: fields[key].contents() for name, key in names.items() if key in fields}
 
 
-def read_card(model: str, revision: str | None = None) -> dict[str, Any]:
+def read_card(model: str, revision: str | None = None) -> Card:
     """Read the facts of a model's card on this machine; none where it cannot be read."""
     folder = ModelFolder.find(model, Path(), revision)
     path = None if folder is None else folder.path / "README.md"

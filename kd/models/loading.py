@@ -322,13 +322,13 @@ class ReadingPlan:
 
         Tensors go from the mapped file to the device one by one: the host never holds them all.
         """
-        source: dict[str, Any] = {"use_safetensors": True}
-        if self.gguf_file:
-            source = {"gguf_file": self.gguf_file}
-        elif self.rounding is not None:
-            source["quantization_config"] = self.rounding
         places = {"device_map": {"": self.device}} if self.places is None else self.places
-        return {"dtype": self.dtype, **places, **source}
+        arguments = {"dtype": self.dtype, **places}
+        if self.gguf_file:
+            return arguments | {"gguf_file": self.gguf_file}
+        if self.rounding is not None:
+            arguments["quantization_config"] = self.rounding
+        return arguments | {"use_safetensors": True}
 
 
 def load_model(folder: Path, dtype: torch.dtype, gguf_file: str | None = None) -> PreTrainedModel:
@@ -375,7 +375,7 @@ def _reading_errors(folder: Path, gguf_file: str | None = None) -> Iterator[None
 
 def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
     made: Any = AutoModelForCausalLM
-    extra: dict[str, Any] = {}
+    arguments = how.list_arguments() | REPORTED
     folder.require_own_files(how.gguf_file, how.trust_remote_code)
     if how.gguf_file is None:
         folder.require_readable_weights()
@@ -387,16 +387,15 @@ def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
             outline = _make_outline(folder, how)
         folder.require_whole_files()
         made = type(outline.hollow)
-        extra = {"config": outline.shape, "key_mapping": outline.names}
-    extra |= how.list_arguments() | REPORTED
+        arguments |= {"config": outline.shape, "key_mapping": outline.names}
     model: PreTrainedModel
     with without_report():
         model, found = made.from_pretrained(
-            folder.path, trust_remote_code=how.trust_remote_code, **extra
+            folder.path, trust_remote_code=how.trust_remote_code, **arguments
         )
     require_all_tensors(type(model).__name__, folder.path, found)
     # Saving would undo the renaming, but a saved student is a plain model.
-    if extra.get("key_mapping") and hasattr(model, "_weight_conversions"):
+    if arguments.get("key_mapping") and hasattr(model, "_weight_conversions"):
         del model._weight_conversions
     return model
 

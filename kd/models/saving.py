@@ -20,7 +20,7 @@ from transformers import (
 
 from kd.config.student import StudentConfig
 from kd.config.train import TrainConfig
-from kd.files import read_json, write_json
+from kd.files import Json, read_json, write_json
 from kd.models.adapters import (
     has_adapters,
     load_adapters,
@@ -151,7 +151,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     write_json(folder / "config.json", dict(sorted(named.items())))
 
 
-def _add_old_names(written: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+def _add_old_names(written: Json, config: PreTrainedConfig) -> Json:
     """Add the names under which transformers 4 reads what transformers 5 keeps under others.
 
     It takes a default for a name that is missing. Readers of its folders, such as older versions of
@@ -166,7 +166,7 @@ def _add_old_names(written: dict[str, Any], config: PreTrainedConfig) -> dict[st
     return written | _list_old_rope(written, written.get("rope_parameters") or {})
 
 
-def _list_old_rope(written: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+def _list_old_rope(written: Json, rope: Json) -> Json:
     """List the settings of the rotary embeddings under the names of transformers 4.
 
     It has one scaling, of the layers with full attention, and a base for the others.
@@ -224,10 +224,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         shutil.copyfile(origin / _SENTENCEPIECE, folder / _SENTENCEPIECE)
 
 
-def _list_old_rules(tokenizer: TokenizersBackend, written: dict[str, Any]) -> dict[str, Any]:
+def _list_old_rules(tokenizer: TokenizersBackend, written: Json) -> Json:
     """List what transformers 4 takes from the settings and transformers 5 from tokenizer.json."""
     ids = tokenizer("a")["input_ids"]
-    rules: dict[str, Any] = {
+    rules: Json = {
         "add_bos_token": len(ids) > 1 and ids[0] == tokenizer.bos_token_id,
         "add_eos_token": len(ids) > 1 and ids[-1] == tokenizer.eos_token_id,
         "added_tokens_decoder": {

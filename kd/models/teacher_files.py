@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kd.config.teacher import TeacherConfig
 from kd.models.folder import find_source, resolve_source
@@ -39,12 +38,3 @@ class TeacherFiles:
         """
         found = find_source(section.files, root)
         return None if found is None else cls(section, found.path)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the teacher as JSON values, for another process of this machine."""
-        return {"section": self.section.model_dump(mode="json"), "folder": str(self.folder)}
-
-    @classmethod
-    def from_json(cls, words: dict[str, Any]) -> TeacherFiles:
-        """Return the teacher that ``to_json`` has described."""
-        return cls(TeacherConfig(**words["section"]), Path(words["folder"]))

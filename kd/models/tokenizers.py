@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -52,7 +51,7 @@ def load_tokenizer(
     # For some families transformers would make an empty tokenizer.
     if gguf_file is None and not ModelFolder(folder).has_tokenizer:
         raise ModelError(f"{folder} holds no tokenizer.", TOKENIZER_REMEDY)
-    extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, **extra

@@ -45,13 +45,9 @@ class RankOrder:
     home: str
     run_dir: str
 
-    def write(self, folder: Path) -> None:
-        """Write the order into ``folder``, where each rank reads it."""
-        write_json(folder / "order.json", asdict(self))
-
     @classmethod
     def read(cls, folder: Path) -> RankOrder:
-        """Read the order that ``write`` wrote."""
+        """Read the order that ``run_in_ranks`` wrote."""
         return cls(**read_json(folder / "order.json"))
 
 
@@ -74,7 +70,7 @@ def run_in_ranks(order: RankOrder, count: int, monitor: Monitor, module: str = R
             monitor.listen(event)
 
     try:
-        order.write(folder)
+        write_json(folder / "order.json", asdict(order))
         with _running_agent(folder, count, module) as process:
             relay_events(process, listen, monitor.should_stop)
             code = process.wait()

@@ -23,6 +23,7 @@ import yaml
 
 from kd.config.data import DatasetSpec
 from kd.errors import DataError
+from kd.text.rows import Row
 from kd.text.sources import name_copy, open_saved_dataset
 from kd.text.text_files import CARDS, is_saved_dataset
 
@@ -42,9 +43,7 @@ _RELATIVE = (
 )
 
 
-def open_confined(
-    spec: DatasetSpec, streaming: bool, limits: Confinement
-) -> Iterable[dict[str, Any]]:
+def open_confined(spec: DatasetSpec, streaming: bool, limits: Confinement) -> Iterable[Row]:
     """Open the rows of ``spec`` as ``datasets.load_dataset`` does.
 
     Raises ``DataError`` if they are not in the dataset's own files.
@@ -71,14 +70,14 @@ def open_confined(
     return rows
 
 
-def _open_saved(spec: DatasetSpec, limits: Confinement) -> Iterable[dict[str, Any]]:
+def _open_saved(spec: DatasetSpec, limits: Confinement) -> Iterable[Row]:
     folder = Path(spec.path)
     outside = limits.find_first_outside([folder, *folder.rglob("*")])
     _require(spec, None if outside is None else _refuse_file(outside.name))
     _require(spec, check_saved_names(folder))
     rows = open_saved_dataset(spec)
     _require(spec, _check_columns(rows.features))
-    saved: Iterable[dict[str, Any]] = rows
+    saved: Iterable[Row] = rows
     return saved
 
 

@@ -15,13 +15,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cache.errors import PotstillError
 from kd.buckets.inputs import is_stored_name
 from kd.config.data import DataConfig, DatasetSpec
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, Problem
+from kd.files import Json
 from kd.models.folder import ModelFolder, find_source
 from kd.preflight.named_paths import point_at_teacher
 from kd.preflight.validate import guard_access
@@ -55,25 +56,33 @@ _END_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
+class RowPiece:
+    """A part of a text, and whether its tokens are learned."""
+
+    text: str
+    learned: bool
+
+
+@dataclass(frozen=True)
 class LearnedRow:
-    """A text that is made of a row, in pieces: {text, learned}; ``where`` names the row."""
+    """A text that is made of a row, in pieces; ``where`` names the row."""
 
     where: str
-    pieces: list[dict[str, Any]]
+    pieces: list[RowPiece]
 
     @classmethod
     def decode(cls, where: str, text: Document, tokenizer: PreTrainedTokenizerBase) -> LearnedRow:
         """Return the text of tokens; the middle of a long piece is left out."""
-        pieces = list[dict[str, Any]]()
+        pieces = list[RowPiece]()
         tokens = zip(text.targets.tolist(), text.ids.tolist(), strict=True)
         for is_learned, run in groupby(tokens, lambda each: each[0]):
-            said = tokenizer.decode([token for _, token in run])
+            said = str(tokenizer.decode([token for _, token in run]))
             if len(said) > _LONGEST:
                 said = f"{said[: _LONGEST // 2]} … {said[-_LONGEST // 2 :]}"
-            pieces.append({"text": said, "learned": is_learned})
+            pieces.append(RowPiece(said, is_learned))
         return cls(where, pieces)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the row as an answer of the API has it."""
         return asdict(self)
 

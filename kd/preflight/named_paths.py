@@ -16,6 +16,7 @@ from kd.buckets.inputs import is_stored_name
 from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
 from kd.errors import Problem
+from kd.files import Json
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,9 @@ def _is_relative_path(each: NamedResource, root: Path) -> bool:
     return found is not None and found.exists()
 
 
-def make_paths_absolute(config: JobConfig, root: Path) -> dict[str, Any]:
+def make_paths_absolute(config: JobConfig, root: Path) -> Json:
     """Return the JSON of ``config`` with its relative paths taken from ``root``."""
-    body: dict[str, Any] = config.model_dump(mode="json")
+    body: Json = config.model_dump(mode="json")
     for each in list_relative_paths(config, root):
         *parents, last = each.pointer.removeprefix("/").split("/")
         holder: Any = body

@@ -221,12 +221,8 @@ def run_job(
         return run_stages(job, base, run_dir, monitor)
 
     found, warnings = run_in_process(run, run_dir, progress)
-    cached = None
-    if found.cache is not None:
-        cached = _make_cache_result(found.cache, base, job, warnings)
-    if (report := found.report) is None:
-        assert cached is not None, "a job of these kinds makes a cache or a student"
-        return cached
+    if not (report := found.report):
+        return _make_cache_result(found.cache, base, job, warnings)
     student = StudentResult(
         run=run_dir,
         perplexity=report.get("student_perplexity"),
@@ -239,7 +235,10 @@ def run_job(
         report=report,
         warnings=warnings,
     )
-    return student if cached is None else DistillationResult(**vars(student), cached=cached)
+    if not found.cache:
+        return student
+    cached = _make_cache_result(found.cache, base, job, warnings)
+    return DistillationResult(**vars(student), cached=cached)
 
 
 def _make_cache_result(

@@ -312,7 +312,7 @@ def _read_message(row: TextRow, message: Any, what: str, content: str = "content
     return kept | weight | {"role": "tool" if role == "function" else role}
 
 
-def _read_weight(row: TextRow, said: dict[str, Any], role: str, what: str) -> dict[str, int]:
+def _read_weight(row: TextRow, said: Message, role: str, what: str) -> dict[str, int]:
     """Return the weight of a message: 0 = it is not learned, nothing = it is."""
     for key, value in said.items():
         if value not in (0, 1):

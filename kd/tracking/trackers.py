@@ -8,6 +8,7 @@ from typing import Any
 
 from kd.config.job import JobConfig
 from kd.errors import TrainingError
+from kd.files import Json
 from kd.progress import Event, Monitor
 
 #: The types of events whose numbers the trackers get.
@@ -52,7 +53,7 @@ class Trackers:
                     "out.",
                 ) from error
 
-    def log(self, step: int, values: dict[str, Any]) -> None:
+    def log(self, step: int, values: Json) -> None:
         """Send the numbers among ``values``."""
         numbers = {
             key: float(value) for key, value in values.items() if isinstance(value, int | float)
@@ -90,9 +91,9 @@ def add_trackers(monitor: Monitor, trackers: Trackers) -> Monitor:
     return replace(monitor, listen=listen)
 
 
-def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+def _flatten(tree: Json, above: str = "") -> dict[str, str | float]:
     """A nested configuration as dotted names; lists become text, as trackers take scalars only."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, str | float] = {}
     for key, value in tree.items():
         name = f"{above}{key}"
         if isinstance(value, dict):

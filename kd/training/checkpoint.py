@@ -23,8 +23,8 @@ the same number of threads.
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
@@ -38,7 +38,7 @@ from kd.optim.schedules import scale_rates
 from kd.parallel.sharded_files import write_shards
 from kd.progress import replace_nonfinite
 from kd.training.saved.restoring import FILES, restore, restore_weights
-from kd.training.saved.state import SavedState, TrainingProgress, TrainState, is_sharded
+from kd.training.saved.state import SavedState, TrainState, is_sharded
 from kd.training.saved.state_file import FORMAT, STATE, read_state
 from kd.training.saved.tensor_file import write_tensors
 from kd.training.saved.tensors import (
@@ -187,30 +187,17 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(list_checkpoints(folder)), None)
 
 
-@dataclass(frozen=True)
-class KnownState:
-    """Which run a checkpoint is of, and how far that had come."""
-
-    identity: str
-    progress: TrainingProgress
-
-
 def read_newest_identity(folder: Path) -> str | None:
     """The identity in the newest checkpoint whose state.json is whole; its tensors are not read."""
     newest = read_newest_state(folder)
     return None if newest is None else newest.identity
 
 
-def read_newest_state(folder: Path) -> KnownState | None:
+def read_newest_state(folder: Path) -> SavedState | None:
     """The newest state.json that is whole; tensors are not read."""
     for path in reversed(list_checkpoints(folder)):
-        try:
-            content = verify_json((path / STATE).read_bytes(), STATE)
-        except (OSError, CacheCorrupt):
-            continue
-        if {"identity", "progress"} <= content.keys():
-            progress = TrainingProgress.from_json(content["progress"])
-            return KnownState(str(content["identity"]), progress)
+        with suppress(OSError, CacheCorrupt, KeyError):
+            return SavedState.from_json(verify_json((path / STATE).read_bytes(), STATE))
     return None
 
 

@@ -84,7 +84,7 @@ def evaluate_student(
         hidden_ND = compute_target_hidden_states(student, batch, precision)
         targets = decoder.decode(batch.gold_N, batch.teacher, temperature)
         score = score_positions(hidden_ND, lm_head.refresh(student), targets)
-        return BatchScore(score, batch.count_targets())
+        return BatchScore(**vars(score), targets_S=batch.count_targets())
 
     scores = []
     for counted, batch in deal_validation_batches(source, batch_size, group.readers):
@@ -99,37 +99,7 @@ def evaluate_student(
     losses = sum((each.losses for each in scores), BlockLosses.none())
     if not losses.tokens:
         return {}
-    return _average_scores([each.score for each in scores], losses)
-
-
-@dataclass(frozen=True)
-class BatchScore:
-    """The score of a batch, and the number of targets of each of its sequences."""
-
-    score: Score
-    targets_S: NDArray[Any]
-
-    @property
-    def losses(self) -> BlockLosses:
-        """The losses by blocks of successive targets."""
-        return BlockLosses.of(self.score.ce_N, self.targets_S)
-
-    def to_json(self) -> Json:
-        """Return all numbers, for another rank."""
-        fields = {name: getattr(self.score, name) for name in ("ce", "kd", "agreed", "comparable")}
-        return fields | {
-            "calibration": self.score.calibration.to_json(),
-            "ce_N": self.score.ce_N.tolist(),
-            "targets_S": self.targets_S.tolist(),
-        }
-
-    @classmethod
-    def from_json(cls, numbers: Json) -> BatchScore:
-        """Rebuild the score of another rank."""
-        targets_S = np.array(numbers.pop("targets_S"), dtype=np.int64)
-        ce_N = np.array(numbers.pop("ce_N"), dtype=np.float64)
-        calibration = Calibration.from_json(numbers.pop("calibration"))
-        return cls(Score(**numbers, calibration=calibration, ce_N=ce_N), targets_S)
+    return _average_scores(scores, losses)
 
 
 @dataclass(frozen=True)
@@ -147,6 +117,34 @@ class Score:
     comparable: int
     calibration: Calibration
     ce_N: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class BatchScore(Score):
+    """The score of a batch, and the number of targets of each of its sequences."""
+
+    targets_S: NDArray[Any]
+
+    @property
+    def losses(self) -> BlockLosses:
+        """The losses by blocks of successive targets."""
+        return BlockLosses.of(self.ce_N, self.targets_S)
+
+    def to_json(self) -> Json:
+        """Return all numbers, for another rank."""
+        return vars(self) | {
+            "calibration": self.calibration.to_json(),
+            "ce_N": self.ce_N.tolist(),
+            "targets_S": self.targets_S.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, numbers: Json) -> BatchScore:
+        """Rebuild the score of another rank."""
+        targets_S = np.array(numbers.pop("targets_S"), dtype=np.int64)
+        ce_N = np.array(numbers.pop("ce_N"), dtype=np.float64)
+        calibration = Calibration.from_json(numbers.pop("calibration"))
+        return cls(**numbers, calibration=calibration, ce_N=ce_N, targets_S=targets_S)
 
 
 @torch.no_grad()
@@ -188,7 +186,7 @@ def score_positions(
     return Score(ce, None if targets.teacher is None else kd, agreed, comparable, calibration, ce_N)
 
 
-def _average_scores(scores: list[Score], losses: BlockLosses) -> Evaluation:
+def _average_scores(scores: list[BatchScore], losses: BlockLosses) -> Evaluation:
     tokens = losses.tokens
     loss = sum(score.ce for score in scores) / tokens
     kl = sum(score.kd or 0.0 for score in scores) / tokens

@@ -37,6 +37,8 @@ from kd.text.packed_rows import PackedRows
 #: such names: no name may hold sdpa, flash or flex.
 NAMES = {"sdpa": "potstill", "eager": "potstill_eager"}
 
+#: The arguments by which transformers asks for a mask.
+Asked = dict[str, Any]
 #: Why torch.compile breaks its graph here.
 _BREAK = "what a mask lets each query read is found outside the graph"
 
@@ -119,7 +121,7 @@ def _make_masks(theirs: str) -> Callable[..., Any]:
     own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[theirs]
 
     @torch.compiler.disable(reason=_BREAK)
-    def search(asked: dict[str, Any]) -> DocumentMask | Tensor | None:
+    def search(asked: Asked) -> DocumentMask | Tensor | None:
         mask = _search_document_mask(asked)
         return own(**_show_documents(asked)) if mask is None else mask
 
@@ -140,7 +142,7 @@ def _make_masks(theirs: str) -> Callable[..., Any]:
     return make
 
 
-def _is_usual(asked: dict[str, Any]) -> bool:
+def _is_usual(asked: Asked) -> bool:
     """Whether the mask is that of the rows of ``reading_rows``, with nothing of the model's own.
 
     Only causal masks are asked for with ``allow_is_causal_skip``.
@@ -151,7 +153,7 @@ def _is_usual(asked: dict[str, Any]) -> bool:
     return _reading.ours and causal and known and _is_of_rows(asked)
 
 
-def _is_of_rows(asked: dict[str, Any]) -> bool:
+def _is_of_rows(asked: Asked) -> bool:
     """Whether queries and keys are those of whole rows, with no mask of the model's own.
 
     An offset that is a tensor would have to be waited for.
@@ -162,7 +164,7 @@ def _is_of_rows(asked: dict[str, Any]) -> bool:
     return begins and not own and asked["q_length"] == asked["kv_length"]
 
 
-def _make_document_mask(reach: Reach, asked: dict[str, Any]) -> RowMask:
+def _make_document_mask(reach: Reach, asked: Asked) -> RowMask:
     """Return the bounds of the rows of ``reading_rows``, without waiting for the device."""
     packed = _reading.packed
     if packed is None:
@@ -177,7 +179,7 @@ def _make_document_mask(reach: Reach, asked: dict[str, Any]) -> RowMask:
 _reaches: dict[tuple[type, int | None], Reach | None] = {}
 
 
-def _get_reach(asked: dict[str, Any]) -> Reach | None:
+def _get_reach(asked: Asked) -> Reach | None:
     kind = (type(asked["config"]), asked.get("local_size"))
     if kind not in _reaches:
         _find_reach(kind, asked["mask_function"], asked["device"])
@@ -192,7 +194,7 @@ def _find_reach(
     _reaches[kind] = Reach.find(mask_function, kind[1], device)
 
 
-def _search_document_mask(asked: dict[str, Any]) -> DocumentMask | None:
+def _search_document_mask(asked: Asked) -> DocumentMask | None:
     """Return the bounds of a mask that is not usual; waits for the device. None if it has none.
 
     So it is with the masks of a forward pass that ``reading_rows`` did not begin.
@@ -209,7 +211,7 @@ def _search_document_mask(asked: dict[str, Any]) -> DocumentMask | None:
     return DocumentMask.of(find_first_keys(asked["mask_function"], start_BL, known))
 
 
-def _show_documents(asked: dict[str, Any]) -> dict[str, Any]:
+def _show_documents(asked: Asked) -> Asked:
     """Return what was ``asked`` for, with the documents that were hidden from transformers."""
     packed = _reading.packed
     if not _reading.ours or packed is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from kd.errors import ModelError, format_first_line
 from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
 from kd.models.attention.kernels import KernelFailed, comparing_kernels
 from kd.models.depth import cut_fields
+from kd.models.folder import ConfigFields
 from kd.models.layers import compute_hidden_states, evaluating, find_device
 from kd.models.precision import float32_products
 from kd.progress import SILENT, Monitor
@@ -154,7 +154,7 @@ def make_small(hollow: PreTrainedModel) -> PreTrainedModel | None:
     return None
 
 
-def _count_numbers(hollow: PreTrainedModel, fields: dict[str, Any]) -> int:
+def _count_numbers(hollow: PreTrainedModel, fields: ConfigFields) -> int:
     """Count the parameters of a model of ``hollow``'s class with these ``fields``."""
     with torch.device("meta"):
         made = type(hollow)(type(hollow.config).from_dict(fields))

@@ -339,9 +339,9 @@ def run_varlen(
     q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: RowMask, scoring: Scoring
 ) -> Tensor:
     """Return torch's variable-length attention, (B, L, H, E)."""
-    attend: Callable[..., Any] = varlen_attn
+    compute: Callable[..., Any] = varlen_attn
     grouped = {"enable_gqa": q_BHLD.shape[1] != k_BKLD.shape[1]} if _ASKS_FOR_GROUPS else {}
-    found = attend(
+    found = compute(
         *_lay_out(q_BHLD, k_BKLD, v_BKLE, mask),
         scale=scoring.scale,
         window_size=get_window(mask),

@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
+
+from kd.models.teacher_files import TeacherFiles
 
 #: How long a rank waits for an order: rank 0 may tokenise for days. If rank 0 dies, the wait ends.
 PATIENCE = timedelta(days=365)
@@ -26,11 +28,20 @@ GRACE = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class ReadingOrder:
-    """What the other ranks shall do, with what they need for it: JSON values, and ids of tokens."""
+    """What the other ranks shall ``do``: load the ``teacher``, read ``tensors`` with it, or end.
+
+    ``tensors`` are the ids of tokens and, if documents share rows, their positions. ``packed``:
+    whether the model uses our attention. ``apart``: whether that keeps the documents apart.
+    """
 
     do: str
-    words: dict[str, Any]
+    teacher: TeacherFiles | None = None
     tensors: tuple[Tensor, ...] = ()
+    packed: bool = False
+    apart: bool = False
+
+
+_TEACHER = TypeAdapter(TeacherFiles | None)
 
 
 class Channel:
@@ -47,7 +58,8 @@ class Channel:
         """Give ``order`` to the other ranks. Only rank 0 calls it."""
         tensors = [each.to("cpu", torch.int64).contiguous() for each in order.tensors]
         shapes = [list(each.shape) for each in tensors]
-        text = json.dumps({"do": order.do, "words": order.words, "shapes": shapes}).encode()
+        teacher = _TEACHER.dump_python(order.teacher, mode="json")
+        text = json.dumps(vars(order) | {"teacher": teacher, "tensors": shapes}).encode()
         self._pass_on(torch.tensor([len(text)]))
         self._pass_on(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         for each in tensors:
@@ -57,10 +69,11 @@ class Channel:
         """Wait for the next order."""
         length = int(self._pass_on(torch.zeros(1, dtype=torch.int64)))
         found = json.loads(bytes(self._pass_on(torch.zeros(length, dtype=torch.uint8)).tolist()))
-        tensors = [torch.zeros(shape, dtype=torch.int64) for shape in found["shapes"]]
+        tensors = [torch.zeros(shape, dtype=torch.int64) for shape in found["tensors"]]
         for each in tensors:
             self._pass_on(each)
-        return ReadingOrder(found["do"], found["words"], tuple(tensors))
+        teacher = _TEACHER.validate_python(found["teacher"])
+        return ReadingOrder(**found | {"teacher": teacher, "tensors": tuple(tensors)})
 
     def meet(self) -> None:
         """Wait until every rank has broken off its forward pass; raises where one has not."""

@@ -12,7 +12,6 @@ import shutil
 import weakref
 from dataclasses import dataclass
 from tempfile import mkdtemp
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class Places:
         weakref.finalize(places, shutil.rmtree, folder, ignore_errors=True)
         return places
 
-    def list_arguments(self) -> dict[str, Any]:
+    def list_arguments(self) -> dict[str, str | dict[int | str, int]]:
         """The arguments of transformers' ``from_pretrained``."""
         return {"device_map": "auto", "max_memory": self.most_bytes, "offload_folder": self.folder}
 

@@ -11,7 +11,6 @@ from kd.models.distributed.channel import Channel, ReadingOrder
 from kd.models.layers import compute_hidden_states
 from kd.models.loading import load_part
 from kd.models.precision import float32_products, pick_device
-from kd.models.teacher_files import TeacherFiles
 from kd.text.packed_rows import PackedRows
 
 
@@ -22,9 +21,9 @@ def follow() -> None:
     model: PreTrainedModel | None = None
     with float32_products():
         while (order := channel.receive()).do != "end":
-            if order.do == "load":
+            if order.teacher is not None:
                 model = None  # two parts need not fit into memory
-                model = load_part(TeacherFiles.from_json(order.words), pick_device(), leads=False)
+                model = load_part(order.teacher, pick_device(), leads=False)
             else:
                 assert model is not None, "rank 0 reads what it has loaded"
                 _read(model, order, channel)
@@ -37,10 +36,10 @@ def _read(model: PreTrainedModel, order: ReadingOrder, channel: Channel) -> None
     ``Channel.meet`` shows whether all ranks had it.
     """
     try:
-        switch = use_packed_attention if order.words["packed_attention"] else use_own_attention
+        switch = use_packed_attention if order.packed else use_own_attention
         switch(model)
         tokens_BL, *positions = (each.to(pick_device()) for each in order.tensors)
-        documents = PackedRows.of(positions[0], order.words["apart"]) if positions else None
+        documents = PackedRows.of(positions[0], order.apart) if positions else None
         compute_hidden_states(model, tokens_BL, documents)
     except RuntimeError as error:
         if is_out_of_memory(error):

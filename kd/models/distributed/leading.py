@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.errors import ModelError
@@ -26,7 +26,7 @@ class Leader:
 
     def order_loading(self, teacher: TeacherFiles) -> None:
         """Let the others load their parts of the teacher; the caller loads its own next."""
-        self._channel.send(ReadingOrder("load", teacher.to_json()))
+        self._channel.send(ReadingOrder("load", teacher))
 
     def lead_reading(self, model: PreTrainedModel) -> None:
         """Let the others read what ``model`` reads from now on."""
@@ -34,7 +34,7 @@ class Leader:
         names = inspect.signature(trunk.forward)
 
         def begin(_: nn.Module, some: tuple[Any, ...], others: dict[str, Any]) -> None:
-            self._begin(model, names.bind_partial(*some, **others).arguments)
+            self._begin(model, names.bind_partial(*some, **others).arguments["input_ids"])
 
         def end(*_: Any) -> None:
             self._reading = False
@@ -43,15 +43,14 @@ class Leader:
         trunk.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
         trunk.register_forward_hook(end)
 
-    def _begin(self, model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    def _begin(self, model: PreTrainedModel, tokens_BL: Tensor) -> None:
         if self._reading:
             self._meet_again()
-        tokens_BL = inputs["input_ids"]
         documents = get_documents()
         rows = (tokens_BL,) if documents is None else (tokens_BL, documents.positions_BL)
         apart = documents is not None and documents.apart
-        words = {"packed_attention": uses_packed_attention(model), "apart": apart}
-        self._channel.send(ReadingOrder("read", words, rows))
+        packed = uses_packed_attention(model)
+        self._channel.send(ReadingOrder("read", tensors=rows, packed=packed, apart=apart))
         self._reading = True
 
     def _meet_again(self) -> None:
@@ -88,4 +87,4 @@ def leading() -> Iterator[None]:
         yield
     finally:
         _leaders.pop()
-    channel.send(ReadingOrder("end", {}))
+    channel.send(ReadingOrder("end"))

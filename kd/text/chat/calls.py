@@ -13,6 +13,9 @@ from typing import Any
 
 from kd.errors import DataError
 
+#: A call or a tool, or the object in it that is named function.
+Call = dict[str, Any]
+
 
 def read_tools(tools: Any, place: str) -> list[Any] | None:
     """Return the tools of a row: those of a list, or of the JSON text of one."""
@@ -25,19 +28,19 @@ def read_tools(tools: Any, place: str) -> list[Any] | None:
     return [_wrap(tool) if _is_bare(tool) else tool for tool in tools or ()] or None
 
 
-def read_calls(calls: Any, what: str) -> list[dict[str, Any]]:
+def read_calls(calls: Any, what: str) -> list[Call]:
     """Return the calls of a message; ``what`` names it. Each has its arguments as an object."""
     calls = _parse(calls)
     several = calls if isinstance(calls, list) else [calls]
     return [_read_call(_parse(call), what) for call in several]
 
 
-def write_arguments(function: dict[str, Any]) -> str:
+def write_arguments(function: Call) -> str:
     """Return the arguments of a call as the JSON text that OpenAI's servers send."""
     return json.dumps(function["arguments"], ensure_ascii=False)
 
 
-def _read_call(call: Any, what: str) -> dict[str, Any]:
+def _read_call(call: Any, what: str) -> Call:
     wrapped = _wrap(call) if _is_bare(call) else call
     function = wrapped.get("function") if isinstance(wrapped, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -62,7 +65,7 @@ def _is_bare(value: Any) -> bool:
     return isinstance(value, dict) and "name" in value and "function" not in value
 
 
-def _wrap(function: dict[str, Any]) -> dict[str, Any]:
+def _wrap(function: Call) -> Call:
     outer = {"id": function["id"]} if "id" in function else {}
     inner = {key: each for key, each in function.items() if key not in ("id", "type")}
     return outer | {"type": "function", "function": inner}

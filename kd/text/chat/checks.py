@@ -10,6 +10,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from kd.text.chat.calls import Call
 from kd.text.chat.chat import REASONING, Message, list_texts
 
 #: The tags around the reasoning in an answer; a template may write others in their place.
@@ -57,7 +58,7 @@ def find_lost(message: Message, shown: str) -> str | None:
     return None
 
 
-def _find_lost_in_call(function: dict[str, Any], shown: str) -> str | None:
+def _find_lost_in_call(function: Call, shown: str) -> str | None:
     """Name what of a call the text does not hold, or holds as something other than JSON."""
     arguments = function["arguments"]
     if isinstance(arguments, str):  # a template that wants an object writes the text as a text

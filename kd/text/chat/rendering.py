@@ -6,7 +6,7 @@ import datetime
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kd.text.chat.chat import Chat
@@ -48,21 +48,20 @@ def render(
     """
     from transformers.utils import chat_template_utils as templates
 
-    special: dict[str, Any] = dict(tokenizer.special_tokens_map)
     # Each turn of a loop looks at the clock: nothing else can end a template that loops.
     bounded = _LOOP.sub(r"\g<0>{% set _ = look_at_clock() \1%}", get_template(chat, tokenizer))
     # transformers hands only plain values to a template, and keeps a template that it compiled.
     templates._compile_jinja_template(bounded).globals["look_at_clock"] = _look_at_clock
     _clock.end = time.thread_time() + MOST_SECONDS
-    rendered: Any = templates.render_jinja_template(
+    write: Callable[..., Any] = templates.render_jinja_template
+    (text,), spans = write(
         conversations=[chat.messages],
         tools=chat.tools,
         chat_template=bounded,
         return_assistant_tokens_mask=marked,
         add_generation_prompt=prompt,
-        **special,
+        **tokenizer.special_tokens_map,
     )
-    (text,), spans = rendered
     if len(text) > MOST_TEXT:
         raise ValueError(f"the chat template wrote more than {MOST_TEXT} characters for one chat")
     return text, spans[0] if marked else []

@@ -105,7 +105,7 @@ def hash_rules(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _describe_source(source: str | DatasetSpec, field: str, config: DataConfig) -> dict[str, Any]:
+def _describe_source(source: str | DatasetSpec, field: str, config: DataConfig) -> Inputs:
     found = find_source_files(source, split=field)
     spec = source if isinstance(source, DatasetSpec) else DatasetSpec(path=source)
     if found is not None:

@@ -56,12 +56,12 @@ class Cursor(NamedTuple):
         return cls((Mark(),) * texts, (0.0,) * texts if texts > 1 else ())
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Cursor:
+    def from_json(cls, value: dict[str, list[Any]]) -> Cursor:
         """Read what ``to_json`` returns."""
         marks = tuple(Mark(TextPlace(*place), skip) for place, skip in value["marks"])
         return cls(marks, tuple(value["given"]))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, list[Any]]:
         """Return the cursor as JSON: each place as a list of its numbers."""
         return {
             "marks": [[list(mark.place), mark.skip] for mark in self.marks],

@@ -36,6 +36,7 @@ from cache.errors import CacheError
 from cache.reading.usage import exclude_readers, locate_use, read_last_use
 from cache.records import Sequences
 from kd.errors import DataError
+from kd.files import Json
 from kd.progress import Notice
 from kd.text.stored.places import Cursor
 
@@ -175,7 +176,7 @@ class StoreProgress:
             notes,
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the content of the file."""
         return {**asdict(self), "cursor": self.cursor.to_json()}
 
@@ -208,7 +209,7 @@ class TextManifest:
         except (TypeError, KeyError) as error:
             raise damaged(folder, f"{MANIFEST} lacks a field: {error}") from None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the content of the manifest's file."""
         return {"format": FORMAT, **asdict(self)}
 
@@ -233,7 +234,7 @@ def locate_seal(folder: Path, index: int) -> Path:
     return locate_shard(folder, index).with_suffix(".json")
 
 
-def read_object(folder: Path, path: Path) -> dict[str, Any]:
+def read_object(folder: Path, path: Path) -> Json:
     """Read the JSON object at ``path`` in a store. Raises ``DataError`` if missing or damaged."""
     name = path.relative_to(folder)
     try:
@@ -247,7 +248,7 @@ def read_object(folder: Path, path: Path) -> dict[str, Any]:
     return value
 
 
-def require_format(folder: Path, value: dict[str, Any]) -> None:
+def require_format(folder: Path, value: Json) -> None:
     """Raise ``DataError`` if a file of the store has another version than this program."""
     if (found := value.get("format")) != FORMAT:
         raise DataError(

@@ -82,7 +82,7 @@ def folder_of(job: JobConfig, home: Path) -> Path:
 
 def second(job: JobConfig, home: Path, monitor: Monitor) -> dict[str, Any]:
     (home / "second").mkdir(exist_ok=True)
-    return run_stage("precompute", job, home, home / "second", monitor).cache or {}
+    return run_stage("precompute", job, home, home / "second", monitor).cache
 
 
 @pytest.mark.long

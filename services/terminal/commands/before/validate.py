@@ -106,9 +106,9 @@ def _show_row(row: LearnedRow) -> None:
 
     text = Text(f"{row.where}\n", style="bold")
     for piece in row.pieces:
-        style = "not bold black on green" if piece["learned"] else "not bold"
-        plain = piece["learned"] and not out.color_system
-        text.append(f"⟦{piece['text']}⟧" if plain else piece["text"], style=style)
+        style = "not bold black on green" if piece.learned else "not bold"
+        plain = piece.learned and not out.color_system
+        text.append(f"⟦{piece.text}⟧" if plain else piece.text, style=style)
     out.print(text)
 
 
