@@ -56,7 +56,7 @@ _END_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """A part of a text, and whether its tokens are learned."""
 
     text: str
@@ -68,18 +68,18 @@ class LearnedRow:
     """A text that is made of a row, in pieces; ``where`` names the row."""
 
     where: str
-    pieces: list[Piece]
+    pieces: list[RowPiece]
 
     @classmethod
     def decode(cls, where: str, text: Document, tokenizer: PreTrainedTokenizerBase) -> LearnedRow:
         """Return the text of tokens; the middle of a long piece is left out."""
-        pieces = list[Piece]()
+        pieces = list[RowPiece]()
         tokens = zip(text.targets.tolist(), text.ids.tolist(), strict=True)
         for is_learned, run in groupby(tokens, lambda each: each[0]):
             said = str(tokenizer.decode([token for _, token in run]))
             if len(said) > _LONGEST:
                 said = f"{said[: _LONGEST // 2]} … {said[-_LONGEST // 2 :]}"
-            pieces.append(Piece(said, is_learned))
+            pieces.append(RowPiece(said, is_learned))
         return cls(where, pieces)
 
     def to_json(self) -> Json:

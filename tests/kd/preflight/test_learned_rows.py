@@ -15,7 +15,7 @@ from bench.support.paths import AUSTEN
 from kd.config.jobfile import parse_config
 from kd.errors import Problem
 from kd.preflight import learned_rows
-from kd.preflight.learned_rows import LearnedRow, Piece, find_row_problems
+from kd.preflight.learned_rows import LearnedRow, RowPiece, find_row_problems
 from kd.progress import Notice, ignore_notice
 
 TEMPLATE = (
@@ -61,8 +61,8 @@ def test_the_first_rows_are_shown_with_what_is_learned(root: Path) -> None:
     assert problems == [] and len(rows) == 3
     assert rows[1].where == "a.jsonl: row 2"
     assert rows[1].pieces == [
-        Piece("[user]Question 1?<|endoftext|>[assistant]", learned=False),
-        Piece("In 1815.<|endoftext|>", learned=True),
+        RowPiece("[user]Question 1?<|endoftext|>[assistant]", learned=False),
+        RowPiece("In 1815.<|endoftext|>", learned=True),
     ]
     (notice,) = notices
     assert notice.what == "rows with the column 'source', which is not read"
