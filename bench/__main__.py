@@ -81,6 +81,11 @@ BENCHES = {
         "bytes of the ids of a cache in several codings; FLAGS is the folder of the cache",
         "minutes",
     ),
+    "dither": Bench(
+        "bench/dither/records.py",
+        "bytes, noise and bias of records whose tails are coded with shared dither",
+        "an hour",
+    ),
     "bias": Bench(
         "bench/bias.py",
         "the bias of sampled records on real text, by decade of probability",
