@@ -18,7 +18,7 @@ from kd import pipeline
 from kd.config.jobfile import parse_config
 from kd.kernels import available
 from kd.kernels.available import describe_kernel_failure, try_kernels
-from kd.progress import Event, Monitor
+from kd.progress import Event, Monitor, StageResult
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off beside a GPU"),
@@ -88,7 +88,7 @@ def test_kernels_that_fail_are_one_warning_of_a_run(
     a_gpu_that_fails: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for task in ("capture", "train"):
-        monkeypatch.setitem(pipeline.TASKS, task, lambda *_: {})
+        monkeypatch.setitem(pipeline.TASKS, task, lambda *_: StageResult())
     job = {
         "teacher": {"model": str(AUSTEN / "teacher")},
         "student": {"init": {"layers": 1, "hidden_size": 32}},

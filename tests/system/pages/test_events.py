@@ -10,8 +10,8 @@ from bench.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
 SOURCES = [path for top in ("kd", "services") for path in (ROOT / top).rglob("*.py")]
-#: The types that only the supervisor uses.
-INTERNAL = {"alive", "shard", "ranges", "elsewhere", "result", "error"}
+#: The types that no client of the API gets: those for the supervisor, and one of the terminal.
+INTERNAL = {"alive", "shard", "ranges", "elsewhere", "result", "error", "reason"}
 
 
 def list_rows(heading: str) -> dict[str, set[str]]:
