@@ -158,6 +158,7 @@ def drop_hours(page: str) -> list[str]:
     return [line.rsplit("|", 2)[0] for line in page.splitlines()]
 
 
+@pytest.mark.long
 def test_a_student_that_fails_does_not_stop_the_others(
     flags: Flags,
     tmp_path: Path,
@@ -254,6 +255,7 @@ def read_teacher(study: Study, numbers: list[int]) -> np.ndarray:
     return p[sequences.target_mask]  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_rows_of_other_methods_hold_what_their_names_say(captured: Study) -> None:
     numbers = [0, 1]
     p_NV = read_teacher(captured, numbers)

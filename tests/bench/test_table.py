@@ -24,6 +24,7 @@ def test_the_list_has_what_each_bench_shows_and_how_long_it_takes(
         assert each.takes in line and line.endswith(each.shows)
 
 
+@pytest.mark.long
 def test_a_bench_gets_the_flags_and_its_exit_status_is_handed_on() -> None:
     assert table.main(["roofline", "--help"]) == 0
     assert table.main(["roofline", "--no-such-flag"]) == 2

@@ -123,6 +123,7 @@ def test_kill_9_at_any_moment_then_resume_gives_the_same_bytes(tmp_path, profile
     assert all(report["content"] == expected for report in reports)
 
 
+@pytest.mark.long
 def test_two_processes_that_want_the_same_cache_run_one_after_the_other(plain, tmp_path):
     processes = [child(CHILD, tmp_path) for _ in range(2)]
     reports = []
@@ -189,6 +190,7 @@ def test_leftovers_of_a_crash_are_removed(plain, plain_copy):
     assert content(plain_copy) == content(plain)
 
 
+@pytest.mark.long
 def test_a_damaged_head_is_written_again_and_a_sound_one_left_alone(all_pristine, tmp_path):
     store = Path(shutil.copytree(all_pristine["hidden"], tmp_path / all_pristine["hidden"].name))
     before = (store / "head/weight/c.0.0").stat().st_mtime_ns

@@ -160,6 +160,7 @@ def test_every_missing_file_is_found_and_never_read_as_zeros(store):
     assert verify_cache(store) == []
 
 
+@pytest.mark.long
 def test_every_missing_folder_is_found(store):
     for folder in sorted({path.parent for path in store.rglob("*") if path.is_file()} - {store}):
         shutil.move(folder, store.parent / "aside")

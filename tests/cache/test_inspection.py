@@ -101,6 +101,7 @@ def counted(store: Cache) -> tuple[list[float], list[int]]:
     return masses, entries
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", PROFILES)
 def test_kept_mass_and_entries_are_those_of_the_records(opened, profile):
     found = compute_cache_stats(opened[profile])
@@ -301,6 +302,7 @@ def with_other_teacher(identity: CacheIdentity) -> CacheIdentity:
     return replace(identity, teacher=replace(identity.teacher, model_sha256="e" * 64))
 
 
+@pytest.mark.long
 def test_records_of_the_same_sequences_are_compared(opened, tmp_path):
     def shift(index: int, records: Records) -> Records:
         known = records["known"].copy()

@@ -182,6 +182,7 @@ def test_every_edited_or_removed_field_of_a_manifest_is_found():
             Manifest.from_bytes(data, "manifest.json")
 
 
+@pytest.mark.long
 def test_every_flipped_bit_of_a_manifest_is_found():
     good = make_manifest().to_bytes()
     for bit in range(8 * len(good)):

@@ -92,6 +92,7 @@ def test_a_permutation_depends_on_seed_and_sequence_alone():
     assert draw_permutation(1, 2, 8).tolist() == [7, 6, 0, 3, 4, 5, 1, 2]
 
 
+@pytest.mark.long
 def test_each_number_of_a_permutation_visits_each_place_equally_often():
     places = np.stack([np.argsort(draw_permutation(0, sequence, 5)) for sequence in range(5000)])
     counts = np.stack([np.bincount(column, minlength=5) for column in places.T])

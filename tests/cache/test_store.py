@@ -63,6 +63,7 @@ def decoded(monkeypatch):
     return found
 
 
+@pytest.mark.long
 def test_what_is_read_is_what_was_captured(pristine, profile):
     opened = open_cache(pristine, IDENTITIES[profile])
     assert equal(opened.read(range(len(opened))), captured(IDENTITIES[profile]))
@@ -182,6 +183,7 @@ def test_a_sequence_outside_the_cache_is_refused(plain, number):
         open_cache(plain).read([0, number])
 
 
+@pytest.mark.long
 def test_a_training_batch_decodes_in_milliseconds(tmp_path):
     opened = open_cache(
         make_cache(tmp_path, make_identity(1024, 512, 32, 0, make_codec(shard_sequences=32)))

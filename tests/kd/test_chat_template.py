@@ -56,6 +56,7 @@ def run(job: dict[str, Any], home: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.long
 def test_the_template_that_was_learned_is_saved_and_said(
     job: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_the_template_that_was_learned_is_saved_and_said(
     assert AutoTokenizer.from_pretrained(again / "student").chat_template == LEARNED
 
 
+@pytest.mark.long
 def test_the_code_on_the_model_card_runs(
     job: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +88,7 @@ def test_the_code_on_the_model_card_runs(
     assert "user says" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_template_that_nothing_was_rendered_with_replaces_none(
     job: dict[str, Any], tiny_text: Path, tmp_path: Path
 ) -> None:

@@ -138,6 +138,7 @@ def test_a_spread_teacher_is_measured_in_one_process_and_continues_no_prompts(
     assert "The teacher was left out: its weights are spread over several devices" in page
 
 
+@pytest.mark.long
 def test_a_run_is_measured_against_teacher_and_start(
     job: dict[str, Any], run_dir: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_run_is_measured_against_teacher_and_start(
     )
 
 
+@pytest.mark.long
 def test_the_start_is_that_of_the_run_s_own_job(
     job: dict[str, Any], run_dir: Path, tmp_path: Path
 ) -> None:
@@ -183,6 +185,7 @@ def test_the_start_is_that_of_the_run_s_own_job(
     assert start[0] == start[1] != start[2]
 
 
+@pytest.mark.long
 def test_a_job_that_trains_nothing_can_say_what_to_measure(
     job: dict[str, Any], run_dir: Path, tmp_path: Path
 ) -> None:
@@ -193,6 +196,7 @@ def test_a_job_that_trains_nothing_can_say_what_to_measure(
     assert list(report["evaluation"]["models"]) == [STUDENT, TEACHER]
 
 
+@pytest.mark.long
 def test_the_teacher_as_a_model_is_its_own_equal(
     job: dict[str, Any], exact_teacher: Path, tmp_path: Path
 ) -> None:
@@ -205,6 +209,7 @@ def test_the_teacher_as_a_model_is_its_own_equal(
     )
 
 
+@pytest.mark.long
 def test_without_a_teacher_a_model_is_measured_on_the_text_alone(
     job: dict[str, Any], tiny_teacher: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -216,6 +221,7 @@ def test_without_a_teacher_a_model_is_measured_on_the_text_alone(
     assert "kl" not in measured and measured["bits_per_byte"] > 0
 
 
+@pytest.mark.long
 def test_a_baseline_is_trained_from_the_cache_in_the_run_s_folder(
     job: dict[str, Any], run_dir: Path, tmp_path: Path
 ) -> None:
@@ -235,6 +241,7 @@ def test_a_baseline_is_trained_from_the_cache_in_the_run_s_folder(
     assert again["evaluation"]["models"][STUDENT] == report["evaluation"]["models"][STUDENT]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )  # peft's own look at it
@@ -283,6 +290,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_a_model_loses_what_it_gives_to_rows_without_a_token(
     job: dict[str, Any], tiny_teacher: Path, exact_teacher: Path, tmp_path: Path
 ) -> None:

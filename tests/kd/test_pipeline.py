@@ -124,6 +124,7 @@ def done(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Done:
     return Done(job, tmp_path_factory.mktemp("done"))
 
 
+@pytest.mark.long
 def test_the_student_writes_a_sample_at_each_evaluation(done: Done) -> None:
     evaluated = [data["step"] for data in done.listener.of("evaluation")]
     samples = done.listener.of("samples")
@@ -322,6 +323,7 @@ def test_the_same_job_in_the_same_folders_finds_everything_done(done, job, tmp_p
     assert {each["name"] for each in listener.of("artifact")} == set(result.artifacts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["another evaluation", "no student", "another report"])
 def test_a_finished_run_is_measured_again_where_anything_differs(done, job, tmp_path, change):
     home = shutil.copytree(done.home, tmp_path / "home")
@@ -336,6 +338,7 @@ def test_a_finished_run_is_measured_again_where_anything_differs(done, job, tmp_
     assert student_bytes(home) == done.student
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("limit", "kept"), [(None, [6]), (2, [4, 6])])
 def test_a_finished_run_keeps_its_last_checkpoint_and_that_of_its_baseline(
     job, tmp_path, limit, kept
@@ -386,6 +389,7 @@ def test_a_run_folder_of_a_newer_version_is_refused_and_left_as_it_is(job, tmp_p
     assert not (tmp_path / "caches").exists()
 
 
+@pytest.mark.long
 def test_what_does_not_shape_the_weights_may_change_between_runs(done, job, tmp_path):
     home = shutil.copytree(done.home, tmp_path / "home")
     free = {
@@ -437,6 +441,7 @@ def test_another_job_with_the_same_teacher_and_text_uses_the_cache(done, job, ho
     assert student_bytes(home, "other") == done.student
 
 
+@pytest.mark.long
 def test_a_home_elsewhere_gives_the_same_bytes(done, job, tmp_path):
     run(job, tmp_path)
     assert (
@@ -456,6 +461,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_student(done, job, tmp_path, st
     assert shard_bytes(tmp_path) == shard_bytes(done.home)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop_at", [None, ("progress", 3)])
 def test_a_manifest_in_pieces_gives_the_same_student(
     done, job, tmp_path, monkeypatch, stop_at
@@ -492,6 +498,7 @@ def test_precompute_then_train_is_distill(done, job, tmp_path):
     assert not [phase for phase in listener.phases() if "teacher" in phase]
 
 
+@pytest.mark.long
 def test_training_on_plain_text_needs_neither_teacher_nor_cache(job, tiny_teacher, tmp_path):
     student = {"init": {"layers": 1, "hidden_size": 16, "tokenizer": str(tiny_teacher)}}
     long = job["train"] | {"max_steps": 20, "learning_rate": 3e-3}
@@ -511,6 +518,7 @@ def test_training_on_plain_text_needs_neither_teacher_nor_cache(job, tiny_teache
     )
 
 
+@pytest.mark.long
 def test_a_student_may_start_from_a_checkpoint(job, home, tiny_teacher, tokenizer, tmp_path):
     """From the teacher itself: nothing is left to learn, up to the sampling of the records."""
     # The records are of the tokens alone, and a student's softmax has padded rows too.
@@ -551,6 +559,7 @@ def bloom(tokenizer: Any, tmp_path: Path) -> Path:
     return tmp_path / "bloom"
 
 
+@pytest.mark.long
 def test_a_student_whose_documents_cannot_share_rows_gets_rows_of_their_own(job, bloom, tmp_path):
     job = job | {"student": {"model": str(bloom)}}
     packed = job | {"data": job["data"] | {"packing": True}}
@@ -578,6 +587,7 @@ def test_a_student_whose_documents_cannot_share_rows_gets_rows_of_their_own(job,
     assert (settled.data.packing, settled.require_train().order) == (False, "length")
 
 
+@pytest.mark.long
 def test_a_teacher_whose_documents_cannot_share_rows_reads_each_alone(job, bloom, tmp_path):
     job = job | {"teacher": {"model": str(bloom), "batch_size": 4}, "kind": "precompute"}
     with pytest.raises(ModelError, match="BloomForCausalLM attends across"):
@@ -594,6 +604,7 @@ def test_auto_is_the_same_cache_as_true_where_documents_can_share_rows(job):
     assert found[0] == found[1] and found[0].data.packing is True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "own"),
     [("doge", {}), ("gemma4_text", {"vocab_size_per_layer_input": 2048}), ("lfm2", {})],
@@ -686,6 +697,7 @@ def test_a_student_with_another_tokenizer_is_refused_before_training(
     assert caught.value.remedy and not (home / "runs" / "x" / "checkpoints").exists()
 
 
+@pytest.mark.long
 def test_a_student_that_cannot_be_is_refused_before_the_capture(
     job, tiny_teacher, tmp_path, monkeypatch
 ):
@@ -761,6 +773,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", ["300k", "700k"], ids=["for no checkpoint", "for one checkpoint"])
 def test_a_full_disk_ends_the_run_with_a_remedy_and_space_lets_it_go_on(
     done, job, tmp_path, small_disk, size
@@ -780,6 +793,7 @@ def test_a_full_disk_ends_the_run_with_a_remedy_and_space_lets_it_go_on(
     assert student_bytes(tmp_path) == done.student
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "folder"), [("precompute", "caches"), ("train", "runs/x")])
 def test_a_folder_that_is_removed_under_a_run_is_named(
     job: Job, tmp_path: Path, stage: str, folder: str

@@ -197,6 +197,7 @@ def test_text_is_left_after_one_document(tmp_path: Path, tiny_teacher: Path) -> 
     assert len(read) <= 7
 
 
+@pytest.mark.long
 def test_reading_a_cache_or_a_models_files_can_be_given_up(
     job: Job, tmp_path: Path, tiny_teacher: Path
 ) -> None:

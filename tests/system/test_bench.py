@@ -293,6 +293,7 @@ def test_what_the_cache_wins_follows_from_the_table(page: str) -> None:
         assert least == pytest.approx(1 + taken, abs=0.011)
 
 
+@pytest.mark.long
 def test_a_lever_changes_one_field_of_its_job(setting: bench_train.Setting) -> None:
     found = bench_train.make_lever_jobs(setting)
     assert list(found) == ["none", *LEVERS]

@@ -149,6 +149,7 @@ def test_a_leftover_is_found_in_a_sealed_cache_alone(
     assert find_left_over(tmp_path) == [f"left over: {tmp_path / 'sealed' / '.tmp-shards-000000'}"]
 
 
+@pytest.mark.long
 def test_the_command_of_make_chaos_lists_its_options() -> None:
     out = subprocess.run(
         [sys.executable, "bench/chaos.py", "--help"],

@@ -307,6 +307,7 @@ def test_a_service_has_the_command_and_the_health_check_of_its_image(target: str
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", TARGETS)
 def test_a_process_that_does_not_run_is_unhealthy(role: str) -> None:
     done = run_python(
@@ -316,6 +317,7 @@ def test_a_process_that_does_not_run_is_unhealthy(role: str) -> None:
     assert not re.search("Traceback|No module named", done.stderr)
 
 
+@pytest.mark.long
 def test_health_of_an_unknown_role_is_a_usage_error() -> None:
     assert run_python(["-m", "services.process.health", "wroker"]).returncode == 2
 
@@ -498,6 +500,7 @@ def test_the_example_environment_lists_every_variable_with_its_default() -> None
     assert set(off) == passed_on - {"HF_TOKEN"}
 
 
+@pytest.mark.long
 def test_the_example_environment_can_be_uncommented() -> None:
     """Each commented line parses, and its value is the default, unless it is an example."""
     lines = (ROOT / ".env.example").read_text(encoding="utf-8").splitlines()

@@ -282,6 +282,7 @@ def positions(real: Numbers) -> Positions:
     )
 
 
+@pytest.mark.long
 def test_the_sampler_finds_as_many_entries_as_when_the_fixture_was_made(
     real: Numbers, positions: Positions
 ) -> None:
@@ -301,6 +302,7 @@ def compare_with_least_variance(positions: Positions, temperature: float) -> flo
     return float(error.sum() / np.sum(best))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [1.0, 1.25, 1.5, 2.0])
 def test_the_variance_is_near_the_least_there_is_at_that_temperature(
     positions: Positions, temperature: float
@@ -308,6 +310,7 @@ def test_the_variance_is_near_the_least_there_is_at_that_temperature(
     assert compare_with_least_variance(positions, temperature) <= 2.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.25, 1.5, 2.0])
 def test_no_bias_is_detectable_over_redraws(positions: Positions, temperature: float) -> None:
     """The mean of 40 redraws has no error but noise: a 40th of the variance, within five sigma."""
@@ -450,6 +453,7 @@ def test_a_large_vocabulary_is_as_near_to_the_least_variance(
     assert compare_with_least_variance(wide, temperature) <= 2.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_a_large_vocabulary_has_no_bias_either(wide: Positions, temperature: float) -> None:
     error, excess = compute_noise(wide, temperature)
@@ -459,6 +463,7 @@ def test_a_large_vocabulary_has_no_bias_either(wide: Positions, temperature: flo
     assert float(z_N.abs().max()) < 5
 
 
+@pytest.mark.long
 def test_the_knots_of_a_large_vocabulary_keep_its_tail(wide: Positions) -> None:
     found = choose_fixture_knots(wide)
     one = Positions.of(wide.codec, wide.logits_NV, wide.gold_N, 1, found.count)

@@ -59,6 +59,7 @@ def elsewhere(tmp_path, address) -> Path:
     return bind_caches(tmp_path / "elsewhere", address)
 
 
+@pytest.mark.long
 def test_a_bucket_gives_the_bytes_of_a_folder(tmp_path, root, elsewhere, profile) -> None:
     identity = IDENTITIES[profile]
     stored = make_cache(root, identity)
@@ -182,6 +183,7 @@ def test_a_file_that_is_damaged_on_this_disk_comes_again_from_the_bucket(root) -
     assert equal(open_cache(folder).read(range(10)), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_capture_that_was_killed_goes_on_and_gives_the_same_cache(
     tmp_path, root, elsewhere, shards
@@ -260,6 +262,7 @@ def test_many_threads_that_seal_one_shard_agree_on_one(tmp_path, address) -> Non
         assert len(set(pool.map(write, enumerate(roots)))) == 1
 
 
+@pytest.mark.long
 def test_the_disk_keeps_no_more_than_its_bound_and_reads_the_same(tmp_path, root, address) -> None:
     identity = make_identity(train_sequences=45)
     folder = make_cache(root, identity)

@@ -84,6 +84,7 @@ def run_faults(s3_server, reach, address, tmp_path, seed, kinds, wanted) -> Prox
     return proxy
 
 
+@pytest.mark.long
 def test_faults_of_every_kind_are_survived(s3_server, reach, address, tmp_path) -> None:
     proxy = run_faults(s3_server, reach, address, tmp_path, 1, PASSING + LASTING, 20)
     assert len(proxy.faults) >= 5

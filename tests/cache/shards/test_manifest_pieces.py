@@ -52,6 +52,7 @@ def pieced(tmp_path: Path, small_pieces: None) -> Path:
     return make_cache(tmp_path / "pieced", IDENTITY)
 
 
+@pytest.mark.long
 def test_only_the_manifest_of_many_shards_has_pieces(listed: Path, pieced: Path) -> None:
     ours, theirs = content(pieced), content(listed)
     assert {name for name in ours if name.startswith("manifest/")} == {
@@ -180,6 +181,7 @@ def test_a_lost_shard_is_found_when_it_is_read(pieced: Path) -> None:
     assert find_garbage(pieced.parent, 0.0) == []
 
 
+@pytest.mark.long
 def test_a_capture_resumes(pieced: Path, tmp_path: Path) -> None:
     with open_writer(tmp_path / "begun", IDENTITY) as writer:
         for index in (0, 1, 4):
@@ -275,6 +277,7 @@ def test_a_capture_that_is_killed_while_it_writes_pieces_resumes(pieced: Path, t
         assert content(root / pieced.name) == content(pieced)
 
 
+@pytest.mark.long
 def test_no_process_holds_a_list_of_the_entries(tmp_path: Path) -> None:
     """Many pieces are written with one of them in memory."""
     entry = ShardEntry(4, 40, 90, 110, 5000, "d" * 64)

@@ -68,6 +68,7 @@ def test_a_sample_counts_what_its_sequences_hold(tmp_path, profile):
     assert sample_cache(store, 4, 300) != found
 
 
+@pytest.mark.long
 def test_each_sequence_has_the_same_chance(tmp_path):
     store = make_opened(tmp_path, "threshold", 61)
     times = Counter(
@@ -77,6 +78,7 @@ def test_each_sequence_has_the_same_chance(tmp_path):
     assert abs(counts / counts.mean() - 1).max() < 0.2
 
 
+@pytest.mark.long
 def test_a_sample_of_long_sequences_reads_few_of_them(tmp_path):
     store = make_opened(tmp_path, "threshold", 80)
     assert sum(map(len, choose_runs(store, 0, 20))) <= 3

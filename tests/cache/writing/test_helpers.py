@@ -57,6 +57,7 @@ def alone(tmp_path: Path) -> dict[str, bytes]:
         return content(writer.folder)
 
 
+@pytest.mark.long
 def test_processes_that_write_the_same_shards_at_once_make_the_cache_of_one(
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:

@@ -78,6 +78,7 @@ def train_until(config: Any, home: Path, step: int) -> None:
         run_stage("train", config, home, locate_run(home), Monitor(listen, lambda: seen[0] >= step))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_on_another_disk_and_ends_with_the_same_student(
     job: Job, run: StoredRun, tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_run_goes_on_on_another_disk_and_ends_with_the_same_student(
         assert not any(secret.encode() in data for secret in KEYS.values())
 
 
+@pytest.mark.long
 def test_the_newest_checkpoint_of_disk_and_bucket_is_taken(
     job: Job, run: StoredRun, tmp_path: Path
 ) -> None:
@@ -129,6 +131,7 @@ def test_the_newest_checkpoint_of_disk_and_bucket_is_taken(
     assert [e.data["step"] for e in events if e.type == "checkpoint"] == [8]
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     job: Job, run: StoredRun, tmp_path: Path
 ) -> None:

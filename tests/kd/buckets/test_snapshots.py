@@ -74,6 +74,7 @@ def bring(hub: FakeHub, folder: Path, how: str = "") -> tuple[str, list[str]]:
     return found, lines
 
 
+@pytest.mark.long
 def test_a_long_download_tells_what_has_come_its_rate_and_the_time_left(
     hub: FakeHub, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_long_download_tells_what_has_come_its_rate_and_the_time_left(
     assert bring(hub, tmp_path) == (found, [])
 
 
+@pytest.mark.long
 def test_a_download_stops_on_request_and_whole_files_stay(hub: FakeHub, tmp_path: Path) -> None:
     hub.seconds = 8.0
     told, lines = bring(hub, tmp_path, "give up")

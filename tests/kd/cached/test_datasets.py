@@ -52,6 +52,7 @@ def assert_same_batch(found: Batch, expected: Batch) -> None:
 # ---------------------------------------------------------------------- items and batches
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_batch_of_a_loader_is_that_of_our_own_loop(
     folders: dict[str, Path], profile: str

@@ -34,6 +34,7 @@ def scatter(ids: Tensor, weights: Tensor) -> Tensor:
     return torch.zeros(*ids.shape[:-1], VOCABULARY).scatter_add(-1, ids, weights)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile, temperature", SAMPLED)
 def test_entries_ragged_and_dense_are_one_sample(
     folders: dict[str, Path], profile: str, temperature: float

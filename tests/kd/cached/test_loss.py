@@ -36,6 +36,7 @@ def make_inputs() -> tuple[Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile, temperature, options", CASES)
 def test_value_and_gradients_are_those_of_dense_float64_code(
     folders: dict[str, Path], profile: str, temperature: float, options: dict[str, Any]

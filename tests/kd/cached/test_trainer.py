@@ -151,6 +151,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+@pytest.mark.long
 @OLD_NAMES
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_trainer_of_trl_has_the_loss_curve_of_our_own_loop(
@@ -271,6 +272,7 @@ def test_what_a_trainer_cannot_serve_is_refused(packed: dict[str, Path], tmp_pat
         trainer.learn_from(opened, None, "windows")
 
 
+@pytest.mark.long
 def test_the_example_of_plain_torch_trains_as_our_own_loop(
     packed: dict[str, Path], tmp_path: Path
 ) -> None:

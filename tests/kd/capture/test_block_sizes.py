@@ -86,6 +86,7 @@ def test_the_largest_vocabularies(case: Case) -> None:
         require_the_last_token(case)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=30)
 @given(case=cases(profiles=("threshold",)))
 def test_blocks_have_the_sizes_that_the_plain_sampler_keeps(case: Case) -> None:

@@ -117,6 +117,7 @@ def test_it_has_the_bytes_of_a_cache_that_was_captured_whole(
     assert verify_cache(extended) == []
 
 
+@pytest.mark.long
 def test_only_a_cache_with_sums_has_the_version_that_tells_of_them(
     tiny_teacher: Path,
     texts: tuple[Path, Path],
@@ -140,6 +141,7 @@ def test_only_a_cache_with_sums_has_the_version_that_tells_of_them(
     assert any("first_tails/sums" in line for line in verify_cache(kept))
 
 
+@pytest.mark.long
 def test_caches_extend_one_another_and_a_capture_that_was_stopped_goes_on(
     tiny_teacher: Path, tiny_text: Path, texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -159,6 +161,7 @@ def test_caches_extend_one_another_and_a_capture_that_was_stopped_goes_on(
     assert content(third) == content(capture(make_job(tiny_teacher, texts), tmp_path / "other"))
 
 
+@pytest.mark.long
 def test_a_text_that_changed_or_shrank_is_refused(
     tiny_teacher: Path, tiny_text: Path, texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -178,6 +181,7 @@ def test_a_text_that_changed_or_shrank_is_refused(
         capture(job, home)
 
 
+@pytest.mark.long
 def test_other_settings_and_missing_or_damaged_caches_are_refused_by_name(
     tiny_teacher: Path,
     tiny_text: Path,

@@ -45,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # ---------------------------------------------------------------------- the right teacher
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROFILES)
 def test_a_capture_ends_with_its_fidelity(stores: dict[str, Cache], name: str) -> None:
     store = stores[name]
@@ -223,6 +224,7 @@ def test_a_biased_sampler_fails_the_capture(
     assert "checking fidelity" in [event.data.get("phase") for event in events]
 
 
+@pytest.mark.long
 def test_a_capture_that_was_killed_before_its_check_is_checked_when_it_goes_on(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
@@ -333,6 +335,7 @@ def test_a_job_refuses_another_teacher(
     assert (folder / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_job_fails_where_records_differ(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +347,7 @@ def test_a_job_fails_where_records_differ(
     assert len(problems) == 2
 
 
+@pytest.mark.long
 def test_a_gguf_teacher_is_found_where_the_cache_says(
     tokenizer: Any, tiny_text: Path, tmp_path: Path
 ) -> None:
@@ -398,6 +402,7 @@ def test_the_bound_of_z_is_what_the_docstring_says() -> None:
     assert chance.max() < 1e-9
 
 
+@pytest.mark.long
 def test_sequences_without_targets_are_passed_over(
     tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def judge(
     return find_out_of_bounds(store, found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nats", [0.0, 0.05, 0.1, 0.15, 0.3])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_honest_cache_passes_at_any_noise(
@@ -184,6 +185,7 @@ def unfair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Randomness, "of_each", draw)
 
 
+@pytest.mark.long
 def test_a_field_overrules_the_verdict_and_the_cache_keeps_it(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, unfair: None
 ) -> None:
@@ -215,6 +217,7 @@ def test_a_field_overrules_the_verdict_and_the_cache_keeps_it(
     assert read_manifest(store.folder).overruled is None
 
 
+@pytest.mark.long
 def test_a_faithful_cache_is_the_same_with_the_field(
     stores: dict[str, Cache], tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:

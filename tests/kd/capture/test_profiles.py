@@ -59,6 +59,7 @@ def run(job: dict[str, Any], home: Path, name: str = "x") -> StageResult:
     return run_stages(parse_config(job), home, home / "runs" / name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("section", "temperature"), PROFILES, ids=[str(section) for section, _ in PROFILES]
 )

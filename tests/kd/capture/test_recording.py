@@ -309,6 +309,7 @@ class Exact(LMHead):
         return room_NV.copy_(found_NV)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocabulary", [300, 40_001])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_records_are_the_same_bits_however_they_are_cut(

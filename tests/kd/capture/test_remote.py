@@ -330,6 +330,7 @@ def test_waiting_grows_and_is_never_in_step():
     assert max(waits[3]) <= remote.LONGEST_BACKOFF * 1.5
 
 
+@pytest.mark.long
 def test_a_trial_times_whole_rounds_of_answers(server, tiny_teacher, tmp_path, monkeypatch):
     """Answers come at the same time: one takes as long as all that are in progress, and none is a
     warm-up.

@@ -46,12 +46,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # ---------------------------------------------------------------------- arbitrary distributions
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=150)
 @given(case=cases())
 def test_samples_are_what_the_scheme_says(case: Case) -> None:
     require_what_the_scheme_says(case)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=100)
 @given(case=cases())
 def test_the_weights_of_every_record_are_sound_at_every_temperature_served(case: Case) -> None:
@@ -98,6 +100,7 @@ def redraws(case: Case, draws: int = 1) -> list[np.ndarray]:
     return [decoded(case.codec, records, gold, 1.0, draw) for draw in range(draws)]
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=12)
 @given(case=cases(vocabularies=(2, 3, 64, 65, 130), rows=1))
 def test_ten_thousand_redraws_average_to_the_distribution(case: Case) -> None:
@@ -115,6 +118,7 @@ def test_ten_thousand_redraws_average_to_the_distribution(case: Case) -> None:
     assert z_of_means(weights, case.p_NV[0], largest_jump(codec)).max() < 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", ["threshold", "tempered"])
 def test_ten_thousand_redraws_of_every_draw_average_to_the_distribution(profile: str) -> None:
     """A tempered tail is normalised by itself, which biases single tokens by the order of 1/m, but

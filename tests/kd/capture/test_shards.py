@@ -154,6 +154,7 @@ def test_the_bytes_are_those_of_one_step_after_the_other(
     assert verify_cache(folder) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [0, 30_000])
 def test_the_bytes_do_not_depend_on_the_memory_that_may_wait(
     make_plan: Callable[..., CapturePlan],
@@ -237,6 +238,7 @@ def wait_until(ready: Callable[[], bool]) -> None:
 # ---------------------------------------------------------------------- errors and stops
 
 
+@pytest.mark.long
 def test_an_error_of_an_encoder_ends_the_capture_with_its_own_message(
     make_plan: Callable[..., CapturePlan], tmp_path: Path
 ) -> None:
@@ -277,6 +279,7 @@ def test_an_error_of_the_disk_ends_the_capture_with_its_own_message(
     assert not list(folder.rglob(f"{TEMPORARY_PREFIX}*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stop", "where", "sealed"),
     [
@@ -308,6 +311,7 @@ def test_a_stop_seals_what_was_read_whole_and_says_what_is_read_again(
 # ---------------------------------------------------------------------- memory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "error",
     [
@@ -408,6 +412,7 @@ def test_a_disk_that_takes_less_than_the_teacher_gives_is_named_after_the_first_
     assert "cache.threshold" in message
 
 
+@pytest.mark.long
 def test_a_slow_disk_is_named_before_the_capture_begins(
     make_plan: Callable[..., CapturePlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

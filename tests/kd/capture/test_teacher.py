@@ -183,6 +183,7 @@ def test_records_do_not_depend_on_the_batch_size(job: JobConfig, profile: str) -
             assert np.array_equal(column, other[name]), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", ["threshold", "tempered"])
 def test_a_teacher_is_read_in_all_of_float32_whatever_training_is_allowed(
     job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str
@@ -343,6 +344,7 @@ def kill_captures(process: subprocess.Popen[str], dice: random.Random) -> list[i
     return codes
 
 
+@pytest.mark.long
 def test_sealed_cache_is_found_without_loading_the_teacher(job: JobConfig, tmp_path: Path) -> None:
     first = captured(job, tmp_path)
     events: list[Event] = []
@@ -492,6 +494,7 @@ def test_records_are_true_to_the_live_teacher(
     assert np.abs((mass - p.sum(0)) / sigma).max() < 6
 
 
+@pytest.mark.long
 def test_damaged_shard_of_an_unfinished_capture_is_captured_again(
     job: JobConfig, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def capture(teacher: Path, text: Path, home: Path, **data: Any) -> list[Event]:
     return events
 
 
+@pytest.mark.long
 def test_a_teacher_that_does_not_know_the_text_is_named_after_the_held_out_shards(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:

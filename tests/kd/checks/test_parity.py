@@ -123,6 +123,7 @@ def add_bias_and_cap(student: Student) -> Student:
 # ---------------------------------------------------------------------- what is right passes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", ["none", *SECTIONS])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_every_profile_agrees(

@@ -54,6 +54,7 @@ def find_warnings(source: Cache, run_folder: Path) -> list[str]:
     return [each for each in told if "disk of the cache" in each]
 
 
+@pytest.mark.long
 def test_a_slow_disk_is_named_once_with_its_rate_and_remedies(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_slow_disk_is_named_once_with_its_rate_and_remedies(
         assert remedy in message
 
 
+@pytest.mark.long
 def test_a_slow_disk_whose_cache_fits_into_memory_is_not_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

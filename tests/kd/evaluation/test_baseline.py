@@ -39,6 +39,7 @@ def home(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.long
 def test_the_baseline_is_what_the_job_with_alpha_1_trains(
     job: dict[str, Any], home: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def check(tmp_path: Path, student: LlamaForCausalLM, **train: Any) -> Verdict:
     return check_overfit(make_job(**train), make_source(), student, VOCABULARY, tmp_path, Monitor())
 
 
+@pytest.mark.long
 def test_a_sound_student_comes_near_the_floor(tmp_path: Path) -> None:
     student = make_student()
     before = copy.deepcopy(student.state_dict())

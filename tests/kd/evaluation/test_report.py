@@ -134,6 +134,7 @@ def test_by_default_the_student_s_calibration_and_bits_and_its_pictures(
     assert f"]({CURVES})" in page and "10% of the weight on the hard labels" in page
 
 
+@pytest.mark.long
 def test_all_that_is_requested_is_measured(trained: Trained, tmp_path: Path) -> None:
     report = trained.report(
         tmp_path / "run", teacher=True, baseline=True, prompts=("She was",), max_new_tokens=4
@@ -176,6 +177,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.long
 def test_it_is_written_in_both_forms_and_the_student_s_card_has_the_pictures(
     trained: Trained, tmp_path: Path
 ) -> None:
@@ -400,6 +402,7 @@ def test_where_nothing_is_held_out_nothing_is_measured(trained: Trained, tmp_pat
     assert "held-out text" not in page and "## Samples" in page
 
 
+@pytest.mark.long
 def test_a_closer_look_twice_sees_the_same(trained: Trained, tmp_path: Path) -> None:
     wanted = trained.config.evaluation.model_copy(update={"teacher": True})
     config = trained.config.model_copy(update={"evaluation": wanted})

@@ -65,6 +65,7 @@ def done(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Simpl
     )
 
 
+@pytest.mark.long
 def test_a_teacher_that_makes_the_student_worse_is_in_the_first_line(done: Any) -> None:
     report = done.report
     models = report["evaluation"]["models"]
@@ -334,6 +335,7 @@ def test_a_quantized_teacher_that_cannot_be_built_is_left_out(done: Any, tmp_pat
     assert "unheard_of" in found["without_teacher"]
 
 
+@pytest.mark.long
 def test_a_student_that_cannot_generate_is_reported_all_the_same(done: Any, tmp_path: Path) -> None:
     """Only a job that asks for prompts fails: the finished student is not given up for samples."""
     _, source = open_source(done.config, done.home, done.run, SILENT)

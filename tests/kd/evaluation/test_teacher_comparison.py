@@ -183,6 +183,7 @@ def source() -> PlainText:
     return PlainText(Corpus(text(100), text(400)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [3, 5000])
 def test_models_on_packed_text_are_what_the_library_makes_of_each_document(
     teacher: LlamaForCausalLM,

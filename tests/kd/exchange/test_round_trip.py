@@ -75,6 +75,7 @@ def bring_back(format_: str, folder: Path, root: Path, **options: Any) -> Cache:
     return open_cache(root / import_records(request, root)["fingerprint"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", ["threshold", "tempered", "topk"])
 def test_parquet_brings_back_the_same_cache_byte_for_byte(
     stores: dict[str, Cache], profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -111,6 +111,7 @@ def _check_page(page: str, missing: str) -> None:
     assert not re.search(r"#0[1-4]0[1-4]0\d", page), "a stand-in of a colour is left"
 
 
+@pytest.mark.long
 def test_students_of_other_records_are_measured_on_those_of_the_job(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:

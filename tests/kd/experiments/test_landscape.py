@@ -57,6 +57,7 @@ def found(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Landscape:
     return found
 
 
+@pytest.mark.long
 def test_the_ends_of_the_line_are_the_student_before_and_after(
     found: Landscape, home: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_value_and_gradients_equal_the_dense_reference(
     require_parity(random_targets(1, "sparse", temperature), shape, Objective(alpha), 7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.4])
 def test_every_lever_and_the_temperature_s_gradient(temperature: float, lever: str) -> None:

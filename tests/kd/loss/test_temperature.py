@@ -344,6 +344,7 @@ def test_looking_ahead_moves_both_temperatures_towards_the_truth(
         assert side * math.log(used[-1]) > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("teacher_only", "bound"), [(False, 0.5), (True, 2.0)])
 def test_plain_minimisation_which_is_not_offered_runs_to_a_bound(
     teacher_only: bool, bound: float, monkeypatch: pytest.MonkeyPatch
@@ -409,6 +410,7 @@ def test_the_alarm_rings_once_each_time_the_share_of_steps_at_a_bound_crosses() 
     assert all("loss.temperature.max (now 2), or set a fixed" in message for _, message in rung)
 
 
+@pytest.mark.long
 def test_no_alarm_rings_where_no_mode_hugs_a_bound() -> None:
     for mode in ("adversarial", "lookahead", "teacher_only"):
         temperature = make_control(mode, 200)

@@ -154,6 +154,7 @@ def test_a_cut_student_is_saved_and_read_like_any_model(kind: str, tmp_path: Pat
     assert find_lm_head(again, VOCABULARY).weight.shape == (96, 24)
 
 
+@pytest.mark.long
 def test_the_teacher_stays_as_it_was_and_the_student_is_a_function_of_it() -> None:
     teacher = teacher_of("llama tied")
     before = copy.deepcopy(teacher.state_dict())

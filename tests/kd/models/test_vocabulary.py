@@ -86,6 +86,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_v_is_the_smaller_of_ids_and_rows_in_the_whole_run(
     family: str, tokenizer: Any, wide: Any, gemma: Path, text: Path, tmp_path: Path
@@ -101,6 +102,7 @@ def test_v_is_the_smaller_of_ids_and_rows_in_the_whole_run(
     assert found["student"]["perplexity"] == pytest.approx(found["teacher"]["perplexity"], rel=0.5)
 
 
+@pytest.mark.long
 def test_plain_text_needs_no_teacher_to_leave_the_id_out(
     gemma: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -141,6 +143,7 @@ def test_a_student_without_a_row_for_each_id_is_refused_before_the_capture(
     assert not (tmp_path / "caches").exists()
 
 
+@pytest.mark.long
 def test_a_fresh_student_has_a_row_for_every_id(
     wide: Any, gemma: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def fail_in_stage(group: Group) -> str:
     return "no error"
 
 
+@pytest.mark.long
 def test_the_error_of_a_stage_is_not_hidden_by_that_of_the_schedule() -> None:
     assert run_ranks(1, fail_in_stage) == ["no memory is left"]
 

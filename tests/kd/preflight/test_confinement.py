@@ -534,6 +534,7 @@ def test_the_student_of_an_earlier_job_is_its_owner_s_alone(
     ]
 
 
+@pytest.mark.long
 @given(st.text(max_size=40) | st.text(alphabet="./*[]~\0 ab\ud800:\\-@", max_size=40))
 @settings(
     max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None

@@ -282,6 +282,7 @@ def test_a_version_is_no_way_out_of_the_library_s_cache(
     assert not (root / "out").exists()
 
 
+@pytest.mark.long
 def test_a_card_that_cannot_be_read_is_refused_and_a_long_one_is_read_later(
     root: Path, limits: Confinement
 ) -> None:

@@ -307,6 +307,7 @@ def test_relative_paths_are_taken_from_the_given_root(root, monkeypatch):
     assert str(root) in problem.remedy
 
 
+@pytest.mark.long
 def test_offline_a_hub_id_must_be_in_the_hub_cache(root):
     """It runs in a new process, because ``huggingface_hub`` reads its environment at import."""
     hub = root / "hub"

@@ -47,6 +47,7 @@ def result(home: Path, tiny_teacher: Path, tiny_text: Path) -> kd.DistillationRe
     return kd.distill(tiny_teacher, STUDENT, data, home=home, progress=False, **SETTINGS)
 
 
+@pytest.mark.long
 def test_a_call_equals_a_job_in_yaml(
     result: kd.DistillationResult, tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def test_texts_in_memory_and_a_loaded_teacher_give_the_cache_of_their_files(
         assert sealed.reused
 
 
+@pytest.mark.long
 def test_a_student_learns_from_a_sealed_cache(
     result: kd.DistillationResult, home: Path, tmp_path: Path
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_student_learns_from_a_sealed_cache(
         kd.train_student("somewhere", STUDENT, home=home)
 
 
+@pytest.mark.long
 def test_a_student_is_measured_beside_its_teacher(
     result: kd.DistillationResult, home: Path, tiny_teacher: Path
 ) -> None:

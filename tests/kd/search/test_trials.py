@@ -89,6 +89,7 @@ def trials_of(found: StageResult) -> list[dict[str, Any]]:
     return trials
 
 
+@pytest.mark.long
 def test_it_finds_the_better_of_two_rates_and_leaves_what_it_names(
     make_job: Any, home: Path
 ) -> None:
@@ -204,6 +205,7 @@ def whole(make_job: Any, captured: Path, tmp_path_factory: pytest.TempPathFactor
     return search(make_job(space=ANY_RATE), Path(home))
 
 
+@pytest.mark.long
 def test_a_finished_search_trains_nothing_again_and_more_trials_may_be_asked_for(
     make_job: Any, home: Path
 ) -> None:
@@ -234,6 +236,7 @@ def test_a_bad_trial_is_stopped_early(
     assert not (folder / "student").exists() and not (folder / "checkpoints").exists()
 
 
+@pytest.mark.long
 def test_values_that_do_not_go_together_fail_their_trial_only(make_job: Any, home: Path) -> None:
     """Each choice is valid alone, but schedule_free with a cosine schedule is refused."""
     space = {
@@ -251,6 +254,7 @@ def test_values_that_do_not_go_together_fail_their_trial_only(make_job: Any, hom
         assert (row["state"] == "failed") == contradictory == ("schedule_free needs" in row["why"])
 
 
+@pytest.mark.long
 def test_a_trial_that_diverges_has_failed_and_keeps_the_checkpoint_that_it_names(
     make_job: Any, home: Path
 ) -> None:

@@ -38,6 +38,7 @@ def read_student(home: Path) -> bytes:
     return (home / "runs" / "x" / "student" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_machines_that_share_a_bucket_alone_make_the_student_of_a_folder(
     job: Job, address: str, tmp_path: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_cache_in_a_bucket_extends_another_with_the_bytes_of_a_folder(
     assert found["plain"] == found[address]
 
 
+@pytest.mark.long
 def test_the_operators_store_is_used_where_the_job_names_none(
     job: Job, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +136,7 @@ def test_an_address_that_is_wrong_is_a_problem_of_its_field(job: Job) -> None:
     assert "hidden" not in str(found.value)
 
 
+@pytest.mark.long
 def test_a_folder_is_a_store_too(job: Job, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     result = run_stage(

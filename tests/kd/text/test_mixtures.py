@@ -138,6 +138,7 @@ def mix(texts, weights, wanted=None):
     return join_blocks(reader.read_all(wanted)), reader.ended
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(
     weights=st.lists(st.floats(0.2, 5), min_size=2, max_size=4),

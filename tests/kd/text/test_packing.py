@@ -84,6 +84,7 @@ def test_a_target_stands_exactly_where_the_next_token_is_in_the_same_piece_of_te
     assert gold.tolist() == [token for piece in texts for token in piece[1:]]
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(
     talks=st.lists(
@@ -131,6 +132,7 @@ def test_positions_count_from_the_start_of_each_piece(lists, length, packing):
     assert positions == [place for piece in pieces(sequences) for place in range(len(piece))]
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(
     talks=st.lists(

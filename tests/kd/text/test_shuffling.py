@@ -45,6 +45,7 @@ def test_each_number_comes_to_each_place_equally_often(count):
         assert chi < count - 1 + 5 * np.sqrt(2 * (count - 1)) + 5
 
 
+@pytest.mark.long
 def test_all_orders_of_a_few_numbers_come_about_equally_often():
     found = [tuple(KeyedPermutation.draw(4, seed, 0, 0)[np.arange(4)]) for seed in range(4800)]
     seen = [found.count(order) for order in set(found)]
@@ -64,6 +65,7 @@ def test_neighbours_are_as_far_apart_as_in_a_full_shuffle():
 sizes = st.tuples(st.integers(1, 400), st.integers(1, 40), st.integers(1, 9))
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(sizes, SEEDS, st.integers(0, 5))
 def test_an_epoch_visits_each_sequence_once_and_each_window_in_a_row(shape, seed, epoch):
@@ -88,6 +90,7 @@ def test_an_epoch_visits_each_sequence_once_and_each_window_in_a_row(shape, seed
         del left[:size]
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(sizes, SEEDS)
 def test_a_place_asked_for_alone_holds_the_same_sequence(shape, seed):

@@ -48,6 +48,7 @@ def same(one, other) -> bool:
     )
 
 
+@pytest.mark.long
 def test_each_epoch_reads_every_training_sequence_once_with_a_draw_of_its_own(folder):
     source = open_cache(folder)
     steps = 3 * TRAIN // 4 + 1
@@ -119,6 +120,7 @@ LARGE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LARGE)
 def test_a_window_of_any_profile_takes_the_bytes_it_may(name, tmp_path, monkeypatch):
     """Shards are larger than a window: parts of them take their place."""
@@ -137,6 +139,7 @@ def test_a_window_of_any_profile_takes_the_bytes_it_may(name, tmp_path, monkeypa
     assert sorted(order[np.arange(64)].tolist()) == list(range(64))
 
 
+@pytest.mark.long
 def test_a_cache_with_shards_larger_than_memory_is_decoded_little_more_than_once(
     tmp_path, monkeypatch
 ):

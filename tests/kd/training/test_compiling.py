@@ -35,6 +35,7 @@ def test_none_compiles_nothing() -> None:
     assert student.base_model._compiled_call_impl is None
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
 )  # torch's own use
@@ -51,6 +52,7 @@ def test_the_mode_is_handed_on() -> None:
         compile_student(make_llama().train(), "nonsense", CPU)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", ["none", "sqrt"])
 def test_a_whole_graph_has_no_break(checkpointing: str) -> None:
     student = make_llama().train()

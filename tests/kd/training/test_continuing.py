@@ -53,6 +53,7 @@ def rates(folder: Path) -> list[float]:
     return [line["learning_rate"] for line in lines if line["type"] == "metrics"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", [FLAT, STEP, PLATEAU], ids=["flat", "step", "plateau"])
 def test_an_extended_run_is_one_that_was_so_long_from_the_start(
     schedule: dict[str, Any], tmp_path: Path
@@ -65,6 +66,7 @@ def test_an_extended_run_is_one_that_was_so_long_from_the_start(
     assert rates(tmp_path / "parts") == rates(tmp_path / "whole")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", [COSINE, ONE_CYCLE], ids=["cosine", "one cycle"])
 def test_an_extended_schedule_goes_on_at_the_step_where_the_longer_one_is(
     schedule: dict[str, Any], tmp_path: Path
@@ -76,6 +78,7 @@ def test_an_extended_schedule_goes_on_at_the_step_where_the_longer_one_is(
     assert rates(tmp_path / "parts") == pytest.approx(first + rates(tmp_path / "whole")[6:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["extend", "restart", "constant"])
 def test_a_continued_run_that_is_stopped_goes_on_bit_for_bit(how: str, tmp_path: Path) -> None:
     for name in ("whole", "cut"):
@@ -105,6 +108,7 @@ def test_a_constant_rate_is_that_of_the_last_step(tmp_path: Path) -> None:
     assert rates(tmp_path / "run")[6:] == pytest.approx([last] * 3)
 
 
+@pytest.mark.long
 def test_a_plateau_begins_anew_or_stays_where_it_fell(tmp_path: Path) -> None:
     # Every evaluation but the first is worse than the one before, and lowers the rate.
     falling = {
@@ -127,6 +131,7 @@ def test_the_peak_of_an_earlier_schedule_is_none_of_a_later_one(tmp_path: Path) 
     assert rates(tmp_path / "run")[4:] == pytest.approx([0.0, 5e-4] + [1e-3] * 6)
 
 
+@pytest.mark.long
 def test_an_extended_schedule_does_not_count_steps_that_overflowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +154,7 @@ def test_a_rate_that_has_fallen_to_0_cannot_stay_constant(tmp_path: Path) -> Non
     assert "restart or extend" in error.value.remedy
 
 
+@pytest.mark.long
 def test_another_run_goes_on_in_a_folder_of_its_own(tmp_path: Path) -> None:
     run(tmp_path / "first", 4, **FLAT)
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")}
@@ -158,6 +164,7 @@ def test_another_run_goes_on_in_a_folder_of_its_own(tmp_path: Path) -> None:
     assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")}
 
 
+@pytest.mark.long
 def test_a_run_that_early_stopping_ended_goes_on(tmp_path: Path) -> None:
     stopping = {**FLAT, "early_stopping_patience": 1, "learning_rate": 10.0, "eval_steps": 1}
     run(tmp_path / "run", 30, **stopping)
@@ -171,6 +178,7 @@ def test_a_run_that_early_stopping_ended_goes_on(tmp_path: Path) -> None:
 WORSE = {**FLAT, "learning_rate": 3.0, "eval_steps": 1, "save_total_limit": 1}
 
 
+@pytest.mark.long
 def test_a_longer_run_keeps_the_best_weights_of_the_run_that_it_continues(tmp_path: Path) -> None:
     stopping = {**WORSE, "early_stopping_patience": 50}
     first = run(tmp_path / "first", 6, **stopping)

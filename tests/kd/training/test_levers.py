@@ -258,6 +258,7 @@ def test_a_learned_temperature_is_told_at_every_step(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", [(LookAhead, "compute_slope"), (StepLoss, "check_parity")])
 def test_memory_that_runs_out_has_a_remedy_wherever_it_does(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
@@ -292,6 +293,7 @@ def test_a_learned_temperature_is_no_argument_of_the_module_that_ddp_wraps(
     assert not any(isinstance(each, Tensor) for each in given)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["full", "sqrt", 2])
 def test_checkpointing_and_chunks_change_no_number(
     taught: Taught, plain: dict[str, Tensor], tmp_path: Path, how: str | int
@@ -464,6 +466,7 @@ def test_without_newer_fields_a_job_may_resume_what_was_begun_before_they_existe
         assert compute_resume_identity(changed, "source") != before
 
 
+@pytest.mark.long
 def test_the_control_of_tails_changes_the_student_and_a_stop_does_not(
     taught: Taught, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_tensorboard_has_each_step_of_a_killed_run_once(tmp_path: Path) -> None:
     assert [event.step for event in found.Scalars("validation_loss")] == [0, 4, 8]
 
 
+@pytest.mark.long
 def test_a_resume_with_another_number_of_threads_warns(tmp_path: Path) -> None:
     job = make_job()
     with pytest.raises(Interrupted):
@@ -141,6 +142,7 @@ def test_the_first_evaluation_is_in_float32_as_the_report_s(tmp_path: Path, prec
     assert {each.dtype for each in student.parameters()} == {kept}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", range(1, 8))
 def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, stop: int) -> None:
     job = make_job()
@@ -174,6 +176,7 @@ def test_a_held_out_part_without_a_token_to_predict_is_told(tmp_path: Path) -> N
     assert sum(event.type == "warning" for event in events) == 1
 
 
+@pytest.mark.long
 def test_killed_before_any_checkpoint_begins_its_history_anew(tmp_path: Path) -> None:
     def killed(event: Event) -> None:
         if event.type == "progress" and event.data["done"] == 2:
@@ -190,6 +193,7 @@ def test_killed_before_any_checkpoint_begins_its_history_anew(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.long
 def test_killed_between_checkpoints_resumes_from_the_last_one(tmp_path: Path) -> None:
     """After kill -9 the last steps are not saved, and a half-written checkpoint is on the disk."""
     job = make_job()
@@ -214,6 +218,7 @@ def test_killed_between_checkpoints_resumes_from_the_last_one(tmp_path: Path) ->
     assert_same(copy_weights(resumed), copy_weights(whole))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"]
 )
@@ -511,6 +516,7 @@ def test_full_disk_while_saving_leaves_the_last_checkpoint(
     assert_same(copy_weights(resumed), copy_weights(whole))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("half_on_cpu")
 def test_a_step_that_overflows_in_half_precision_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

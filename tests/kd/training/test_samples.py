@@ -61,6 +61,7 @@ def test_a_sample_is_the_most_probable_token_each_time(
     assert found == tokenizer.decode(ids) and found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prompt", ["She was", "Captain Wentworth", ""])
 def test_a_student_in_training_writes_what_it_would_write_at_the_end(
     model: Any, tokenizer: Any, prompt: str

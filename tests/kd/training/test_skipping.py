@@ -184,6 +184,7 @@ def test_weights_move_as_if_the_batch_were_not_there(tmp_path: Path) -> None:
     assert_same(copy_weights(student), copy_weights(short))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", [-1, 0, 1])
 def test_stopped_around_it_and_resumed_equals_uninterrupted(tmp_path: Path, moment: int) -> None:
     whole = make_student()

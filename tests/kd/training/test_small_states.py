@@ -129,6 +129,7 @@ def test_weights_in_bfloat16_learn_as_those_in_float32(
     assert find_largest_gap(reference, found) < CURVE_TOLERANCE
 
 
+@pytest.mark.long
 def test_steps_that_are_rounded_to_the_nearest_number_are_lost(
     reference: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def test_steps_that_are_rounded_to_the_nearest_number_are_lost(
     assert found[-1] - reference[-1] > 20 * CURVE_TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optim", ["adamw", pytest.param("adamw_8bit", marks=needs_torchao)])
 def test_weights_in_bfloat16_resume_bit_for_bit(tmp_path: Path, optim: str) -> None:
     """With an average in float32, clipping, accumulation and the best weights at the end."""
@@ -166,6 +168,7 @@ def test_the_floor_of_the_lm_head_changes_weights_in_bfloat16(tmp_path: Path) ->
 # ---------------------------------------------------------------------- activations on the host
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_activations_on_the_host_change_no_weight(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch

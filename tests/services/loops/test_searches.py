@@ -659,6 +659,7 @@ def test_a_search_is_cancelled_over_http_with_the_trial_that_runs(live: Parts) -
     assert live.wait_for(trial, "cancelled").status == "cancelled"
 
 
+@pytest.mark.long
 def test_the_api_drives_searches_without_torch() -> None:
     program = """
 import sys

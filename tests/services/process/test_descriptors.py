@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 
+import pytest
+
 from bench.support.harness import Parts, make_config
 from bench.support.paths import ROOT
 from bench.support.waiting import wait_until
@@ -22,6 +24,7 @@ FEW = 64
 FIRST = 12
 
 
+@pytest.mark.long
 def test_more_streams_than_descriptors_are_refused_and_told_once(
     new_parts: Callable[..., Parts],
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_fork_ends_as_a_python_of_its_own(program: str, tmp_path: Path) -> Non
     assert fork.stderr.splitlines()[-1:] == own.stderr.splitlines()[-1:]
 
 
+@pytest.mark.long
 def test_a_process_ends_with_the_one_that_it_was_forked_from(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WAITING)
     warm = WarmPython(SERVICE)

@@ -49,6 +49,7 @@ def test_locks_that_work_are_no_error_and_leave_no_file(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "words"),
     [

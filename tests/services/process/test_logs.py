@@ -302,6 +302,7 @@ logging.getLogger("potstill.part").info("once")
     ]
 
 
+@pytest.mark.long
 def test_a_process_that_dies_of_an_error_says_so_in_its_form_and_without_secrets() -> None:
     program = """
 thread = threading.Thread(target=lambda: [][1], name="helper")

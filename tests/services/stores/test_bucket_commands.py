@@ -85,6 +85,7 @@ def twins(
     return Twins(address, tmp_path, found.cache["fingerprint"])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_fidelity_and_stats_of_a_bucket_are_those_of_a_folder(twins: Twins) -> None:
     for command in ("stats", "info"):
@@ -117,6 +118,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["parquet", "distillkit"])
 def test_an_export_of_a_bucket_has_the_bytes_of_one_of_a_folder(twins: Twins, format: str) -> None:
     words = ("export", twins.fingerprint, "--format", format, "--out", "{out}", "--lossy")
@@ -126,6 +128,7 @@ def test_an_export_of_a_bucket_has_the_bytes_of_one_of_a_folder(twins: Twins, fo
     assert plain
 
 
+@pytest.mark.long
 def test_records_of_another_tool_are_imported_into_a_bucket(address: str, tmp_path: Path) -> None:
     items = [None, {"6": {"logprob": -0.25, "rank": 1}}, {"7": {"logprob": -4.0, "rank": 5}}]
     row = {"prompt_token_ids": [5, 6, 7], "prompt_logprobs": items}

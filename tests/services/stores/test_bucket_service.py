@@ -108,6 +108,7 @@ def test_the_commands_work_on_the_bucket(address: str, tmp_path: Path) -> None:
     assert json.loads(command("cache", "ls", "--json", home=home, store=address).stdout) == []
 
 
+@pytest.mark.long
 def test_store_check_says_whether_a_bucket_will_do(
     address: str, s3_server: Server, reach: Callable[[int], None]
 ) -> None:

@@ -52,6 +52,7 @@ def produce_elsewhere(api: Parts, folder: Path) -> tuple[Claim, Path]:
     return claim, run_dir
 
 
+@pytest.mark.long
 def test_the_api_serves_the_results_of_a_worker_with_another_disk(
     api: Parts, tmp_path: Path
 ) -> None:
@@ -93,6 +94,7 @@ def make_checkpoint(folder: Path, step: int, loss: float) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_the_api_shows_the_checkpoints_of_disk_and_bucket(api: Parts, tmp_path: Path) -> None:
     claim = running(api)
     run = find_run(api, claim.id)
@@ -119,6 +121,7 @@ def test_the_api_shows_the_checkpoints_of_disk_and_bucket(api: Parts, tmp_path: 
     problem(api.http.get(f"/jobs/{claim.id}/checkpoints/6/metrics.jsonl"), 404)
 
 
+@pytest.mark.long
 def test_a_job_that_is_deleted_with_its_files_leaves_none_in_the_bucket(
     api: Parts, tmp_path: Path
 ) -> None:
@@ -131,6 +134,7 @@ def test_a_job_that_is_deleted_with_its_files_leaves_none_in_the_bucket(
     assert find_run(api, kept.id).read_files()
 
 
+@pytest.mark.long
 def test_the_rule_of_runs_removes_those_of_the_bucket(api: Parts, tmp_path: Path) -> None:
     claim, _ = produce_elsewhere(api, tmp_path / "worker")
     api.jobs.finish(claim, "succeeded")
@@ -140,6 +144,7 @@ def test_the_rule_of_runs_removes_those_of_the_bucket(api: Parts, tmp_path: Path
     assert list(find_run(api, claim.id).bucket.walk(claim.id)) == []
 
 
+@pytest.mark.long
 def test_a_student_in_the_bucket_is_named_by_its_job(
     api: Parts, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def check(job: dict[str, Any], home: Path, *arguments: str) -> Any:
     return CliRunner().invoke(app, ["check", str(file), "--home", str(home), *arguments])
 
 
+@pytest.mark.long
 def test_a_sound_job_passes_and_leaves_nothing(job: dict[str, Any], home: Path) -> None:
     done = check(job, home, "--json")
     assert done.exit_code == 0, done.output
@@ -61,6 +62,7 @@ def test_a_sound_job_passes_and_leaves_nothing(job: dict[str, Any], home: Path) 
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -98,6 +100,7 @@ def test_a_far_too_low_learning_rate_is_reported(job: dict[str, Any], home: Path
     )
 
 
+@pytest.mark.long
 def test_a_sealed_cache_needs_no_teacher(
     job: dict[str, Any], home: Path, tiny_teacher: Path
 ) -> None:

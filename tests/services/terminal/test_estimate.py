@@ -70,6 +70,7 @@ def test_kd_estimate_runs_the_teacher_and_the_student(job_file: Path, tmp_path: 
     assert "On l4 with" in shown and "scaled from the rehearsal here" in shown
 
 
+@pytest.mark.long
 def test_kd_estimate_fast_takes_the_table(job_file: Path, tmp_path: Path) -> None:
     arguments = ("estimate", job_file, "--fast", "--home", tmp_path / "home", "--json")
     printed = kd(*arguments).stdout
@@ -89,6 +90,7 @@ def test_kd_estimate_fast_takes_the_table(job_file: Path, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.long
 def test_an_unknown_kind_of_device_and_a_price_without_a_trial_are_refused(job_file: Path) -> None:
     done = kd("estimate", job_file, "--device", "h1000")
     assert done.returncode == 2
@@ -97,6 +99,7 @@ def test_an_unknown_kind_of_device_and_a_price_without_a_trial_are_refused(job_f
     assert done.returncode == 2 and "--fast" in done.stderr
 
 
+@pytest.mark.long
 def test_a_cache_that_the_disk_cannot_hold_is_refused(tiny_teacher: Path, tmp_path: Path) -> None:
     """The text is a sparse file of 4 TiB."""
     text = tmp_path / "text.txt"
@@ -112,12 +115,14 @@ def test_a_cache_that_the_disk_cannot_hold_is_refused(tiny_teacher: Path, tmp_pa
     assert "cannot hold the cache" in done.stderr and "remedy: Free space" in done.stderr
 
 
+@pytest.mark.long
 def test_an_invalid_job_is_refused(job_file: Path, tmp_path: Path) -> None:
     done = kd("estimate", job_file, "--fast", "--home", tmp_path, "--set", "data.train=nowhere.txt")
     assert done.returncode == 2
     assert "no file matches" in done.stderr
 
 
+@pytest.mark.long
 def test_a_dry_run_answers_and_queues_nothing(
     new_parts: Callable[..., Parts], tiny_teacher: Path, tiny_text: Path
 ) -> None:

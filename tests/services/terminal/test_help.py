@@ -113,6 +113,7 @@ def test_every_command_has_json() -> None:
         assert any("--json" in option.opts for option in command.params), path
 
 
+@pytest.mark.long
 def test_commands_that_write_a_file_tell_where_as_json(tmp_path: Path) -> None:
     options = ["--teacher=a", "--student=b", "--train=c"]
     made = kd("init", "job.yaml", *options, "--json", folder=tmp_path)
@@ -121,6 +122,7 @@ def test_commands_that_write_a_file_tell_where_as_json(tmp_path: Path) -> None:
     assert (tmp_path / told["job"]).is_file()
 
 
+@pytest.mark.long
 def test_explain_as_json() -> None:
     codes = json.loads(kd("explain", "--json").stdout)
     entry = json.loads(kd("explain", codes[0].replace("_", "-"), "--json").stdout)
@@ -128,6 +130,7 @@ def test_explain_as_json() -> None:
     assert entry["entry"].startswith(f"### `{codes[0]}`")
 
 
+@pytest.mark.long
 def test_quiet_drops_hints_and_keeps_results_and_errors(tmp_path: Path) -> None:
     options = ["--teacher=a", "--student=b", "--train=c"]
     done = kd("init", "job.yaml", *options, "-q", folder=tmp_path)

@@ -50,6 +50,7 @@ def command(parts: Parts, *arguments: object, answer: str = "") -> subprocess.Co
 # ---------------------------------------------------------------------- adopt
 
 
+@pytest.mark.long
 def test_an_ended_run_is_adopted_with_its_artifacts(parts: Parts) -> None:
     folder = make_run(parts, "distill", "cache.json", "report.json", labels={"team": "nlp"})
     (folder / "student").mkdir()
@@ -76,6 +77,7 @@ def test_an_ended_run_is_adopted_with_its_artifacts(parts: Parts) -> None:
     assert parts.jobs.change("delete", folder.name).outcome == "done"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "files, stage", [((), "precompute"), (("cache.json",), "train")], ids=["capture", "training"]
 )
@@ -97,6 +99,7 @@ def test_a_run_that_had_not_ended_is_adopted_as_failed_and_a_retry_continues_it(
     assert parts.jobs.finish(claim, "succeeded") == "succeeded"
 
 
+@pytest.mark.long
 def test_what_is_no_run_is_refused_and_nothing_is_adopted(parts: Parts, tmp_path: Path) -> None:
     good = make_run(parts)
     empty = parts.settings.run_dir(make_job_id())
@@ -193,6 +196,7 @@ def test_gc_lists_what_the_named_rules_remove_and_what_stays(parts: Parts, tmp_p
     assert freed["caches"] > item["bytes"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [("gc", "--yes"), ("jobs", "adopt", "{run}")])
 def test_without_the_job_store_nothing_is_done(parts: Parts, arguments: tuple[str, ...]) -> None:
     old = make_run(parts)

@@ -104,6 +104,7 @@ def told(process: subprocess.Popen[str]) -> Any:
     return json.loads(process.stdout.readline())
 
 
+@pytest.mark.long
 def test_each_worker_takes_a_gpu_of_its_own(run: Run) -> None:
     assert told(run()) == ["cuda", [A], {"CUDA_VISIBLE_DEVICES": A}]
     second = run()
@@ -137,6 +138,7 @@ def test_the_operator_says_which(
     assert (kind, found) == ("cuda" if expected else "cpu", expected)
 
 
+@pytest.mark.long
 def test_a_worker_of_two_gpus_waits_for_both(run: Run) -> None:
     first = run()
     assert told(first)[1] == [A]
@@ -164,12 +166,14 @@ def test_the_cpu_may_be_several_devices_but_not_beside_a_gpu(run: Run, tmp_path:
     )
 
 
+@pytest.mark.long
 def test_a_driver_in_trouble_is_no_reason_to_compute_on_the_cpu(run: Run) -> None:
     word, detail, _ = told(run(NVML_GPUS="/nowhere"))
     assert (word, detail) == ("device_lost", "The NVIDIA driver does not answer: Unknown Error.")
     assert told(run(NVML_GPUS="/nowhere", KD_DEVICES="cpu"))[0] == "cpu"
 
 
+@pytest.mark.long
 def test_the_parts_of_a_divided_gpu_are_devices(run: Run, driver: dict[str, str]) -> None:
     Path(driver["NVML_GPUS"]).write_text(f"MIG MIG-1:10,MIG-2:20\n{C} 30\n")
     assert [told(run())[1] for _ in range(3)] == [["MIG-1"], ["MIG-2"], [C]]
@@ -216,6 +220,7 @@ def start_worker(parts: Parts, environment: dict[str, str]) -> subprocess.Popen[
     return process
 
 
+@pytest.mark.long
 def test_a_worker_says_what_it_computes_on_and_its_child_sees_it(
     new_parts: Callable[..., Parts], driver: dict[str, str]
 ) -> None:
@@ -266,6 +271,7 @@ def test_doctor_names_the_driver_and_a_gpu_that_torch_does_not_see(driver: dict[
     assert "but torch sees none" in gpu["detail"]
 
 
+@pytest.mark.long
 def test_a_job_waits_for_a_worker_that_fits(
     new_parts: Callable[..., Parts], driver: dict[str, str]
 ) -> None:

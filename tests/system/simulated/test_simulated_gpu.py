@@ -44,6 +44,7 @@ def run_on_the_device(file: str, marks: str = "not long", capability: str = "8.0
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.long
 def test_the_rules_of_a_gpu() -> None:
     run_on_the_device("rules.py")
 
@@ -52,10 +53,12 @@ def test_what_the_hot_path_waits_for() -> None:
     run_on_the_device("waits.py")
 
 
+@pytest.mark.long
 def test_activations_that_wait_on_the_host() -> None:
     run_on_the_device("offload.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", ["7.5", "8.0"])
 def test_packed_rows_of_some_architectures(capability: str) -> None:
     run_on_the_device("architectures.py", capability=capability)

@@ -46,6 +46,7 @@ def load_program() -> ModuleType:
 release = load_program()
 
 
+@pytest.mark.long
 def test_readme_changelog_images_and_api_name_the_version() -> None:
     assert release.find_versions() == {place: {read_version()} for place in PLACES}
     app = create_app(Settings(redis_url="redis://127.0.0.1:9"))
@@ -188,6 +189,7 @@ def test_a_place_that_disagrees_is_named_and_nothing_is_built(
     assert not (folder / "dist").exists()
 
 
+@pytest.mark.long
 def test_a_dirty_tree_is_refused(original: Path, tmp_path: Path) -> None:
     folder = tmp_path / "potstill"
     shutil.copytree(original, folder)

@@ -103,6 +103,7 @@ def test_a_trial_foretells_the_capture(
     assert estimate.device == "cpu, 1 threads"
 
 
+@pytest.mark.long
 def test_a_trial_stops_when_it_has_enough(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +315,7 @@ def test_as_many_are_held_out_as_will_be(
     assert estimate.validation_sequences == len(corpus.validation)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["topk", "dense", "hidden"])
 def test_arithmetic_is_what_a_capture_takes_before_compression(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, name: str
@@ -470,6 +472,7 @@ def test_a_capture_is_refused_before_its_teacher_is_loaded(
     assert "loading the teacher" not in [event.data.get("phase") for event in events]
 
 
+@pytest.mark.long
 def test_what_is_sealed_already_is_not_needed_again(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

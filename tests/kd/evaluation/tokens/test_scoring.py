@@ -66,6 +66,7 @@ def read_model(folder: Path) -> EvaluatedModel:
     return EvaluatedModel.of(model, VOCABULARY, DataConfig(train="x", sequence_length=32))
 
 
+@pytest.mark.long
 def test_the_columns_agree_with_float64(run: Path) -> None:
     found = read_json(run / FILE)
     assert (found["format"], found["held_out"], found["without_teacher"]) == (1, True, None)
@@ -111,6 +112,7 @@ def test_each_id_of_the_file_has_a_text(run: Path) -> None:
     assert (run / FILE).stat().st_size < 500 * 6 * 32
 
 
+@pytest.mark.long
 def test_the_report_is_the_same_without_the_file(
     job: dict[str, Any], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def killed(hub: FakeHub, *arguments: object, **environment: str) -> None:
     hub.stall_after_puts = None
 
 
+@pytest.mark.long
 def test_a_student_goes_to_the_hub_and_comes_back_to_the_byte(
     hub: FakeHub, online: dict[str, str], student: Path, tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_student_goes_to_the_hub_and_comes_back_to_the_byte(
     assert torch.equal(*logits)
 
 
+@pytest.mark.long
 def test_a_new_repository_is_private_unless_asked_otherwise(
     hub: FakeHub, online: dict[str, str], student: Path
 ) -> None:
@@ -132,6 +134,7 @@ def test_a_new_repository_is_private_unless_asked_otherwise(
     assert hub.commits == made
 
 
+@pytest.mark.long
 def test_a_push_can_be_listed_and_can_go_to_a_folder(student: Path, tmp_path: Path) -> None:
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": ""}
     target = tmp_path / "shared" / "small"
@@ -154,6 +157,7 @@ def test_hidden_files_are_no_weights_of_a_student(student: Path) -> None:
         push_to_folder(student, None)
 
 
+@pytest.mark.long
 def test_a_student_that_replaces_another_leaves_no_weights_and_no_template_of_it(
     hub: FakeHub, online: dict[str, str], student: Path
 ) -> None:
@@ -169,6 +173,7 @@ def test_a_student_that_replaces_another_leaves_no_weights_and_no_template_of_it
     assert "config.json" not in hub.files("model", "ann/small")
 
 
+@pytest.mark.long
 def test_a_cache_goes_to_the_hub_with_its_card_and_comes_back_sound(
     hub: FakeHub, online: dict[str, str], sealed: Path, tmp_path: Path
 ) -> None:
@@ -261,6 +266,7 @@ def test_a_push_that_was_killed_sends_only_what_is_missing(
     assert content(folder).items() <= there.items()
 
 
+@pytest.mark.long
 def test_a_cache_or_a_student_whose_push_was_cut_off_is_not_taken_for_whole(
     hub: FakeHub, online: dict[str, str], sealed: Path, student: Path, tmp_path: Path
 ) -> None:
@@ -332,6 +338,7 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(
     assert hub.commits == made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("refusal", "words"),
     [

@@ -157,6 +157,7 @@ def capture(teacher: Path, rows: Path, home: Path, batch_size: int, packing: boo
     return open_cache(home / "caches" / summary["fingerprint"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @torch.no_grad()
 def test_records_depend_on_their_document_alone(

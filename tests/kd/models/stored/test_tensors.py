@@ -278,6 +278,7 @@ def count(model: PreTrainedModel) -> int:
     return sum(each.numel() for each in model.parameters())
 
 
+@pytest.mark.long
 def test_a_head_of_its_own_stays_one_where_the_configuration_ties_it(
     rewrite: Any, tokenizer: Any, tmp_path: Path
 ) -> None:

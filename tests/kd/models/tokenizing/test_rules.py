@@ -101,6 +101,7 @@ def know_written(tokenizer: Any, text: str, with_rules: bool) -> KnownTokenizer:
     return replace(known, tokenizer=None, token_map=token_map, written=lambda: written)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OTHER_RULES)
 def test_other_rules_are_refused_by_the_first_word_that_differs(
     tokenizer: Any, tmp_path: Path, name: str
@@ -151,6 +152,7 @@ def choose_decoder(kind: str) -> decoders.Decoder:
     return decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
 
 
+@pytest.mark.long
 @for_each(KINDS)
 def test_every_kind_of_tokenizer_encodes_what_it_has_written_alike(kind: str) -> None:
     tokenizer = train_kind(kind)

@@ -332,6 +332,7 @@ def test_the_reading_of_a_chat_of_several_texts_goes_on_within_it(fresh):
         assert [len(each) for each in again[:-1]] == ([] if rest is None else [rest])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sign", ["", "-"])
 def test_a_template_that_loops_is_ended(fresh, monkeypatch, sign):
     monkeypatch.setattr(rendering, "MOST_SECONDS", 0.5)

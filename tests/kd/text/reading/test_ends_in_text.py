@@ -133,6 +133,7 @@ def test_what_the_tokenizer_puts_around_a_text_stands_there_once(
     assert sum(special) == count
 
 
+@pytest.mark.long
 def test_each_place_of_a_text_is_counted_once(tmp_path, stories, tokenizer, monkeypatch):
     """Also where its reading is interrupted after each shard."""
     from kd.errors import Interrupted

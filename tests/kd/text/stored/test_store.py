@@ -205,6 +205,7 @@ def test_text_that_is_sealed_is_not_tokenized_again(
     assert sum(map(len, second.pieces)) < (1 - share + 0.15) * total
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_parts_are_read_by_number_across_shards(stored, data):
@@ -301,6 +302,7 @@ def test_a_store_is_read_by_the_page_of_its_format(stored):
     assert store.folder.name == digest[:32]
 
 
+@pytest.mark.long
 def test_the_text_of_the_example_keeps_its_digest(tokenizer, tmp_path, monkeypatch):
     """It is part of the fingerprint of the demo's cache, which others may have captured before."""
     monkeypatch.chdir(ROOT)

@@ -58,6 +58,7 @@ def read_bytes(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in list_file_sizes(folder)}
 
 
+@pytest.mark.long
 def test_workers_share_a_capture_and_the_bytes_are_those_of_one(
     parts: Parts, new_parts: MakeParts
 ) -> None:
@@ -120,6 +121,7 @@ def require_right(parts: Parts, job_id: str, name: str) -> None:
     assert parts.jobs.redis.hgetall("kd:devices:local") == {}
 
 
+@pytest.mark.long
 def test_the_view_shows_workers_and_the_progress_of_all(parts: Parts) -> None:
     job_id = begin(parts, "light-2-30-200", 2)
     wait_until(lambda: any(each.helping for each in parts.jobs.list_workers()))
@@ -188,6 +190,7 @@ def test_workers_come_in_mid_job(parts: Parts) -> None:
     assert len(read_ledgers(parts, job_id)) == 3
 
 
+@pytest.mark.long
 def test_pause_stops_all_and_resume_goes_on(parts: Parts) -> None:
     name = "light-5-30-150"
     job_id = begin(parts, name, 2)
