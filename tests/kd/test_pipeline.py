@@ -23,7 +23,6 @@ from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted, ModelError, TokenizerMismatch, TrainingError
 from kd.files import read_json, write_json
 from kd.forecast.rehearsal import estimate_job
-from kd.memory.host import choose_chunk_memory
 from kd.models.loading import load_model
 from kd.pipeline import run_stage, run_stages, settle_run
 from kd.progress import Event, Monitor, StageResult
@@ -420,18 +419,6 @@ def merged(job: Job, changes: Job) -> Job:
         for key, value in changes.items()
     }
     return job | inner
-
-
-@pytest.mark.parametrize(
-    ("given", "host", "expected"),
-    [(None, 2**40, 2**29), (None, 2**31, 2**28), ("2GiB", 2**31, 2**31), (0, 2**40, 0)],
-)
-def test_the_reader_s_memory_is_the_job_s_else_a_share_of_the_host_s(
-    job, monkeypatch, given, host, expected
-):
-    monkeypatch.setattr("kd.memory.host.read_memory_bytes", lambda: host)
-    train = job["train"] | {"dataloader_memory": given}
-    assert choose_chunk_memory(parse_config(job | {"train": train}).train) == expected
 
 
 def test_another_job_with_the_same_teacher_and_text_uses_the_cache(done, job, home):
