@@ -65,10 +65,10 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack(BEFORE, tmp_path_factory.mktemp("before"))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The outcome of the job in the present version alone."""
-    checkout = make_checkout(tmp_path_factory.mktemp("undisturbed") / "checkout")
+def run_alone(folder: Path, packages: Path) -> dict[str, str]:
+    """The outcome of the job in one version alone."""
+    checkout = make_checkout(folder / "checkout")
+    checkout.environment["PYTHONPATH"] = str(packages)
     checkout.require(f"kd run {JOB} {SET}")
     return hash_outcome(checkout)
 
@@ -112,7 +112,7 @@ def read_manifests(checkout: Checkout) -> dict[str, bytes]:
 
 
 def test_a_job_that_the_version_before_has_begun_is_finished_to_the_bit(
-    before: Path, undisturbed: dict[str, str], checkout: Checkout
+    before: Path, checkout: Checkout, tmp_path: Path
 ) -> None:
     with serving(checkout, before):
         job_id = checkout.require(f"kd submit {JOB} {SET} --detach").strip()
@@ -128,12 +128,13 @@ def test_a_job_that_the_version_before_has_begun_is_finished_to_the_bit(
     with serving(checkout, ROOT):
         job = wait_until(lambda: (found := read_job(checkout, job_id))["finished_at"] and found)
     assert (job["status"], job["attempt"]) == ("succeeded", 1), job["error"]
-    assert hash_outcome(checkout) == undisturbed
+    # As the version before would have finished it: it had drawn the first weights of the student.
+    assert hash_outcome(checkout) == run_alone(tmp_path / "alone", before)
     assert read_manifests(checkout) == sealed, "the cache of the version before was read as it is"
 
 
 def test_a_capture_that_the_version_before_has_begun_is_finished_to_the_bit(
-    before: Path, undisturbed: dict[str, str], checkout: Checkout
+    before: Path, checkout: Checkout, tmp_path: Path
 ) -> None:
     checkout.environment["PYTHONPATH"] = str(before)
     process = subprocess.Popen(
@@ -150,7 +151,7 @@ def test_a_capture_that_the_version_before_has_begun_is_finished_to_the_bit(
     assert read_manifests(checkout) == {}, "the capture had ended before the signal came"
     checkout.environment["PYTHONPATH"] = str(ROOT)
     checkout.require(f"kd run {JOB} {SET}")
-    assert hash_outcome(checkout) == undisturbed
+    assert hash_outcome(checkout) == run_alone(tmp_path / "alone", ROOT)
 
 
 #: A job without a teacher: caches of the early version have another format.
