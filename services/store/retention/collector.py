@@ -93,6 +93,11 @@ class Item:
         return RULES[self.rule].kind
 
     @property
+    def key(self) -> tuple[str, Path]:
+        """What names the thing: the same in each listing, and for each rule that finds it."""
+        return self.kind, self.path
+
+    @property
     def view(self) -> StoredItem:
         """The thing as the API shows it."""
         return StoredItem.model_validate(self, from_attributes=True)
@@ -190,11 +195,13 @@ def _find_ended(scene: Scene) -> Iterator[Item]:
 
     Only a job that has succeeded cannot be retried, and needs no checkpoint beside its student.
     """
-    jobs, ages, keep = scene.in_use.ended_jobs, scene.limits.ages, scene.limits.keep
+    jobs = scene.in_use.ended_jobs
+    ages = scene.limits.ages
     old = [job.id for job in jobs if scene.is_old("events", job.ended)]
     histories = scene.store.measure_histories(old)
     for job in jobs:
-        folder, reason = scene.settings.run_dir(job.id), f"{job.status} {{age}} ago"
+        folder = scene.settings.run_dir(job.id)
+        reason = f"{job.status} {{age}} ago"
         yield Item("runs", job.id, folder, job.ended, reason)
         if scene.is_old("runs", job.ended) and scene.find_holder(job.id) is None:
             continue
@@ -206,7 +213,8 @@ def _find_ended(scene: Scene) -> Iterator[Item]:
         beside = "beside" in ages and not may_go_on and (folder / "student").is_dir()
         if beside or "checkpoints" in ages:
             rule = "beside" if beside else "checkpoints"
-            for path, why in list_spare_checkpoints(folder, 0 if beside else keep, may_go_on):
+            keep = 0 if beside else scene.limits.keep
+            for path, why in list_spare_checkpoints(folder, keep, may_go_on):
                 yield Item(rule, job.id, path, job.ended, why)
 
 
@@ -272,8 +280,10 @@ def _find_leftovers(scene: Scene) -> Iterator[Item]:
     from cache.operations import find_garbage
 
     for one in find_garbage(scene.settings.caches, scene.limits.ages["leftovers"]):
-        name, since = one.folder.name, scene.find_last_change(one.path)
-        yield Item("leftovers", name, one.path, since, one.why, one.bytes, due=True, garbage=one)
+        item = Item(
+            "leftovers", one.folder.name, one.path, scene.find_last_change(one.path), one.why
+        )
+        yield replace(item, bytes=one.bytes, due=True, garbage=one)
 
 
 def _remove_leftover(scene: Scene, item: Item) -> None:
@@ -360,7 +370,8 @@ class AgeLimits:
         ``leftovers_days`` is the age of leftovers if the settings name none; 0 = never.
         """
         set_to = {name: getattr(settings, f"retain_{rule.setting}") for name, rule in RULES.items()}
-        keep, always = set_to.pop("checkpoints"), set_to.pop("beside")
+        keep = set_to.pop("checkpoints")
+        always = set_to.pop("beside")
         set_to["leftovers"] = set_to["strays"] = set_to["leftovers"] or leftovers_days
         ages = {name: days * DAY_SECONDS for name, days in set_to.items() if days}
         of_checkpoints = {"checkpoints": keep > 0, "beside": not always}
@@ -394,8 +405,7 @@ def find_items(scene: Scene) -> list[Item]:
     finders = dict.fromkeys(rule.find for name, rule in RULES.items() if name in scene.limits.ages)
     found: dict[tuple[str, Path], Item] = {}  # each thing once, although two rules may find it
     for item in (item for find in finders for item in find(scene)):
-        key = item.kind, item.path
-        if key in found or not (item.due or scene.is_old(item.rule, item.since)):
+        if item.key in found or not (item.due or scene.is_old(item.rule, item.since)):
             continue
         # An ended job may be retried, and cannot make again what users gave.
         holder = scene.find_holder(item.name, ended=item.kind in ("files", "imports"))
@@ -403,7 +413,7 @@ def find_items(scene: Scene) -> list[Item]:
             # A student needs its cache, and not what was left in it or beside it.
             holder = None if scene.force else scene.in_use.open.get(item.name)
         age = scene.now - item.since
-        found[key] = replace(
+        found[item.key] = replace(
             item,
             age_seconds=round(age, 1),
             reason=item.reason.replace("{age}", f"{age / DAY_SECONDS:.3g} days"),
@@ -421,7 +431,8 @@ def remove_items(
     ``audit`` gets each removal as ``AuditLog.write`` does, without the actor. What the disk does
     not let go stays.
     """
-    gone, kept = [], []
+    gone: list[Item] = []
+    kept: list[Item] = []
     for item in items:
         try:
             if item.kept_by is not None:

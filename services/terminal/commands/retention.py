@@ -110,8 +110,8 @@ def gc(
         if free and (yes or not mode.as_json):
             # Looked at again: a job may have begun, or a student been saved, meanwhile.
             scene = look(settings, store, limits, force)
-            shown = {(item.kind, item.path) for item in free}
-            still = [item for item in find_items(scene) if (item.kind, item.path) in shown]
+            shown = {item.key for item in free}
+            still = [item for item in find_items(scene) if item.key in shown]
             gone, needed = remove_items(still, scene, partial(audit_command, settings))
     parts = {"items": gone, "kept": kept + needed}
     listed = {
