@@ -40,8 +40,8 @@ class SampledStats:
     """Histograms of a sample of the records of a cache; all numbers are at T = 1.
 
     ``records`` of ``positions`` were read, in ``sequences_read`` of ``sequences`` sequences;
-    ``whole`` means all of them, so that the numbers are exact. ``entry_counts`` are the mean,
-    percentiles and maximum of what the histogram ``entries`` shows; None without a record.
+    ``entry_counts`` are the mean, percentiles and maximum of what the histogram ``entries`` shows;
+    None without a record.
     """
 
     fingerprint: str
@@ -55,7 +55,11 @@ class SampledStats:
     kept_mass: Histogram
     entries: Histogram
     entry_counts: EntryCounts | None
-    whole: bool
+
+    @property
+    def whole(self) -> bool:
+        """True if every record was read, so that the numbers are exact."""
+        return self.sequences_read == self.sequences
 
 
 def sample_cache(opened: Cache, seed: int = 0, limit: int = SAMPLED_RECORDS) -> SampledStats:
@@ -82,7 +86,6 @@ def sample_cache(opened: Cache, seed: int = 0, limit: int = SAMPLED_RECORDS) -> 
         kept_mass=make_mass_histogram(sums["mass"], float(sums["mass_sum"])),
         entries=_make_entry_histogram(sums["entries"]),
         entry_counts=summarise_entries(sums["entries"]),
-        whole=sum(map(len, runs)) == len(opened),
     )
 
 

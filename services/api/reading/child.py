@@ -87,7 +87,8 @@ class CacheReader:
         return asdict(read_page(opened.store, opened.texts, *numbers))
 
     def _sample(self, folder: Path, seed: int) -> Json:
-        return asdict(sample_cache(self._open(folder).store, seed))
+        found = sample_cache(self._open(folder).store, seed)
+        return {**asdict(found), "whole": found.whole}
 
     def _open(self, folder: Path) -> _OpenCache:
         """Open a cache, unless it is open already and has the same manifest since then."""
