@@ -47,13 +47,13 @@ from cache.rounding import (
     round_known,
     round_stochastically,
 )
+from kd.capture.block_sizes import BLOCK
 from kd.models.loading import hide_progress_bars
 
 CHUNK = 64
 #: Rounds of k-means, which converges slowly after them.
 _ROUNDS = 12
 _DECADES = 8
-_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -303,8 +303,8 @@ def add_gold_variance(chunk: Chunk, variance_NV: Tensor) -> None:
 def draw_systematically(chunk: Chunk, count_N: Tensor, rng: np.random.Generator) -> Drawn:
     """Draw tails as ``kd.capture.sampling`` does, from blocks in random order."""
     vocabulary = chunk.tail_NV.shape[1]
-    blocks = rng.permutation(-(-vocabulary // _BLOCK))
-    order_V = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
+    blocks = rng.permutation(-(-vocabulary // BLOCK))
+    order_V = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
     order_V = torch.from_numpy(order_V[order_V < vocabulary])
     running_NV = chunk.tail_NV[:, order_V].cumsum(1)
     slot_m = torch.arange(max(int(count_N.max()), 1))
