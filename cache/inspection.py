@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
-from cache.manifest import Document, Manifest, flatten
+from cache.json_object import Json
+from cache.manifest import Manifest, flatten
 from cache.perplexity import BlockLosses, Interval
 from cache.profiles.profile import ReadColumn
 from cache.reading.arrays import ArrayFolder
@@ -64,7 +65,7 @@ class Comparison:
         """True if no difference was found."""
         return not self.fields and (self.records is None or self.records.same in (None, 1.0))
 
-    def to_json(self) -> Document:
+    def to_json(self) -> Json:
         """Return the comparison as plain JSON values."""
         fields = [{"field": name, "a": left, "b": right} for name, left, right in self.fields]
         records = self.records and asdict(self.records)
@@ -91,7 +92,7 @@ def compare_caches(left: Cache, right: Cache) -> Comparison:
     return Comparison(fields, _compare_records(left, right) if wanted == left.identity else None)
 
 
-def _describe(manifest: Manifest) -> Document:
+def _describe(manifest: Manifest) -> Json:
     """Return every field of a manifest that ``compare_caches`` compares, by its dotted name."""
     provenance = asdict(manifest.provenance)
     provenance["probes"] = {

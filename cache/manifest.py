@@ -30,6 +30,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from cache.codec import Codec
 from cache.errors import CacheCorrupt, CacheMismatch
+from cache.json_object import Json
 from cache.profiles.table import PROFILES
 from cache.shards.entries import PieceIndex, ShardEntry, ShardTotals
 
@@ -56,8 +57,6 @@ COSINES_VERSION = 3
 #: Added to the codec version of a teacher in half precision, because its logits are now sums in
 #: float32. A cache without it holds logits that were rounded to the teacher's dtype.
 WIDE_LOGITS = 2
-#: A JSON object: the content of a signed file, or a record on its way into JSON.
-Document = dict[str, Any]
 _HALF_DTYPES = ("bfloat16", "float16")
 #: The fields of a teacher's identity that are left out where they are empty.
 _LEFT_OUT = ("quantization", "parallel")
@@ -207,7 +206,7 @@ class CacheIdentity:
         """Build the codec that writes and reads the records of this cache."""
         return self.codec.record_codec(self.tokenizer.vocabulary_size)
 
-    def to_json(self) -> Document:
+    def to_json(self) -> Json:
         """Return the identity as plain JSON values; ``from_json`` is the inverse."""
         document = asdict(self)
         # Left out where they are empty: caches of plain weights on one device keep the fingerprint
@@ -325,7 +324,7 @@ class FidelityOverride:
     problems: tuple[str, ...]
     field: str
 
-    def to_json(self) -> Document:
+    def to_json(self) -> Json:
         """Return the verdict as plain JSON values."""
         return {**asdict(self), "problems": list(self.problems)}
 
@@ -458,13 +457,13 @@ def encode_canonical_json(document: object) -> bytes:
     return text.encode("ascii")
 
 
-def sign_json(document: Document) -> bytes:
+def sign_json(document: Json) -> bytes:
     """Encode ``document`` as canonical JSON, with its own sha256 under the key ``digest``."""
     digest = hashlib.sha256(encode_canonical_json(document)).hexdigest()
     return encode_canonical_json({**document, "digest": digest})
 
 
-def verify_json(data: bytes, where: str) -> Document:
+def verify_json(data: bytes, where: str) -> Json:
     """Return the document in ``data`` without its digest.
 
     Raises ``CacheCorrupt`` unless every byte is as it was signed.
@@ -480,7 +479,7 @@ def verify_json(data: bytes, where: str) -> Document:
     return document
 
 
-def _parse_json_object(data: bytes, where: str) -> Document:
+def _parse_json_object(data: bytes, where: str) -> Json:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -549,9 +548,9 @@ def _parse_dataclass(kind: Any, value: Any, where: str) -> Any:
         raise CacheCorrupt(f"{where}: {error}", _REMEDY) from error
 
 
-def flatten(document: Document, prefix: str = "") -> Document:
+def flatten(document: Json, prefix: str = "") -> Json:
     """Flatten nested objects to one level with dotted names."""
-    flat: Document = {}
+    flat: Json = {}
     for name, value in document.items():
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{name}.")

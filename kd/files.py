@@ -26,8 +26,6 @@ from cache.errors import StorageError
 from cache.remote.address import bind_caches
 from kd.errors import ModelError, TrainingError
 
-#: A JSON object, as a file or another process has it.
-Json = dict[str, Any]
 #: File in a run folder that the writing process locks.
 LOCK = ".lock"
 #: The folder of a run that holds the files of workers which helped with its capture.

@@ -47,8 +47,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from cache.json_object import Json
 from kd.errors import Interrupted
-from kd.files import Json, read_json, write_json
+from kd.files import read_json, write_json
 
 #: Least seconds between two ``alive`` events.
 ALIVE_SECONDS = 5.0

@@ -20,7 +20,7 @@ from kd.parallel.parent_death import PARENT_VARIABLE, die_with_parent
 from kd.progress import Event, EventPipe, Monitor
 
 if TYPE_CHECKING:
-    from kd.files import Json
+    from cache.json_object import Json
     from kd.parallel.launch import RankOrder
 
 

@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 from cache.disk import hash_file
 from cache.errors import CacheCorrupt, StoreError
+from cache.json_object import Json
 from cache.manifest import verify_json
 from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket, StoredObject, Tagged, open_bucket
 from kd.buckets.counting import Report
 from kd.buckets.downloads import Listing, download
-from kd.files import Json
 
 #: The address of the files of the run that this process works on; a worker sets it.
 RUN_STORE_VARIABLE = "KD_RUN_STORE"

@@ -19,6 +19,7 @@ import numpy as np
 
 from cache.checking.verify import find_missing
 from cache.errors import CacheError
+from cache.json_object import Json
 from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
 from cache.reading.usage import hold_for
 from cache.records import Sequences
@@ -43,7 +44,6 @@ from kd.capture.shards import (
 from kd.capture.teacher import Teacher, open_reader
 from kd.capture.usefulness import HeldOutWatch
 from kd.errors import OtherCapture
-from kd.files import Json
 from kd.models.folder import ModelFolder
 from kd.models.layers import stopping_forward
 from kd.models.precision import float32_products

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cache.json_object import Json
 from kd.errors import TrainingError
-from kd.files import Json
 from kd.progress import replace_nonfinite
 
 #: Names that a message lists; the facts have all of them.

@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cache.json_object import Json
 from kd.checks.dead_units import check_dead_units, find_dead_layers
 from kd.checks.verdict import Verdict, format_names
 from kd.config.checks import ChecksConfig
 from kd.config.train import TrainConfig
-from kd.files import Json
 from kd.text.steps.reading import count_loader_threads
 
 #: Decay of the moving average: it forgets a loss in about ten steps.

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cache.errors import PotstillError
+from cache.json_object import Json
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.config.teacher import TeacherConfig
@@ -32,7 +33,6 @@ from kd.evaluation.teacher_comparison import (
     summarise_sums,
 )
 from kd.evaluation.tokens.scoring import FILE, write_tokens
-from kd.files import Json
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
 from kd.models.teacher_files import TeacherFiles

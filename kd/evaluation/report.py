@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cache.inspection import sum_gold_losses
+from cache.json_object import Json
 from cache.manifest import FidelityOverride
 from cache.perplexity import BlockLosses
 from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
@@ -23,7 +24,7 @@ from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT, EvaluationContext,
 from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
 from kd.evaluation.teacher_comparison import TEACHER, compare_with_records
 from kd.evaluation.words import explain_words
-from kd.files import Json, read_json, write_json, write_text
+from kd.files import read_json, write_json, write_text
 from kd.models.precision import pick_device
 from kd.progress import NOTICES, keep_notices, replace_nonfinite
 from kd.text.batches import Source

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cache.json_object import Json
 from kd.addresses import ModelSource
 from kd.evaluation.teacher_comparison import CHUNK_ELEMENTS, EvaluatedModel
-from kd.files import Json, format_bytes
+from kd.files import format_bytes
 from kd.memory.model_work import count_weight_bytes
 from kd.memory.step_memory import measure_free_memory, read_peak_memory, reset_peak_memory
 from kd.models.folder import ModelFolder, find_source

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
+from cache.json_object import Json
 from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences, compute_offsets
 from cache.store import Cache
@@ -24,7 +25,7 @@ from kd.exchange import distillkit, parquet
 from kd.exchange.distillkit import FILL_LOGPROB, INDICES, LOGPROBS, Compression
 from kd.exchange.entries import EntryTable, choose_entry_count, read_entries
 from kd.exchange.restoring import PREFIX, FileDescription, cut_by_sequence, make_stored_schema
-from kd.files import Json, whole_folder
+from kd.files import whole_folder
 from kd.progress import SILENT, Monitor, ProgressMeter
 
 #: Sequences in one file.

@@ -21,6 +21,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from cache.codec import Codec
+from cache.json_object import Json
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
@@ -40,7 +41,6 @@ from kd.exchange.foreign_files import find_foreign_files, hash_content
 from kd.exchange.restoring import Origin, read_origins, restore_cache
 from kd.exchange.rows import Alignment, Row, check_row, resize_row
 from kd.exchange.sealing import seal_cache
-from kd.files import Json
 from kd.models.folder import resolve_model
 from kd.models.tokenizers import (
     IMPORTED,

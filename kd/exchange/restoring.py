@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from cache.codec import Codec
 from cache.errors import CacheError
+from cache.json_object import Json
 from cache.layout import Arrays
 from cache.manifest import Manifest
 from cache.records import AXES, MEAN_ARRAYS, Records, Sequences, compute_offsets
@@ -44,7 +45,6 @@ from kd.errors import DataError
 from kd.exchange.foreign_files import read_parquet_metadata, read_table_batches
 from kd.exchange.parquet import read_flat_column
 from kd.exchange.sealing import seal_cache
-from kd.files import Json
 from kd.models.tokenizing.token_map import TokenMap
 from kd.progress import Monitor
 

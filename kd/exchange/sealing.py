@@ -7,12 +7,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
+from cache.json_object import Json
 from cache.manifest import CacheIdentity
 from cache.records import Records, Sequences
 from cache.store import open_cache
 from cache.writing.writer import CacheWriter, open_writer
 from kd.capture.capturing import summarise_cache
-from kd.files import Json
 from kd.progress import Monitor, ProgressMeter
 
 Item = TypeVar("Item")

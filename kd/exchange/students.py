@@ -28,10 +28,11 @@ from cache.disk import (
     sync_path,
 )
 from cache.errors import StorageError
+from cache.json_object import Json
 from kd.config.jobfile import read_record
 from kd.errors import ModelError
 from kd.evaluation.model_card import write_provenance
-from kd.files import Json, locate_temporary, read_json, whole_folder
+from kd.files import locate_temporary, read_json, whole_folder
 from kd.models.folder import ADAPTER_CONFIG, ADAPTER_FOLDER, BASE_FOLDER
 from kd.models.saving import find_base, load_saved_student, save_model
 from kd.progress import Monitor

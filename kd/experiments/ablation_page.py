@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
+from cache.json_object import Json
 from kd.experiments.drawing import INK, QUIET, SERIES, draw_svg, style_line
 from kd.experiments.page import make_element, make_plots, make_table, render_page
 from kd.experiments.plan import AblationAxis, AblationPlan
-from kd.files import Json, format_bytes
+from kd.files import format_bytes
 
 _CURVES = {
     "loss": ("Training loss", "nats per token"),

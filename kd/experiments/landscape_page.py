@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cache.json_object import Json
 from kd.experiments.drawing import INK, QUIET, draw_svg, style_line
 from kd.experiments.page import make_element, make_plots, make_table, render_page
-from kd.files import Json
 from kd.progress import replace_nonfinite
 
 _SPLITS = {"train": "training text", "held_out": "held-out text"}

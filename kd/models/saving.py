@@ -18,9 +18,10 @@ from transformers import (
     TokenizersBackend,
 )
 
+from cache.json_object import Json
 from kd.config.student import StudentConfig
 from kd.config.train import TrainConfig
-from kd.files import Json, read_json, write_json
+from kd.files import read_json, write_json
 from kd.models.adapters import (
     has_adapters,
     load_adapters,

@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cache.disk import make_folder, remove_path, storage_errors
+from cache.json_object import Json
 from kd.errors import RankLost
-from kd.files import Json, read_json, write_json
+from kd.files import read_json, write_json
 from kd.parallel.agent import END_SIGNAL, FAILURES
 from kd.parallel.children import build_path, relay_events
 from kd.parallel.rank_failures import RankError, read_first_failure

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cache.errors import PotstillError
+from cache.json_object import Json
 from kd.errors import ConfigError, Problem
-from kd.files import Json, read_json, write_json
+from kd.files import read_json, write_json
 
 
 class RankError(Exception):

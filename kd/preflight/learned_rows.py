@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cache.errors import PotstillError
+from cache.json_object import Json
 from kd.buckets.inputs import is_stored_name
 from kd.config.data import DataConfig, DatasetSpec
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, Problem
-from kd.files import Json
 from kd.models.folder import ModelFolder, find_source
 from kd.preflight.named_paths import point_at_teacher
 from kd.preflight.validate import guard_access

@@ -11,11 +11,11 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from cache.errors import StorageError
+from cache.json_object import Json
 from cache.shards.names import FINGERPRINT
 from kd.buckets.inputs import is_stored_name
 from kd.buckets.runs import RUNS
 from kd.config.job import JobConfig
-from kd.files import Json
 from kd.preflight.named_paths import list_named_resources, resolve_links, resolve_named_paths
 
 

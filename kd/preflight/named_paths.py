@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cache.errors import StoreError
+from cache.json_object import Json
 from cache.remote.address import StoreAddress
 from kd.addresses import HUB_ID, ModelSource
 from kd.buckets.inputs import is_stored_name
 from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
 from kd.errors import Problem
-from kd.files import Json
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kd.files import Json
+from cache.json_object import Json
 from kd.progress import Event
 
 #: Seconds between two lines of progress where no bar is drawn.

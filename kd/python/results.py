@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cache.json_object import Json
 from kd.config.job import JobConfig
-from kd.files import Json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

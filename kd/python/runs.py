@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cache.disk import is_lock_free, locked, remove_path, set_aside, storage_errors, sum_file_sizes
+from cache.json_object import Json
 from kd.config.kinds import KINDS, TRAIN
 from kd.errors import ModelError
-from kd.files import LOCK, Json, read_json
+from kd.files import LOCK, read_json
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from cache.json_object import Json
 from cache.perplexity import FEW_TOKENS, raise_e
 from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
 from kd.errors import TrainingError
 from kd.evaluation.pages import format_verdict
 from kd.evaluation.teacher_effect import judge_pair
-from kd.files import Json, write_json, write_text
+from kd.files import write_json, write_text
 from kd.progress import replace_nonfinite
 from kd.search.space import Overrides, get_search, make_best_job
 from kd.search.study import SearchStudy

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from cache.disk import storage_errors
+from cache.json_object import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.config.placement import PLACEMENT_FIELDS
 from kd.config.search import Dimension, SearchConfig
 from kd.errors import TrainingError
-from kd.files import Json
 from kd.search.space import Overrides, get_search, list_ends
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from cache.json_object import Json
 from cache.reading.usage import hold_for
 from cache.store import Cache, open_cache
 from kd.addresses import ModelSource
@@ -17,7 +18,7 @@ from kd.capture.plan import plan_capture
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.errors import ConfigError
-from kd.files import Json, find_caches, read_json
+from kd.files import find_caches, read_json
 from kd.memory.host import choose_chunk_memory
 from kd.models.folder import find_source, resolve_model, resolve_source
 from kd.models.tokenizers import (

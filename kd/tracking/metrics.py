@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cache.json_object import Json
 from kd.checks.verdict import Verdict
-from kd.files import Json, write_text
+from kd.files import write_text
 from kd.progress import Monitor, replace_nonfinite
 
 

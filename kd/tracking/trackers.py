@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cache.json_object import Json
 from kd.config.job import JobConfig
 from kd.errors import TrainingError
-from kd.files import Json
 from kd.progress import Event, Monitor
 
 #: The types of events whose numbers the trackers get.

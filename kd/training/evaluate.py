@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cache.json_object import Json
 from cache.perplexity import BlockLosses, raise_e
 from kd.config.loss import LearnedTemperature, LossConfig, Ramp
-from kd.files import Json
 from kd.loss.chunk_size import choose_chunk_positions
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import split_into_chunks

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
+from cache.json_object import Json
 from cache.reading.usage import held
 from cache.remote.bucket import is_stored
 from kd.client.wire.accounts import TeamAccount
 from kd.client.wire.jobs import TERMINAL_STATUSES, Cost, Job, JobResources
 from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.client.wire.problems import QuotaProblem
-from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.kinds import list_stage_names
 from kd.errors import ConfigError, Problem

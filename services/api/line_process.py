@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from cache.errors import PotstillError
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from services.api.turns import NoTurn, Turns
 from services.process import logs
 from services.settings import Settings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
+from cache.json_object import Json
 from kd.client.wire.problems import ProblemDetails
-from kd.client.wire.view import Json
 from services.api.answers.problems import describe_problems
 
 #: Statuses that every path may answer with: 400 for an unknown Host.

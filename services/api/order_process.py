@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from services.api.answers.problems import ApiProblem
 from services.api.line_process import LineProcess, NoAnswer
 from services.settings import Settings

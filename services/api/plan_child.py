@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
+from cache.json_object import Json
 from kd.buckets.inputs import begin_downloads
 from kd.capture.estimate.job import estimate_by_table
-from kd.client.wire.view import Json
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError
 from kd.memory.model_memory import estimate_least_memory

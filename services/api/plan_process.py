@@ -10,7 +10,7 @@ from typing import Literal
 
 from redis.exceptions import RedisError
 
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
 from services.api.order_process import OrderProcess, ProcessTexts, make_failure_problem

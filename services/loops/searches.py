@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from celery import Celery
 from redis.exceptions import RedisError
 
+from cache.json_object import Json
 from kd.client.wire.jobs import Job
-from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import SEARCH, TRAIN

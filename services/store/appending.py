@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from cache.disk import wait_for_lock
-from kd.client.wire.view import Json
+from cache.json_object import Json
 
 
 def append_line(path: Path, entry: Json) -> None:

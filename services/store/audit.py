@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from cache.disk import make_folder, storage_errors, sync_path, wait_for_lock
 from cache.errors import StorageError
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from services.settings import Settings
 from services.store.appending import append_line
 

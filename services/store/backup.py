@@ -44,8 +44,8 @@ from cache.disk import (
     write_file,
 )
 from cache.errors import PotstillError, StorageError
+from cache.json_object import Json
 from cache.remote.address import PLACE_FILE
-from kd.client.wire.view import Json
 from kd.files import measure_free_bytes
 from kd.python.version import read_version
 from services.store.connection import connect_redis, describe_failure

@@ -34,7 +34,7 @@ from typing import Any
 
 from cache.disk import storage_errors, wait_for_lock
 from cache.errors import PotstillError
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from services.store.appending import append_line
 from services.store.callers import Quota
 

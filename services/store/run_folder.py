@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cache.disk import discard_path, find_interrupted, is_lock_free, storage_errors
 from cache.errors import PotstillError
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.config.placement import JOB_ID_PATTERN

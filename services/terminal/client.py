@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
+from cache.json_object import Json
 from kd.client.client import Client
 from kd.client.errors import Refused
 from kd.client.wire.jobs import Job
-from kd.client.wire.view import Json, View
+from kd.client.wire.view import View
 from services.terminal.console import err, make_settings
 
 #: How long a server may be away while a job is followed, in seconds; other commands do not wait.

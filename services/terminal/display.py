@@ -9,9 +9,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from cache.json_object import Json
 from kd.client.wire.history import JobEvent
 from kd.client.wire.jobs import TERMINAL_STATUSES
-from kd.client.wire.view import Json
 from kd.progress import Event
 from services.terminal.console import err
 

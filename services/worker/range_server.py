@@ -29,8 +29,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from redis.exceptions import RedisError
 
+from cache.json_object import Json
 from cache.remote.address import name_place
-from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.files import find_caches
 from kd.progress import Event, SharedCapture

@@ -26,7 +26,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from cache.disk import locked, make_folder, storage_errors
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from kd.progress import Event, SharedCapture
 
 #: Bytes of one event at most, as JSON.

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cache.json_object import Json
 from kd.buckets.runs import RUN_STORE_VARIABLE
-from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.progress import Event, SharedCapture

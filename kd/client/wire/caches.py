@@ -6,8 +6,9 @@ from datetime import datetime
 
 from pydantic import ConfigDict, Field
 
+from cache.json_object import Json
 from kd.client.wire.jobs import Status
-from kd.client.wire.view import Json, View
+from kd.client.wire.view import View
 from kd.config.kinds import KindName
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from kd.client.wire.view import Json, View
+from cache.json_object import Json
+from kd.client.wire.view import View
 
 
 class JobEvent(View):

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, computed_field
 
 from cache.errors import locate_help
-from kd.client.wire.view import Json, View
+from cache.json_object import Json
+from kd.client.wire.view import View
 from kd.config.kinds import KindName
 
 Status = Literal[

@@ -6,9 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from cache.json_object import Json
 from kd.client.wire.accounts import TeamAccount
 from kd.client.wire.jobs import Cost
-from kd.client.wire.view import Json, View
+from kd.client.wire.view import View
 
 
 class JobEstimate(View):

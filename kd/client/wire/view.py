@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict
-
-#: A JSON object whose names are not known here: a job as its user wrote it, the data of an event.
-Json = dict[str, Any]
 
 
 class View(BaseModel):

@@ -26,6 +26,7 @@ from cache.disk import (
     remove_path,
     storage_errors,
 )
+from cache.json_object import Json
 from cache.remote.address import read_binding
 from cache.shards.names import MANIFEST
 from cache.store import locate_lock, read_manifest
@@ -33,7 +34,7 @@ from kd.errors import HubError
 from kd.exchange.hub.cache_card import CARD
 from kd.exchange.hub.pushing import LACKS, find_problems
 from kd.exchange.hub.repository import OWN_FILES, Repository, RepositoryType, connect, hub_errors
-from kd.files import Json, locate_temporary
+from kd.files import locate_temporary
 from kd.models.folder import STUDENT_FILES
 
 #: Files that stay on the hub. A cache's folder holds its own files and no other.

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from cache.checking.verify import find_extras, verify_cache
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt
+from cache.json_object import Json
 from cache.reading.usage import held
 from cache.remote.address import is_mirror
 from cache.shards.names import MANIFEST
@@ -22,7 +23,7 @@ from cache.store import read_manifest
 from kd.errors import HubError, ModelError
 from kd.exchange.hub.cache_card import CARD, render_cache_card
 from kd.exchange.hub.repository import OWN_FILES, Repository, RepositoryType, connect, hub_errors
-from kd.files import Json, whole_folder
+from kd.files import whole_folder
 from kd.models.folder import STUDENT_FILES, ModelFolder
 
 #: The end of a message about a folder or a repository that holds neither a student nor a cache.

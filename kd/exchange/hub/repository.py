@@ -15,8 +15,8 @@ from huggingface_hub import HfApi, constants, errors, get_token
 from huggingface_hub.utils._validators import validate_repo_id
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from cache.json_object import Json
 from kd.errors import HubError
-from kd.files import Json
 
 RepositoryType = Literal["model", "dataset"]
 #: What a command does to a repository.

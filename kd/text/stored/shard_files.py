@@ -33,10 +33,10 @@ from cache.disk import (
     sum_file_sizes,
 )
 from cache.errors import CacheError
+from cache.json_object import Json
 from cache.reading.usage import exclude_readers, locate_use, read_last_use
 from cache.records import Sequences
 from kd.errors import DataError
-from kd.files import Json
 from kd.progress import Notice
 from kd.text.stored.places import Cursor
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from cache.json_object import Json
 from kd.capture.codec_identity import make_codec_identity
 from kd.config.fields.removed import restore_removed
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
 from kd.errors import ConfigError, TrainingError
-from kd.files import Json, read_json
+from kd.files import read_json
 from kd.training import checkpoint
 
 #: Fields of the train section that have no influence on the weights.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kd.files import Json
+from cache.json_object import Json
 from kd.optim.whole_steps import ParameterGroup
 from kd.parallel.group import ALONE, Group
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cache.json_object import Json
 from cache.manifest import verify_json
 from kd.errors import TrainingError
-from kd.files import Json
 
 STATE = "state.json"
 #: The format of state.json; a checkpoint of another format is refused.

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import IO
 
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from services.api.answers.run_files import open_run_file
 
 #: The file in a run folder.

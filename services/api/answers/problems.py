@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 
 from cache.disk import is_full
 from cache.errors import PotstillError, StorageError, locate_help
+from cache.json_object import Json
 from kd.client.wire.problems import FieldProblem, ProblemDetails
-from kd.client.wire.view import Json
 from kd.config.jobfile import translate_errors
 from kd.errors import ConfigError, Problem
 from services.process.descriptors import REMEDY, lacks_descriptors, tell_shortage

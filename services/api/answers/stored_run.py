@@ -7,10 +7,10 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from cache.errors import CacheCorrupt
+from cache.json_object import Json
 from cache.manifest import verify_json
 from cache.remote.bucket import Bucket, StoredObject
 from kd.buckets.runs import HISTORY, RUNS, STATE, StoredFile, StoredRun
-from kd.client.wire.view import Json
 from services.settings import Settings
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cache.json_object import Json
 from cache.reading.memory import KeptValues
 from cache.shards.names import MANIFEST
 from cache.store import Cache, open_unchecked, read_manifest
@@ -28,7 +29,6 @@ from cache.viewing.grid import find_damaged_shards, read_grid
 from cache.viewing.record_pages import read_page
 from cache.viewing.sample import sample_cache
 from cache.viewing.texts import TokenTexts
-from kd.client.wire.view import Json
 from services.api.line_process import answer_orders
 
 #: Caches that stay open, and decoded chunks of each that stay in memory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from services.api.answers.problems import ApiProblem
 from services.api.order_process import OrderProcess, ProcessTexts, make_failure_problem
 from services.settings import Settings

@@ -17,6 +17,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cache.json_object import Json
 from kd.client.wire.history import (
     JobCurve,
     JobCurves,
@@ -27,7 +28,6 @@ from kd.client.wire.history import (
     RunList,
 )
 from kd.client.wire.jobs import Job
-from kd.client.wire.view import Json
 from kd.python.runs import sort_runs
 from services.api.answers.byte_ranges import ByteSource, send_bytes
 from services.api.answers.event_stream import EventStreamResponse, JobTail

@@ -23,10 +23,10 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime, BeforeValidator
 
+from cache.json_object import Json
 from cache.reading.usage import held
 from kd.client.wire.jobs import Action, Job, JobList, JobSettings, Setting, Status
 from kd.client.wire.plans import JobEstimate, JobPlan
-from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.kinds import KindName

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from kd.config.jobfile import fill_record
 from kd.progress import Event
 from services.store.jobs.records import extract_fields

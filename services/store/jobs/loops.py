@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from kd.client.wire.view import Json
+from cache.json_object import Json
 from kd.config.job import JobConfig
 from services.store.jobs.leases import Claim
 from services.store.jobs.records import build_fields, make_job_id

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
+from cache.json_object import Json
 from kd.client.wire.jobs import (
     TERMINAL_STATUSES,
     Cost,
@@ -23,7 +24,6 @@ from kd.client.wire.jobs import (
     Progress,
     Status,
 )
-from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import fill_record, find_unusable_text
 from kd.config.kinds import KINDS

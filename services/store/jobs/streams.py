@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, cast
 
+from cache.json_object import Json
 from kd.client.wire.history import JobEvent
-from kd.client.wire.view import Json
 from services.store.callers import Caller
 from services.store.jobs.script import ScriptedStore, to_ms
 

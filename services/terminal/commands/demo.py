@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cache.errors import PotstillError
+from cache.json_object import Json
 from kd.client.client import Client
 from kd.client.wire.jobs import Job
-from kd.client.wire.view import Json
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
 from kd.files import read_json, whole_folder

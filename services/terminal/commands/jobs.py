@@ -32,10 +32,10 @@ from services.terminal.console import (
 )
 
 if TYPE_CHECKING:
+    from cache.json_object import Json
     from kd.client.client import Client
     from kd.client.wire.history import JobEvent
     from kd.client.wire.jobs import Job
-    from kd.client.wire.view import Json
     from kd.config.job import JobConfig
     from kd.progress import Event
 
