@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,8 +90,8 @@ def find_documents(
                     yield FoundDocument(f"{file}: row 1", TextFile(file, note), place)
                     continue
                 place = place._replace(row=max(place.row, first))
-                kept_rows = islice(open_rows(file, config), end)
-                yield from _read_cells(kept_rows, str(file), config, place, notes)
+                with closing(open_rows(file, config)) as opened:
+                    yield from _read_cells(islice(opened, end), str(file), config, place, notes)
             note(file.stat().st_size)
 
 

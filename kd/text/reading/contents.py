@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -127,15 +127,15 @@ def name_rows(rows: Iterable[Row], where: str, remedy: str) -> Iterator[Row]:
         yield row
 
 
-def open_rows(path: Path, config: DataConfig) -> Iterable[Row]:
-    """Open the rows of a file that is not plain text."""
+def open_rows(path: Path, config: DataConfig) -> Generator[Row, None, None]:
+    """Open the rows of a file that is not plain text. Closing the generator closes the file."""
     require_content(path)
     if "parquet" in (choose_format(path, config), find_suffix(path)[1:]):
         return read_parquet_rows(path, config)
     return read_json_rows(path)
 
 
-def read_json_rows(path: Path) -> Iterator[Row]:
+def read_json_rows(path: Path) -> Generator[Row, None, None]:
     """Yield the rows of a file that has one JSON object per line, or a JSON array of them."""
     with path.open("rb") as raw, _decode(path, raw) as file:
         # A compressed file cannot be read from its beginning again.

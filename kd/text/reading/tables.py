@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _BATCH = 1000
 
 
-def read_parquet_rows(path: Path, config: DataConfig) -> Iterator[Row]:
+def read_parquet_rows(path: Path, config: DataConfig) -> Generator[Row, None, None]:
     """Yield the rows of ``path``; raises ``DataError`` if it holds none."""
     with _open(path) as file:
         if file.metadata.num_rows == 0:

@@ -1,6 +1,7 @@
 """Rows of the usual data sets: each format is read with its mask, and what is no text is named."""
 
 import json
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -193,6 +194,16 @@ def test_what_is_no_text_is_named_by_file_row_and_column(tmp_path, format, row, 
     path.write_text("".join(json.dumps(each) + "\n" for each in (first[format], row)))
     message = refusal(path, format=format)
     assert f"{path}: row 2: {detail}" in message
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_file_is_closed_when_a_row_is_refused(tmp_path, name):
+    chats = [[QUESTION], [{"role": "user"}], [ANSWER]]
+    path = write(tmp_path, name, [{"messages": each} for each in chats])
+    with pytest.raises(DataError) as caught:
+        documents(path, format="messages")
+    assert caught.tb  # holds the frames that read
+    assert path not in {each.resolve() for each in Path("/proc/self/fd").iterdir()}
 
 
 @pytest.mark.parametrize(
