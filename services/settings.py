@@ -232,8 +232,8 @@ class Settings(BaseSettings):
     incomplete caches, and runs without a record. 0 = never; `kd gc` then uses 7."""
 
     retain_hour: int = Field(3, ge=0, le=23)
-    """Hour of the day (UTC) at which the API applies the rules KD_RETAIN_*, if any of them is set
-    besides the rule for events."""
+    """Hour of the day (UTC) at which the API applies the rules KD_RETAIN_*, if any of them is set.
+    Redis applies the rule for events by itself."""
 
     audit_bytes: int = Field(16 << 20, ge=4096, le=1 << 30)
     """Bytes of audit.jsonl in KD_HOME/audit above which a new file is started."""

@@ -42,7 +42,7 @@ class NightlyRetention:
         ``now`` is the time of Redis, unless a test gives another. Raises ``RedisError``.
         """
         limits = AgeLimits.of(self._settings)
-        if not limits.apply_nightly:
+        if not limits.ages:
             return
         now = now or self._store.read_clock()
         today = f"kd:retention:{now.date()}"

@@ -778,13 +778,6 @@ function transitions.retire(id, age, forced)
   return 'retired'
 end
 
--- forget(id, age_ms) -> forgotten | kept: remove the history of a job that ended so long ago; its record stays
-function transitions.forget(id, age)
-  if not has_ended(id, age) then return 'kept' end
-  for _, part in ipairs(HISTORY) do redis.call('DEL', key(id, part)) end
-  return 'forgotten'
-end
-
 -- adopt(id, owner, succeeded | failed, error, field, value, ...) -> adopted | exists
 -- The record of a run whose record was lost: an operator restores it from the run's folder.
 function transitions.adopt(id, owner, status, failure, ...)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import islice
@@ -12,20 +11,18 @@ from typing import Any, cast
 from cache.json_object import Json
 from kd.client.wire.history import JobEvent
 from services.store.callers import Caller
-from services.store.jobs.script import ScriptedStore, to_ms
+from services.store.jobs.script import ScriptedStore
 
 #: Types of events whose data is kept by step.
 SERIES = ("metrics", "evaluation", "temperature", "scalars")
 #: Types of events that name a step of the run.
 STEPPED = frozenset({*SERIES, "check", "checkpoint"})
-#: Keys of the history of a job, after its own, as in ``jobs.lua``.
-HISTORY = ("events", *SERIES, "study", "trials")
 #: Events before a page that are searched for the step at its beginning.
 SEARCHED = 100
 
 
 class Streams(ScriptedStore):
-    """Reads the histories of jobs, and removes old ones."""
+    """Reads the histories of jobs."""
 
     def read_events(
         self,
@@ -114,21 +111,6 @@ class Streams(ScriptedStore):
             job_id: [json.loads(text) for found in islice(texts, len(ranks)) for text in found]
             for job_id, ranks in places.items()
         }
-
-    def measure_histories(self, ids: Iterable[str]) -> dict[str, int]:
-        """Bytes of Redis that the histories of jobs take, of those that have any."""
-        keys = [f"kd:job:{job_id}:{part}" for job_id in ids for part in HISTORY]
-        sizes: Counter[str] = Counter()
-        for key, size in self._ask_each(keys, lambda pipeline, key: pipeline.memory_usage(key)):
-            sizes[key.split(":")[2]] += size or 0
-        return dict(+sizes)
-
-    def forget_history(self, job_id: str, older_than: float) -> bool:
-        """Remove the history of a job that ended ``older_than`` seconds ago; return whether it is.
-
-        The record stays.
-        """
-        return bool(self._transition("forget", job_id, to_ms(older_than)) == "forgotten")
 
 
 def _spread(size: int, limit: int) -> list[int]:

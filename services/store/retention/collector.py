@@ -1,7 +1,7 @@
 """The collector: what the operator's rules remove, and what stays because something needs it.
 
     rules      the table ``RULES``: the kind, the setting, how things are found and removed
-    limits     what the settings, or one call of `kd gc`, say
+    limits     what the settings, or one call of `kd gc`, say (Redis itself removes old events)
     in use     in_use.py: the names in open jobs, kept students and ended jobs
     items      what is older than its limit, with the reason, and who needs it
     removal    asks again who needs it, under the lock that its user takes
@@ -16,7 +16,6 @@ a kill leaves behind is a leftover, which the next pass removes.
                                         record first
     checkpoints,  end of the job        that of the run folder         waits, goes on from the rest
     logs
-    events        end of the job        none: the script checks that the job has ended
     files         the upload            none: records that name it     is refused: the path is
     imports       last save             are read just before           not there
     leftovers     last write            that of the cache or the run   begins anew
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 #: The counter of the bytes that the rules have freed, by kind.
 FREED = "kd_retention_freed_bytes_total"
 #: Age of leftovers that `kd gc` removes if the settings name none.
-LEFTOVERS_DAYS = 7.0
+LEFTOVERS_SECONDS = 7 * DAY_SECONDS
 #: The names that ``kd.python.inputs`` gives to models and data.
 SAVED = re.compile(r"([0-9a-f]{32})(\.jsonl)?")
 
@@ -191,15 +190,12 @@ def _remove_text(scene: Scene, item: Item) -> None:
 
 
 def _find_ended(scene: Scene) -> Iterator[Item]:
-    """Yield run folders of ended jobs; of those that stay, the log, the events, the checkpoints.
+    """Yield run folders of ended jobs; of those that stay, the log and the checkpoints.
 
     Only a job that has succeeded cannot be retried, and needs no checkpoint beside its student.
     """
-    jobs = scene.in_use.ended_jobs
     ages = scene.limits.ages
-    old = [job.id for job in jobs if scene.is_old("events", job.ended)]
-    histories = scene.store.measure_histories(old)
-    for job in jobs:
+    for job in scene.in_use.ended_jobs:
         folder = scene.settings.run_dir(job.id)
         reason = f"{job.status} {{age}} ago"
         yield Item("runs", job.id, folder, job.ended, reason)
@@ -207,8 +203,6 @@ def _find_ended(scene: Scene) -> Iterator[Item]:
             continue
         if (log := folder / "log.txt").is_file():
             yield Item("logs", job.id, log, job.ended, reason)
-        if job.id in histories:
-            yield Item("events", job.id, folder, job.ended, reason, histories[job.id])
         may_go_on = job.status != "succeeded"
         beside = "beside" in ages and not may_go_on and (folder / "student").is_dir()
         if beside or "checkpoints" in ages:
@@ -229,11 +223,6 @@ def _remove_run(scene: Scene, item: Item) -> None:
 
 def _keep() -> NoReturn:
     raise Kept("a process writes to it")
-
-
-def _forget_events(scene: Scene, item: Item) -> None:
-    if not scene.store.forget_history(item.name, scene.limits.ages["events"]):
-        raise Kept("the job goes on")
 
 
 def _remove_part(scene: Scene, item: Item) -> None:
@@ -342,7 +331,6 @@ RULES: Mapping[str, Rule] = {
     "runs": Rule("runs", "runs_days", _find_ended, _remove_run),
     "checkpoints": Rule("checkpoints", "checkpoints", _find_ended, _remove_part),
     "beside": Rule("checkpoints", "checkpoints_of_students", _find_ended, _remove_part),
-    "events": Rule("events", "events_days", _find_ended, _forget_events),
     "logs": Rule("logs", "logs_days", _find_ended, _remove_part),
     "files": Rule("files", "files_days", _find_files, _remove_gift),
     "imports": Rule("imports", "imports_days", _find_imports, _remove_gift),
@@ -357,35 +345,31 @@ class AgeLimits:
     """The ages in seconds from which on the rules remove something; a rule without one is off.
 
     ``keep`` is the number of checkpoints that the rule ``checkpoints`` leaves to a job. Both rules
-    of checkpoints apply from the end of a job on, unless one call of `kd gc` names an age.
+    of checkpoints apply from the end of a job on.
     """
 
-    ages: Mapping[str, float]
+    ages: dict[str, float]
     keep: int = 0
 
     @classmethod
-    def of(cls, settings: Settings, leftovers_days: float = 0.0) -> AgeLimits:
-        """Return the limits that the settings state.
-
-        ``leftovers_days`` is the age of leftovers if the settings name none; 0 = never.
-        """
+    def of(cls, settings: Settings) -> AgeLimits:
+        """Return the limits that the settings state."""
         set_to = {name: getattr(settings, f"retain_{rule.setting}") for name, rule in RULES.items()}
         keep = set_to.pop("checkpoints")
         always = set_to.pop("beside")
-        set_to["leftovers"] = set_to["strays"] = set_to["leftovers"] or leftovers_days
         ages = {name: days * DAY_SECONDS for name, days in set_to.items() if days}
         of_checkpoints = {"checkpoints": keep > 0, "beside": not always}
         return cls(ages | {name: 0.0 for name, is_on in of_checkpoints.items() if is_on}, keep)
+
+    def with_leftovers(self, age: float | None = None) -> AgeLimits:
+        """Return these limits with an age of leftovers: a week if neither says one."""
+        age = self.ages.get("leftovers", LEFTOVERS_SECONDS) if age is None else age
+        return replace(self, ages=self.ages | {"leftovers": age, "strays": age})
 
     @property
     def kinds(self) -> list[str]:
         """The kinds of things that at least one rule removes."""
         return [kind for kind in KINDS if any(RULES[name].kind == kind for name in self.ages)]
-
-    @property
-    def apply_nightly(self) -> bool:
-        """True if a rule is on that Redis does not apply by itself, as it does that of events."""
-        return any(name != "events" for name in self.ages)
 
 
 # ---------------------------------------------------------------------- a pass

@@ -13,7 +13,6 @@ from kd.client.wire import operator as wire
 from services.settings import DAY_SECONDS, Settings
 from services.store.jobs.store import JobStore
 from services.store.retention.collector import (
-    LEFTOVERS_DAYS,
     RULES,
     AgeLimits,
     Scene,
@@ -33,7 +32,7 @@ def survey(
 
     Raises ``RedisError``.
     """
-    limits = AgeLimits.of(settings, LEFTOVERS_DAYS)
+    limits = AgeLimits.of(settings).with_leftovers()
     scene = look(settings, store, limits)
     items = [item.view for item in find_items(scene)]
     free = [item for item in items if item.kept_by is None]
@@ -46,7 +45,7 @@ def survey(
         **disks,
         kinds=[_describe_kind(kind, things) for kind, things in stored.items()],
         rules=[_describe_rule(kind, limits) for kind in limits.kinds],
-        nightly_hour=settings.retain_hour if AgeLimits.of(settings).apply_nightly else None,
+        nightly_hour=settings.retain_hour if AgeLimits.of(settings).ages else None,
         removable=_take_largest(free),
         removable_items=len(free),
         removable_bytes=sum(item.bytes for item in free),

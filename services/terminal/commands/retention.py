@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +25,7 @@ from services.terminal.console import (
 if TYPE_CHECKING:
     from services.settings import Settings
     from services.store.jobs.store import JobStore
-    from services.store.retention.collector import AgeLimits, Item
+    from services.store.retention.collector import Item
 
 #: Things that stay which are named one by one.
 SHOWN_KEPT = 10
@@ -35,16 +33,9 @@ SHOWN_KEPT = 10
 OlderThan = Annotated[
     str | None,
     typer.Option(
-        help="Age, instead of the age in the settings: 90m, 12h, 7d, 2w. It applies to the kinds "
-        "that you name; if you name none, to leftovers."
+        help="Age of leftovers, instead of the age in the settings: 90m, 12h, 7d, 2w; 0s = any."
     ),
 ]
-OLD_CHECKPOINTS = "Checkpoints of ended jobs beyond the newest; --keep says how many stay."
-EVENTS = "Events and metrics of ended jobs, in Redis."
-KEPT = "Checkpoints that an ended job keeps; 0 = none if its student is saved."
-LEFT = "What crashes left: incomplete caches, runs without a record. Age: 7d."
-#: An option such as --caches and --no-caches; None = the call does not speak of these things.
-Kind = bool | None
 Place = Annotated[
     str | None,
     typer.Option(
@@ -66,18 +57,7 @@ app = typer.Typer()
 
 @app.command()
 def gc(
-    context: typer.Context,
     older_than: OlderThan = None,
-    caches: Annotated[Kind, typer.Option(help="Sealed caches that nothing has read.")] = None,
-    texts: Annotated[Kind, typer.Option(help="Token stores that nothing has read.")] = None,
-    runs: Annotated[Kind, typer.Option(help="Ended jobs: record, run folder and student.")] = None,
-    checkpoints: Annotated[Kind, typer.Option(help=OLD_CHECKPOINTS)] = None,
-    keep: Annotated[int | None, typer.Option(min=0, help=KEPT)] = None,
-    events: Annotated[Kind, typer.Option(help=EVENTS)] = None,
-    logs: Annotated[Kind, typer.Option(help="Logs of ended jobs.")] = None,
-    files: Annotated[Kind, typer.Option(help="Uploaded files that no job names.")] = None,
-    imports: Annotated[Kind, typer.Option(help="Models and data that `import kd` saved.")] = None,
-    leftovers: Annotated[Kind, typer.Option(help=LEFT)] = None,
     place: Place = None,
     force: Force = False,
     yes: Yes = False,
@@ -85,16 +65,19 @@ def gc(
 ) -> None:
     """Remove what the retention rules name, and what crashes left behind.
 
-    The rules are the settings that begin with KD_RETAIN. If kinds are named, such as --caches, only
-    these are removed. The job store must run, unless --store says where caches lie. Folders of `kd
-    run` are counted and never removed: `kd runs rm` removes them. The command lists what it will
-    remove, and asks first. With --json it removes nothing unless --yes is given. `kd jobs adopt`
-    restores a record of a run without one.
+    The rules are the settings that begin with KD_RETAIN; a variable before the command changes one
+    for this call. The job store must run, unless --store says where caches lie. Folders of `kd run`
+    are counted and never removed: `kd runs rm` removes them. The command lists what it will remove,
+    and asks first. With --json it removes nothing unless --yes is given. `kd jobs adopt` restores a
+    record of a run without one.
     """
-    from services.store.retention.collector import find_items, look, remove_items
+    from services.store.retention.collector import AgeLimits, find_items, look, remove_items
 
     settings = make_settings(home=home, store=place)
-    limits = _choose_limits(settings, context.params)
+    age = None if older_than is None else parse_age(older_than)
+    limits = AgeLimits.of(settings).with_leftovers(age)
+    if place is not None:
+        limits = AgeLimits({"leftovers": limits.ages["leftovers"]})
     local = {"number": 0, "bytes": 0} if place else _measure_local_runs(settings)
     with ExitStack() as stack:
         store = _enter_store(stack, settings, place)
@@ -136,44 +119,6 @@ def _enter_store(stack: ExitStack, settings: Settings, place: str | None) -> Job
             err.print(hint, markup=False)
             raise
         return None
-
-
-def _choose_limits(settings: Settings, given: Mapping[str, Any]) -> AgeLimits:
-    """Return the limits of the settings, as the options of this call change them.
-
-    An age is for the kinds that the call names, or else for leftovers. It counts from the last use
-    of a cache, and does not switch on a rule of checkpoints.
-    """
-    from services.store.retention.collector import KINDS, LEFTOVERS_DAYS, RULES, AgeLimits
-
-    asked = {kind: given[kind] for kind in KINDS}
-    if (keep := given["keep"]) is not None:
-        # Both rules of checkpoints are replaced: 0 = none stays beside a saved student.
-        both = {"retain_checkpoints": keep, "retain_checkpoints_of_students": keep > 0}
-        settings = settings.model_copy(update=both)
-        asked["checkpoints"] = asked["checkpoints"] is not False
-    named = [kind for kind in KINDS if asked[kind]]
-    if given["place"] is not None and set(named) - {"leftovers"}:
-        raise typer.BadParameter("it is for leftovers only", param_hint="--store")
-    wanted = named or [kind for kind in KINDS if asked[kind] is None]
-    age = None if given["older_than"] is None else parse_age(given["older_than"])
-    limits = AgeLimits.of(settings, LEFTOVERS_DAYS)
-    ages = dict(limits.ages)
-    for name, rule in RULES.items():
-        if age is not None and rule.kind in (named or ["leftovers"]):
-            if name == "captured":
-                ages.pop(name, None)
-            elif rule.kind != "checkpoints" or name in ages:
-                ages[name] = age
-        if rule.kind not in wanted or (given["place"] is not None and name != "leftovers"):
-            ages.pop(name, None)
-    limits = replace(limits, ages=ages)
-    for kind in named:
-        if kind not in limits.kinds:
-            needed = "--keep" if kind == "checkpoints" else "--older-than"
-            detail = f"the settings have no rule for {kind}: add {needed}"
-            raise typer.BadParameter(detail, param_hint=f"--{kind}")
-    return limits
 
 
 def _measure_local_runs(settings: Settings) -> dict[str, int]:
