@@ -80,9 +80,11 @@ def run_trial(
         weights = reader.model.parameters() if isinstance(reader, Teacher) else ()
         weight_bytes = sum(each.nbytes for each in weights)
         sealed = _seal(folder / "cache", planned, some, reader)
-    # What grows with the positions was measured; the rest of a shard is told by the table.
     manifest = sealed.manifest
-    shard = estimate_cache_size(planned.identity.record_codec()).shard
+    shard = 0.0
+    if planned.identity.codec.shard_sequences > len(some.sequences):
+        # What grows with the positions was measured; the rest of a shard is told by the table.
+        shard = estimate_cache_size(planned.identity.record_codec()).shard
     records = max(manifest.totals.bytes - shard, manifest.positions)
     lm_head = sum(list_file_sizes(sealed.folder / LM_HEAD).values())
     storage = CacheSize(records / max(manifest.positions, 1), shard, lm_head)
@@ -118,13 +120,21 @@ def _plan_trial(
 
 
 def _seal(root: Path, planned: CapturePlan, some: _Sample, reader: RecordReader) -> Cache:
-    """Write the records as a cache of one shard, with the LM head where the profile has one."""
+    """Write the records as a cache, with the LM head where the profile has one.
+
+    Its shards are of the size that the capture gives them, if a trial reads so many sequences.
+    """
     count = len(some.sequences)
     data = replace(planned.identity.data, train_sequences=count, validation_sequences=0)
-    codec = replace(planned.identity.codec, shard_sequences=count)
+    size = min(planned.identity.codec.shard_sequences, count)
+    codec = replace(planned.identity.codec, shard_sequences=size)
     identity = replace(planned.identity, data=data, codec=codec)
     with open_for_capture(root, identity) as writer:
-        writer.write_shard(0, some.sequences, some.records)
+        end = 0
+        for shard in range(identity.shard_count):
+            sequences = some.sequences.select(identity.shard_range(shard))
+            begin, end = end, end + sequences.positions
+            writer.write_shard(shard, sequences, some.records.slice(begin, end))
         if codec.profile == "hidden" and isinstance(reader, Teacher):
             writer.write_lm_head(reader.recorder.make_lm_head_arrays())
         writer.finish(make_provenance(planned))
