@@ -134,10 +134,10 @@ def run_stage(
 
 
 def settle_run(config: JobConfig, run_dir: Path, monitor: Monitor) -> JobConfig:
-    """Return the job with what its run has settled.
+    """Return the job as its run has begun it.
 
-    These are what data.packing auto means, so that a later stage needs no teacher, and what an
-    earlier version meant, which began the run.
+    ``data.packing`` auto becomes what the capture chose, so that a later stage needs no teacher. A
+    field keeps the meaning that it had in the version which began the run.
     """
     with suppress(ValueError):  # a damaged record means nothing; ``require_same_job`` follows
         config = keep_meaning(config, read_json(run_dir / "config.json"))

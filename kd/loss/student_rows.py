@@ -124,7 +124,7 @@ class StudentRows:
         )
 
         def compute_dense(s_E: Tensor, rows_E: Tensor) -> Tensor:
-            """The number that the kernel writes for some tokens, before the transform."""
+            """Return d loss / ds of some tokens, as the kernel computes it for all of them."""
             hard_E = hard_N[rows_E] * (s_E - self.rows.lse_N[rows_E]).exp()
             tempered_E = s_E / self.temperature - self.rows.soft_lse_N[rows_E]
             return hard_E + softmax_N[rows_E] * tempered_E.exp() - flat

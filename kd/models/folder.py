@@ -395,7 +395,7 @@ class ModelFolder:
 def find_context(fields: Mapping[str, Any]) -> int | None:
     """Return the most positions of a language model with the configuration ``fields``.
 
-    None if they do not say. Scaled rotary positions reach as many times further as vLLM lets them.
+    None if they do not say. Scaled rotary positions multiply it, as in vLLM.
     """
     context = fields.get("max_position_embeddings") or fields.get("n_positions")
     rope = fields.get("rope_parameters") or fields.get("rope_scaling")

@@ -203,7 +203,7 @@ class _Trial:
 
 
 def _make_trials(model: PreTrainedModel) -> list[_Trial]:
-    """Make a short trial, and one of documents longer than what a layer reads back."""
+    """Make a short trial, and one whose documents are longer than the window of any layer."""
     config = model.config.get_text_config()
     named = getattr(config, "max_position_embeddings", None) or 0
     # XLNet says -1: its positions have no end.
