@@ -93,7 +93,7 @@ class StudentExport:
             what = f"{self.folder} has no adapters: its job had no student.lora."
             raise ModelError(what, _WHOLE)
         if settings["base_model_name_or_path"] == BASE_FOLDER:
-            what = f"The adapters of {self.folder} need a base model that is saved in no other folder."
+            what = f"The base model of the adapters is saved in {self.folder} only."
             raise ModelError(what, _WHOLE)
         with whole_folder(self.out) as folder:
             shutil.copytree(self.folder / ADAPTER_FOLDER, folder, dirs_exist_ok=True)

@@ -98,7 +98,7 @@ def test_an_adapter_is_refused_where_there_is_none_or_no_base_for_it(
         from_teacher={"layers": 1, "hidden_size": 16}, lora={"rank": 4, "merge": False}
     )
     save_student(adapted(plan, tokenizer, tiny_teacher), tokenizer, tmp_path / "student", plan)
-    with pytest.raises(ModelError, match="nowhere but in it"):
+    with pytest.raises(ModelError, match=r"is saved in .* only"):
         StudentExport(tmp_path / "student", "adapter", tmp_path / "out").run(SILENT)
     assert not (tmp_path / "out").exists()
 
