@@ -379,7 +379,7 @@ class Record(RuleBasedStateMachine):
                 {"running": "go", "pausing": "pause"}.get(job.status, "cancel") if job else "fenced"
             )
         if job and len(events) > 1:
-            job.fingerprint = events[1]["data"]["fingerprint"]
+            job.fingerprint = events[1].data["fingerprint"]
 
     @precondition(lambda self: self.claims)
     @rule(data=st.data(), newest=MOSTLY, how=st.sampled_from(["advance", "release", "die"]))
