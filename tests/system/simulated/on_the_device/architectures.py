@@ -53,7 +53,9 @@ def test_packed_rows_are_computed_on_the_device(kind: str, monkeypatch: pytest.M
         expected = compute_hidden_states(model, TOKENS_BL, PackedRows.of(POSITIONS_BL))
     newer = torch.cuda.get_device_capability() >= (8, 0)
     dtype = torch.bfloat16 if newer else torch.float32
-    model.to("cuda", dtype)
+    with torch.no_grad():
+        rounded = compute_hidden_states(model.to(dtype), TOKENS_BL, PackedRows.of(POSITIONS_BL))
+    model.to("cuda")
     packed = PackedRows.of(POSITIONS_BL).map(lambda each: each.to("cuda"))
     found = compute_hidden_states(model, TOKENS_BL.to("cuda"), packed)
     find_lm_head(model, ROWS).compute_logits(found).float().logsumexp(-1).sum().backward()
@@ -64,7 +66,9 @@ def test_packed_rows_are_computed_on_the_device(kind: str, monkeypatch: pytest.M
     )
     if not (newer and kind in ROUTED):
         error = float((found.detach().cpu().float() - expected).abs().max())
-        assert error <= (0.05 if newer else 1e-4) * float(expected.abs().max())
+        # Gemma 4 of this size rounds by more than a twentieth on a CPU, too.
+        rounding = float((rounded.float() - expected).abs().max()) if newer else 0.0
+        assert error <= max((0.05 if newer else 1e-4) * float(expected.abs().max()), 1.5 * rounding)
 
 
 def test_a_student_is_isolated_with_the_kernel_that_it_trains_with(
