@@ -218,7 +218,8 @@ def test_a_host_that_dies_in_mid_training_is_replaced_by_one_with_another_disk(
         url = f"/jobs/{job_id}/artifacts/student/model.safetensors"
         assert parts.http.get(url).content == plain
         listed = parts.http.get(f"/jobs/{job_id}/checkpoints").json()["data"]
-        assert [each["step"] for each in listed] == [59, 60]
+        # One that is saved while an older one is on its way gives its place to the next.
+        assert len(listed) == 2 and listed[-1]["step"] == 60
         assert not (parts.settings.run_dir(job_id) / "student").exists()
     finally:
         parts.close()
