@@ -32,6 +32,8 @@ LOCK = ".lock"
 HELPERS = "helpers"
 #: File in a run folder that tells the format of the folder.
 MARK = "run.json"
+#: File beside a student that has its job and its report.
+PROVENANCE = "distillation.json"
 #: The format that this version writes, and that of a folder without the file.
 RUN_FORMAT = 1
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from cache.json_object import Json
-from kd.addresses import HUB_ID
+from kd.addresses import HUB_ID, hide_folders
 from kd.config.job import JobConfig
 from kd.evaluation.in_depth import STUDENT
 from kd.evaluation.report import Report, render_report
-from kd.files import read_json, write_json
+from kd.files import PROVENANCE, read_json, write_json
 from kd.models.folder import (
     ADAPTER_FOLDER,
     BASE_FOLDER,
@@ -23,15 +23,14 @@ from kd.models.folder import (
 )
 from kd.models.inheritance import pick_layers
 
-#: The file beside a student that has its job and its report.
-PROVENANCE = "distillation.json"
 #: The longest prompt of the example.
 _PROMPT_CHARACTERS = 60
 
 
 def write_provenance(folder: Path, config: JobConfig, report: Report) -> None:
     """Write the model card (README.md), and the job with its report as distillation.json."""
-    write_json(folder / PROVENANCE, {"job": config.model_dump(mode="json"), "report": report})
+    job = config.model_dump(mode="json")
+    write_json(folder / PROVENANCE, {"job": job, "report": report})
     alone = not (folder / "config.json").is_file()  # an adapter without its base
     start = find_start(config)
     known = start is not None and not Path(start).exists()
@@ -51,19 +50,9 @@ def write_provenance(folder: Path, config: JobConfig, report: Report) -> None:
     )
     front = f"---\n{facts.to_yaml()}\n---\n\n"
     told = render_report(report), _describe_limits(config, report), _describe_origin(config)
-    page, *rest = (_hide_folders(text, config) for text in told)
-    parts = (_hide_folders(front, config) + page, describe_use(folder, config, report), *rest)
+    page, *rest = (hide_folders(text, job) for text in told)
+    parts = (hide_folders(front, job) + page, _describe_use(folder, config, report), *rest)
     ModelCard("\n".join(parts)).save(folder / "README.md")
-
-
-def _hide_folders(text: str, config: JobConfig) -> str:
-    """Leave of each local path in the job its last part: the folders mean nothing to a reader."""
-    models = (config.teacher_name, getattr(config.student, "model", None))
-    texts = (getattr(each, "path", each) for each in config.data.train)
-    for name in filter(None, (*models, *texts)):
-        if Path(name).name and (Path(name).is_absolute() or Path(name).exists()):
-            text = text.replace(name, Path(name).name)
-    return text
 
 
 # ---------------------------------------------------------------------- where it comes from
@@ -106,7 +95,7 @@ def _read_own_card(config: JobConfig) -> Json:
 # ---------------------------------------------------------------------- sections
 
 
-def describe_use(folder: Path, config: JobConfig, report: Report) -> str:
+def _describe_use(folder: Path, config: JobConfig, report: Report) -> str:
     """The section with code that generates text, for the files in ``folder``."""
     path = '"path/to/this/folder"'
     imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
@@ -117,7 +106,9 @@ def describe_use(folder: Path, config: JobConfig, report: Report) -> str:
             base = f'f"{{folder}}/{BASE_FOLDER}"'
         else:
             settings = read_json(folder / ADAPTER_FOLDER / "adapter_config.json")
-            base = json.dumps(str(settings["base_model_name_or_path"]))
+            name = str(settings["base_model_name_or_path"])
+            hidden = hide_folders(name, config.model_dump(mode="json"))
+            base = json.dumps(name if hidden == name else f"path/to/{hidden}")
         load = [
             f"model = AutoModelForCausalLM.from_pretrained({base})",
             f'model = PeftModel.from_pretrained(model, f"{{folder}}/{ADAPTER_FOLDER}")',

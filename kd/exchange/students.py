@@ -32,7 +32,7 @@ from cache.json_object import Json
 from kd.config.jobfile import read_record
 from kd.errors import ModelError
 from kd.evaluation.model_card import write_provenance
-from kd.files import locate_temporary, read_json, whole_folder
+from kd.files import PROVENANCE, locate_temporary, read_json, whole_folder
 from kd.models.folder import ADAPTER_CONFIG, ADAPTER_FOLDER, BASE_FOLDER
 from kd.models.saving import find_base, load_saved_student, save_model
 from kd.progress import Monitor
@@ -133,7 +133,7 @@ def merge_into(student: Path, folder: Path) -> None:
     save_model(model, folder)
     _copy_rest(student, folder)
     # The card of adapters names peft and the base; a whole model needs neither.
-    known = read_json(folder / "distillation.json")
+    known = read_json(folder / PROVENANCE)
     if known is not None:
         write_provenance(folder, read_record(known["job"]), known["report"])
 

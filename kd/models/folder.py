@@ -81,12 +81,14 @@ ROUNDS_PLAIN_WEIGHTS = "teacher.quantization rounds plain weights"
 SPREADS_PLAIN_WEIGHTS = "teacher.parallel spreads plain weights"
 #: Families of models name the width of their hidden states differently.
 _WIDTH_FIELDS = ("hidden_size", "n_embd", "d_model", "dim")
-#: Fields that count layers and experts, and the most that any model has of them.
-_COUNT_FIELDS = (
+#: The most that any model has of what a field counts: layers, experts and heads; widths; widths
+#: of an MLP; tokens.
+_BOUNDS = dict.fromkeys((
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_experts", "num_local_experts",
-    "n_routed_experts",
-)  # fmt: skip
-_MOST_PARTS = 4096
+    "n_routed_experts", "num_attention_heads", "num_key_value_heads", "n_head",
+), 1 << 12) | dict.fromkeys((*_WIDTH_FIELDS, "head_dim"), 1 << 16) | dict.fromkeys((
+    "intermediate_size", "moe_intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff",
+), 1 << 20) | {"vocab_size": 1 << 22}  # fmt: skip
 #: How the name of the embedding ends in models whose language model is a part.
 _EMBEDDING = "embed_tokens.weight"
 #: The largest file of JSON that is read, in bytes; the index of a model of 1e12 parameters has a
@@ -222,7 +224,7 @@ class ModelFolder:
     def require_decoder(self) -> None:
         """Raise ``ModelError`` for a model with an encoder, such as T5, by its name.
 
-        Also for more layers or experts than can be built.
+        Also for sizes that no model has.
 
         Its decoder predicts a text from another text, so there is no distribution of the next
         token of one text to record.
@@ -234,12 +236,12 @@ class ModelFolder:
                 f"({self.architecture or kind}, of the type {kind}).",
                 "Use a decoder-only language model, such as a Llama, Qwen, Gemma or Mistral.",
             )
-        for field in _COUNT_FIELDS:
+        for field, most in _BOUNDS.items():
             count = self.text_config.get(field)
-            if isinstance(count, int) and count > _MOST_PARTS:
+            if isinstance(count, int) and count > most:
                 raise ModelError(
                     f"config.json of {self.path} has {field} {count}, and no model has more than "
-                    f"{_MOST_PARTS}.",
+                    f"{most}.",
                     "Correct it, or download the model again.",
                 )
 

@@ -272,17 +272,19 @@ def _find_device_problems(config: JobConfig, device: torch.device | None) -> lis
         remedy = "Leave it out: then a CPU runs it. KD_DEVICES=cpu,cpu makes two devices of a CPU."
         return [Problem("/resources/gpus", detail, remedy)]
     if device.type == "cpu" and config.train is not None and config.train.activation_offload:
-        return [_OFFLOAD_WITHOUT_GPU, *_find_precision_problems(config, device)]
-    return _find_precision_problems(config, device)
+        return [_OFFLOAD_WITHOUT_GPU, *_find_compute_problems(config, device)]
+    return _find_compute_problems(config, device)
 
 
-def _find_precision_problems(config: JobConfig, device: torch.device) -> list[Problem]:
+def _find_compute_problems(config: JobConfig, device: torch.device) -> list[Problem]:
     # This imports torch, which a caller that has a device has imported already.
     from kd.models.precision import Precision, require_quantization
     from kd.models.products.float8 import require_float8
+    from kd.parallel.devices import count_ranks
 
     teacher = config.active_teacher
     try:
+        count_ranks(config)
         if teacher is not None and teacher.quantization:
             require_quantization(teacher.quantization, device)
         if config.train is None:

@@ -93,14 +93,16 @@ def judge_search(trials: Sequence[TrialResult]) -> Verdict | None:
 
     The best trials of both kinds are compared. None if one kind has no complete trial.
     """
-    losses: dict[bool, list[float]] = {True: [], False: []}
+    # Of equal losses the one with steps comes first: a trial that was not trained again has none.
+    found: dict[bool, list[tuple[float, int]]] = {True: [], False: []}
     for row in trials:
         alpha = row.values.get("loss.alpha")
         if row.state == "complete" and alpha is not None and row.loss is not None:
-            losses[alpha == 1.0].append(row.loss)
-    if not losses[True] or not losses[False]:
+            found[alpha == 1.0].append((row.loss, -row.steps))
+    if not found[True] or not found[False]:
         return None
-    return judge_pair(raise_e(min(losses[False])), raise_e(min(losses[True])), None)
+    (taught, steps), (plain, plain_steps) = min(found[False]), min(found[True])
+    return judge_pair(raise_e(taught), raise_e(plain), None, steps=-max(steps, plain_steps))
 
 
 def describe_trial(trial: FrozenTrial) -> TrialResult:

@@ -7,11 +7,10 @@ from pathlib import Path
 from kd.buckets.runs import find_own_run
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
-from kd.evaluation.model_card import PROVENANCE
 from kd.evaluation.report import COMPARED, Report
 from kd.evaluation.teacher_effect import warn_of_verdict
 from kd.evaluation.tokens.scoring import FILE as TOKENS_FILE
-from kd.files import read_json
+from kd.files import PROVENANCE, read_json
 from kd.progress import Monitor, StageResult
 from kd.text.batches import Source
 from kd.training import checkpoint

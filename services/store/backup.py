@@ -46,7 +46,9 @@ from cache.disk import (
 from cache.errors import PotstillError, StorageError
 from cache.json_object import Json
 from cache.remote.address import PLACE_FILE
+from kd.config.jobfile import read_record
 from kd.files import measure_free_bytes
+from kd.preflight.named_paths import find_plain_prefix, list_named_resources, list_relative_paths
 from kd.python.version import read_version
 from services.store.connection import connect_redis, describe_failure
 from services.store.jobs.leases import Claim
@@ -143,8 +145,8 @@ class Backup:
 class Lacking:
     """The things that a backup lacks.
 
-    ``needed`` are folders, files and buckets outside of it that jobs name, each with the number of
-    those jobs; ``links`` are those that were left out, with what they lead to.
+    ``needed`` are folders, files, buckets and ids of a hub outside of it that jobs name, each with
+    the number of those jobs; ``links`` are those that were left out, with what they lead to.
     """
 
     needed: dict[str, int]
@@ -261,13 +263,35 @@ def _find_needed(settings: Settings, client: Redis) -> dict[str, int]:
     kept = [place.resolve() for place in locate_trees(settings).values()]
     counts: Counter[str] = Counter()
     for job in JobStore(client).read_naming_jobs():
-        for path in {Path(name) for name in _PATH.findall(job.text)}:
+        paths, names = _list_named(job.text, settings.root)
+        counts.update(names)
+        for path in paths:
             is_there = os.path.exists(path)  # noqa: PTH110  Path raises for an impossible name
             if is_there and not any(map(path.resolve().is_relative_to, kept)):
                 counts[str(path)] += 1
         if settings.in_bucket and NAME.search(job.text):
             counts[str(settings.store)] += 1
     return dict(sorted(counts.items()))
+
+
+def _list_named(text: str, root: Path) -> tuple[set[Path], set[str]]:
+    """List what the record of a job names: paths, and what is on a hub or in a bucket.
+
+    A relative name starts at ``root``, as for a worker. It stays as it is if nothing is there.
+    """
+    paths = {Path(name) for name in _PATH.findall(text)}
+    try:
+        config = read_record(json.loads(text.partition("\n")[0]))
+    except (PotstillError, ValueError):  # a record without a job, or with that of another version
+        return paths, set()
+    found = {
+        each.name: root / find_plain_prefix(each) for each in list_relative_paths(config, root)
+    }
+    names = {name for name, path in found.items() if not os.path.exists(path)}  # noqa: PTH110
+    for each in list_named_resources(config):
+        if each.name not in found and each.kind != "task" and not Path(each.name).is_absolute():
+            names.add(each.name)
+    return paths.union(found.values()), names
 
 
 @dataclass(frozen=True)

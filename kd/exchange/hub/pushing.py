@@ -20,10 +20,11 @@ from cache.reading.usage import held
 from cache.remote.address import is_mirror
 from cache.shards.names import MANIFEST
 from cache.store import read_manifest
+from kd.addresses import hide_folders
 from kd.errors import HubError, ModelError
 from kd.exchange.hub.cache_card import CARD, render_cache_card
 from kd.exchange.hub.repository import OWN_FILES, Repository, RepositoryType, connect, hub_errors
-from kd.files import whole_folder
+from kd.files import PROVENANCE, read_json, whole_folder, write_text
 from kd.models.folder import STUDENT_FILES, ModelFolder
 
 #: The end of a message about a folder or a repository that holds neither a student nor a cache.
@@ -107,7 +108,8 @@ def find_problems(folder: Path) -> list[str]:
 def _laid_out(folder: Path) -> Iterator[tuple[Path, RepositoryType, dict[str, int]]]:
     """Yield a folder with links to the files to push, their repository's type, and their bytes.
 
-    The card of a cache is a file there, which the cache's own folder must not hold. Raises
+    It holds a copy of a student's job without the folders of this machine. The card of a cache is a
+    file there, which the cache's own folder must not hold. Raises
     ``HubError`` if ``folder`` is neither a student nor a cache, and ``ModelError`` or
     ``CacheCorrupt`` if it is damaged.
     """
@@ -126,6 +128,9 @@ def _laid_out(folder: Path) -> Iterator[tuple[Path, RepositoryType, dict[str, in
         if is_cache:
             card = render_cache_card(folder, read_manifest(folder))
             (files / CARD).write_text(card, encoding="utf-8")
+        elif (known := read_json(folder / PROVENANCE)) is not None:
+            text = (folder / PROVENANCE).read_text(encoding="utf-8")
+            write_text(files / PROVENANCE, hide_folders(text, known))
         sizes = {name: (files / name).stat().st_size for name in list_file_sizes(files)}
         yield files, "dataset" if is_cache else "model", sizes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,8 +168,11 @@ def test_a_warning_is_quoted_on_the_page_and_told_to_the_listener() -> None:
     assert format_verdict({}) == []
 
 
-def make_trial(alpha: Any, loss: float | None, state: str = "complete") -> TrialResult:
-    return TrialResult(0, state, loss, 1, {} if alpha is None else {"loss.alpha": alpha}, "", None)
+def make_trial(
+    alpha: Any, loss: float | None, state: str = "complete", steps: int = 1
+) -> TrialResult:
+    values = {} if alpha is None else {"loss.alpha": alpha}
+    return TrialResult(0, state, loss, steps, values, "", None)
 
 
 def test_a_search_that_tried_the_text_alone_is_judged() -> None:
@@ -181,3 +185,17 @@ def test_a_search_that_tried_the_text_alone_is_judged() -> None:
         verdict is not None and not verdict.ok and "0.200 nats per token worse" in verdict.message
     )
     assert judge_search(trials[2:]) is None and judge_search([make_trial(None, 4.0)]) is None
+
+
+def test_a_search_of_few_steps_is_told_to_train_longer_first() -> None:
+    def find_remedy(*steps: int) -> str:
+        plain, taught = steps
+        trials = [make_trial(1.0, 4.5, steps=plain), make_trial(0.1, 4.6, steps=taught)]
+        # The same points again, which were not trained again: they tell no steps.
+        verdict = judge_search([*trials, *(replace(row, steps=0) for row in trials)])
+        assert verdict is not None and not verdict.ok
+        return verdict.remedy
+
+    for steps in ((20, 20), (20, 1_000), (1_000, 20)):
+        assert find_remedy(*steps).startswith("Train longer")
+    assert find_remedy(1_000, 1_000).startswith("Try another teacher")

@@ -61,6 +61,29 @@ def test_sizes_of_the_language_model_come_before_those_of_the_whole(tmp_path: Pa
     assert (folder.hidden_width, folder.vocabulary_size, folder.context) == (32, 100, 64)
 
 
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [
+        ("num_hidden_layers", 4096), ("n_routed_experts", 4096), ("num_attention_heads", 4096),
+        ("hidden_size", 65536), ("n_embd", 65536), ("head_dim", 65536),
+        ("intermediate_size", 1 << 20), ("n_inner", 1 << 20), ("vocab_size", 1 << 22),
+    ],
+)  # fmt: skip
+def test_a_size_that_no_model_has_is_refused(tmp_path: Path, field: str, most: int) -> None:
+    for inner in (False, True):
+        for size in (most, most + 1, 10**12):
+            shape = {field: size}
+            content = {"text_config": shape} if inner else shape
+            folder = write_config(tmp_path, json.dumps({"model_type": "llama"} | content))
+            if size == most:
+                folder.require_decoder()
+                continue
+            with pytest.raises(ModelError) as caught:
+                folder.require_decoder()
+            assert f"has {field} {size}, and no model has more than {most}" in str(caught.value)
+            assert "download the model again" in str(caught.value)
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}
 SCALED = {
     "linear": ("LlamaConfig", {"rope_type": "linear", "factor": 2.0}, 128),

@@ -189,5 +189,7 @@ def test_the_card_says_how_to_load_it(
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert f"library_name: {library}" in card and use in card
     assert tiny_teacher.name in card, "its weights began as those of this model"
+    assert str(tiny_teacher.parent) not in card, "the folders of this machine mean nothing"
+    assert (f'from_pretrained("path/to/{tiny_teacher.name}")' in card) is (library == "peft")
     code = card.split("```python\n")[1].split("```")[0]
     compile(code, "README.md", "exec")

@@ -14,6 +14,7 @@ from kd.preflight.limits import Confinement
 from kd.preflight.problems import Folders, Machine, find_problems, require_no_problems
 
 CPU = torch.device("cpu")
+OLD = Hardware("before Ampere", "fp16", tf32=False)
 
 
 def make_job(**changes: Any) -> JobConfig:
@@ -126,8 +127,8 @@ def test_stages_refuse_what_they_cannot_do(name: str, value: Any) -> None:
 def test_stages_refuse_a_device_whose_half_precision_is_float16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    old = Hardware("before Ampere", "fp16", tf32=False)
-    monkeypatch.setattr("kd.models.precision.find_hardware", lambda device: old)
+    monkeypatch.setattr("kd.models.precision.find_hardware", lambda _: OLD)
+    monkeypatch.setattr("kd.parallel.devices.count_devices", lambda: 2)
     for strategy, wanted in (("ddp", []), ("pipeline", ["/train/precision"])):
         train = {"max_steps": 1, "gradient_accumulation_steps": 2, "strategy": strategy}
         changes = {"kind": "distill", "search": None, "evaluation": {}, "resources": {"gpus": 2}}
@@ -231,11 +232,32 @@ def test_every_problem_is_raised_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("names", "gpus", "refused"),
-    [("", 1, True), ("cpu", 1, True), ("", 0, False), ("", None, False), ("cpu,cpu", 1, False)],
-)
+    [
+        ("", 1, True), ("cpu", 1, True), ("", 0, False), ("", None, False),
+        ("cpu,cpu", 1, False), ("cpu,cpu", 2, False), ("cpu,cpu", 4, True),
+    ],
+)  # fmt: skip
 def test_a_gpu_that_is_not_there_is_refused_before_the_capture(
     monkeypatch: pytest.MonkeyPatch, names: str, gpus: int | None, refused: bool
 ) -> None:
     monkeypatch.setenv("KD_DEVICES", names)
     found = find_pointers(None, Machine(device=CPU), resources={"gpus": gpus})
     assert ("/resources/gpus" in found) is refused
+
+
+def test_more_gpus_than_this_machine_has_are_refused_before_the_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kd.models.precision.find_hardware", lambda _: OLD)
+    monkeypatch.setattr("kd.parallel.devices.count_devices", lambda: 1)
+    changes = {"kind": "distill", "search": None, "evaluation": {}}
+    changes["train"] = {"max_steps": 1, "batch_size": 4}
+    machine = Machine(device=torch.device("cuda"))
+    assert find_pointers(None, machine, **changes, resources={"gpus": 1}) == []
+    job = make_job(**changes, resources={"gpus": 4})
+    (found,) = find_problems(job, machine=machine)
+    assert str(found).startswith(
+        "resources.gpus: it asks for 4 devices, but this process may use 1."
+    )
+    # A service does not run the job, so its own devices do not count.
+    assert find_problems(job) == []

@@ -227,6 +227,13 @@ def test_a_model_with_an_encoder_is_refused_by_name(root):
         assert problem.pointer == pointer and "T5ForConditionalGeneration" in problem.detail
 
 
+@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "vocab_size"])
+def test_a_size_that_no_model_has_is_found_before_the_model_is_built(root, field):
+    (root / "model" / "config.json").write_text(json.dumps({"model_type": "llama", field: 10**7}))
+    (problem,) = check(root)
+    assert problem.pointer == "/teacher/model" and f"has {field} 10000000" in problem.detail
+
+
 @pytest.mark.parametrize(
     "name", ["x" * 300, "y/" * 3000, "a\0b", "a\0/*", "org/x\n", "\ud800/*", "loop/x"], ids=ascii
 )

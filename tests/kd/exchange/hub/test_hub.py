@@ -20,6 +20,7 @@ from bench.support.small.caches import make_cache, make_identity
 from cache.checking.verify import verify_cache
 from kd.errors import ModelError
 from kd.exchange.hub.pushing import push_to_folder
+from kd.files import write_json
 from tests.support.caches import content
 from tests.support.commands import KD, kd
 from tests.support.hub.fake_hub import TOKEN, FakeHub
@@ -147,6 +148,29 @@ def test_a_push_can_be_listed_and_can_go_to_a_folder(student: Path, tmp_path: Pa
     assert done("push", student, str(target), **nowhere)["bytes"] == listed["bytes"]
     assert content(target) == content(student)
     assert "exists" in refused("push", student, str(target), **nowhere)
+
+
+def test_a_pushed_job_names_no_folder_of_this_machine(student: Path, tmp_path: Path) -> None:
+    private = tmp_path / "käthe's models" / "private"
+    job = {
+        "teacher": {"model": f"{private}/teacher"},
+        "data": {
+            "train": [f"{private}/a-*.txt", {"path": "ann/texts"}],
+            "validation": ["/n/v.txt"],
+        },
+        "loss": {"alpha": 0.5},
+    }
+    card = student / "distillation.json"
+    write_json(card, {"job": job, "report": {"teacher": f"{private}/teacher", "steps": 1}})
+    before = card.read_bytes()
+    push_to_folder(student, tmp_path / "pushed")
+    pushed = json.loads((tmp_path / "pushed" / card.name).read_bytes())
+    assert pushed["report"] == {"teacher": "teacher", "steps": 1}
+    assert pushed["job"]["teacher"] == {"model": "teacher"}
+    data = {"train": ["a-*.txt", {"path": "ann/texts"}], "validation": ["v.txt"]}
+    assert pushed["job"]["data"] == data
+    # Here the names stay: they keep texts from being removed.
+    assert card.read_bytes() == before
 
 
 def test_hidden_files_are_no_weights_of_a_student(student: Path) -> None:
