@@ -20,7 +20,7 @@ from cache.manifest import Manifest, flatten
 from cache.perplexity import BlockLosses, Interval
 from cache.profiles.profile import ReadColumn
 from cache.reading.arrays import ArrayFolder
-from cache.records import AXES, Records
+from cache.records import Records, find_axis
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.shards.names import name_shard
 from cache.shards.shard_runs import ShardRuns
@@ -140,7 +140,7 @@ def find_same_records(left: Records, right: Records) -> NDArray[np.bool_]:
     if len(left) != len(right) or set(left.columns) != set(right.columns):
         return nothing
     same_N = ~nothing
-    for name in (name for name in left.columns if AXES[name] == "position"):
+    for name in (name for name in left.columns if find_axis(name) == "position"):
         # Another number of knots, or another width.
         if left[name].shape != right[name].shape:
             return nothing
@@ -162,7 +162,7 @@ def _sort_entries(
     row_E = np.repeat(np.arange(len(records)), records[f"{axis}_count"])
     chosen_E = np.flatnonzero(chosen_N[row_E])
     order_E = chosen_E[np.lexsort((records[f"{axis}_ids"][chosen_E], row_E[chosen_E]))]
-    names = [name for name in records.columns if AXES[name] == axis]
+    names = [name for name in records.columns if find_axis(name) == axis]
     return row_E[order_E], {name: records[name][order_E] for name in names}
 
 

@@ -100,47 +100,33 @@ class Sequences:
         )
 
 
-#: The axis along which each column has its rows. A record has ``head_count`` rows of heads and
-#: ``tail_count`` rows of tails, and records follow each other. The codec decides which columns a
-#: profile has, and their types.
-AXES = {
-    "known": "position",
-    "entropy": "position",
-    "head_count": "position",
-    "head_ids": "head",
-    "head_logprobs": "head",
-    "tail_count": "position",
-    "tail_ids": "tail",
-    "tail_logprobs": "tail",
-    "partition": "position",
-    "top_ids": "position",
-    "top_logprobs": "position",
-    "residual": "position",
-    "logprobs": "position",
-    "hidden": "position",
-    "hidden_scale": "position",
-}
+def find_axis(column: str) -> str:
+    """Return the axis along which ``column`` has its rows: "position", "head" or "tail".
+
+    A record has ``head_count`` rows of heads and ``tail_count`` rows of tails, and records follow
+    each other. The codec decides which columns a profile has, and their types.
+    """
+    axis, _, what = column.partition("_")
+    return axis if axis in ("head", "tail") and what != "count" else "position"
 
 
 @dataclass(frozen=True, eq=False)
 class Records:
     """The teacher's records of N positions: columns of small integers.
 
-    Files and batches hold the same integers; ``cache.profiles`` defines their meaning. Raises
-    ``ValueError`` if a column is unknown or has a wrong number of rows.
+    Files and batches hold the same integers; ``cache.profiles`` defines their meaning, and
+    ``cache.codec.Codec.require`` refuses columns of another profile. Raises ``ValueError`` if a
+    column has a wrong number of rows.
     """
 
     columns: dict[str, NDArray[Any]]
 
     def __post_init__(self) -> None:
-        if strange := set(self.columns) - set(AXES):
-            raise ValueError(f"Records cannot hold {', '.join(sorted(strange))}.")
         lengths = {axis: self.length(axis) for axis in ("position", "head", "tail")}
         for name, column in self.columns.items():
-            if len(column) != lengths[AXES[name]]:
-                raise ValueError(
-                    f"{name} must have {lengths[AXES[name]]} rows, but got {len(column)}."
-                )
+            rows = lengths[find_axis(name)]
+            if len(column) != rows:
+                raise ValueError(f"{name} must have {rows} rows, but got {len(column)}.")
 
     def __len__(self) -> int:
         return len(self.columns["entropy"])
@@ -168,7 +154,9 @@ class Records:
             if (count := self.columns.get(f"{axis}_count")) is not None:
                 first = int(count[:start].sum(dtype=np.int64))
                 cuts[axis] = slice(first, first + int(count[start:stop].sum(dtype=np.int64)))
-        return Records({name: column[cuts[AXES[name]]] for name, column in self.columns.items()})
+        return Records(
+            {name: column[cuts[find_axis(name)]] for name, column in self.columns.items()}
+        )
 
     @staticmethod
     def concatenate(parts: Iterable[Records]) -> Records:

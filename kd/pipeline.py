@@ -49,7 +49,7 @@ from kd.files import (
 )
 from kd.kernels.available import describe_kernel_failure
 from kd.models.loading import hide_progress_bars
-from kd.models.precision import pick_device
+from kd.models.precision import Precision, pick_device
 from kd.preflight.devices import ask_torch, require_known_architecture
 from kd.preflight.problems import Folders, Machine, require_no_problems
 from kd.preflight.stored_models import note_models
@@ -121,7 +121,7 @@ def run_stage(
         result = run(config, home, run_dir, monitor)
     else:
         monitor.emit("stage", stage=stage, phase="loading data")
-        warn_of_kernels(pick_device(), monitor)
+        warn_of_kernels(config, pick_device(), monitor)
         with (
             naming_removed_folders(run_dir),
             reported_loading(monitor),
@@ -169,11 +169,17 @@ def report_download(stage: str, monitor: Monitor, line: str) -> None:
     monitor.check("while it downloaded; the files that came whole stay")
 
 
-def warn_of_kernels(device: torch.device, monitor: Monitor) -> None:
-    """Warn, once in a run, of GPU kernels that fail on ``device``. A CPU has no use for them."""
+def warn_of_kernels(config: JobConfig, device: torch.device, monitor: Monitor) -> None:
+    """Warn, once in a run, of GPU kernels that fail on ``device`` in a precision of the job.
+
+    A CPU has no use for them.
+    """
     if device.type != "cuda":
         return
     # The tensors of the run name the GPU's number, and the answer is kept under that name.
     numbered = torch.device(device.type, torch.cuda.current_device())
-    if message := describe_kernel_failure(numbered, torch.float32):
+    own = config.train.precision if config.train is not None else "auto"
+    dtypes = [Precision.choose(name, device).dtype for name in ("fp32", "auto", own)]
+    failures = (describe_kernel_failure(numbered, dtype) for dtype in dtypes)
+    if message := next(filter(None, failures), ""):
         monitor.warn_once(f"{message} `kd doctor` tries each kernel.")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.records import AXES, Records
+from cache.records import Records, find_axis
 from cache.rounding import RecordPositions
 from kd.capture.sampling import Randomness, Sampler
 from kd.loss.decoder import TargetDecoder
@@ -125,7 +125,7 @@ def _repeat_draws(records: Records, gold_N: Tensor, draws: int) -> tuple[dict[st
     """Return columns and gold tokens of R N records: those of the first draw, then the next."""
     columns = {}
     for name, column in records.columns.items():
-        each = (column[:, draw] if AXES[name] == "tail" else column for draw in range(draws))
+        each = (column[:, draw] if find_axis(name) == "tail" else column for draw in range(draws))
         columns[name] = torch.from_numpy(np.concatenate(list(each)))
     return columns, gold_N.repeat(draws)
 

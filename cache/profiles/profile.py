@@ -56,6 +56,11 @@ class CodecNumbers:
         self.require_ids(name, ids)
         return ids.astype(choose_id_dtype(self.vocabulary_size))
 
+    @property
+    def common_bytes(self) -> int:
+        """Bytes that every record has: next token, its log-probability (2) and the entropy (1)."""
+        return choose_id_dtype(self.vocabulary_size).itemsize + 3
+
     def require_ids(self, name: str, ids: NDArray[Any]) -> None:
         """Raise ``ValueError`` if an id lies outside the vocabulary."""
         if ids.size and ids.max() >= self.vocabulary_size:
@@ -95,6 +100,9 @@ class Profile(ABC):
     dtypes: ClassVar[Mapping[str, int]] = {}
     #: Steps by which the next token's probability may differ, beside its own rounding.
     gold_steps: ClassVar[int] = 0
+    #: Bytes of a shard that do not depend on its content: metadata, seal, manifest line, and the
+    #: start of each compressed stream.
+    shard_bytes: ClassVar[int]
 
     # ------------------------------------------------------------------ records
 
@@ -119,6 +127,16 @@ class Profile(ABC):
     def head_step(self, numbers: CodecNumbers) -> float:
         """Return the nats of a step of ``head_logprobs``; 0 for records without a head."""
         return 0.0
+
+    # ------------------------------------------------------------------ bytes on disk
+
+    @abstractmethod
+    def estimate_position(self, numbers: CodecNumbers, width: int) -> float:
+        """Estimate the bytes of a position; ``width`` is D of the teacher, for hidden states."""
+
+    def estimate_shard(self, numbers: CodecNumbers) -> float:
+        """Estimate the bytes of a shard besides its positions."""
+        return float(self.shard_bytes)
 
     # ------------------------------------------------------------------ what people see of them
 

@@ -46,6 +46,14 @@ SMALLEST_THRESHOLD = 1 / 1000
 _HEAD_LEVELS = 127
 #: Stride of the rank counter between the draws of a position, so that they share no random number.
 _RANKS_PER_DRAW = 1024
+#: V of the teacher that the bytes of sampled records were measured on: SmolLM2-135M-Instruct (mean
+#: entropy 3.5 nats), reading 16,384 tokens of *Persuasion* in sequences of 256.
+MEASURED_VOCABULARY = 49_152
+#: Bits that an entry grows by when the vocabulary doubles; less than 1, because ids are coded by
+#: their frequency. Measured between that vocabulary and the example's 2,048 (19.4 bytes per token).
+_BITS_PER_DOUBLING = 0.43
+#: Bytes of a shard's frequency table, for each token of the vocabulary.
+_TABLE_BYTES = 0.15
 #: How far below log(threshold) a head entry may lie, in nats: it allows for float32 noise.
 _HEAD_SLACK = 1e-3
 
@@ -78,6 +86,10 @@ class Sampled(Profile):
     head_dtype: ClassVar[np.dtype[Any]] = BYTE
     options = frozenset({"threshold", "always_keep", "draws"})
     measured = ("entropy", "known", "head_count", "head_logprobs", "tail_count")
+    #: For each threshold: bytes per position without its tails, bytes of the tails of one draw,
+    #: entries. They depend on the teacher's entropy. Each is the difference between shards of 64
+    #: and of 32 sequences, so it counts every byte that grows with the number of positions.
+    measured_bytes: ClassVar[dict[float, tuple[float, float, float]]]
 
     def find_fault(self, numbers: CodecNumbers) -> str | None:
         """Refuse a threshold that is too small for its counts, or no probability."""
@@ -131,6 +143,27 @@ class Sampled(Profile):
             "tail_ids": numbers.narrow_ids("tail_ids", reading.tail_ids),
         }
 
+    # ------------------------------------------------------------------ bytes on disk
+
+    def estimate_position(self, numbers: CodecNumbers, width: int) -> float:
+        """Estimate them from the measured bytes, linearly in the logarithm of the threshold.
+
+        Thresholds beyond the ends of the table get the values of the ends.
+        """
+        rows = sorted(self.measured_bytes.items())
+        places = np.log([row[0] for row in rows])
+        rest, tail, entries = (
+            float(np.interp(math.log(numbers.threshold), places, [row[1][column] for row in rows]))
+            for column in range(3)
+        )
+        doublings = math.log2(numbers.vocabulary_size / MEASURED_VOCABULARY)
+        longer = _BITS_PER_DOUBLING * doublings / 8 * entries
+        return max(rest + tail * numbers.draws + longer, 1.0) + 2 * len(numbers.always_keep)
+
+    def estimate_shard(self, numbers: CodecNumbers) -> float:
+        """Add the table of frequencies."""
+        return super().estimate_shard(numbers) + _TABLE_BYTES * numbers.vocabulary_size
+
     # ------------------------------------------------------------------ what people see of them
 
     def measure(self, numbers: CodecNumbers, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -175,6 +208,17 @@ class Threshold(Sampled):
 
     name = "threshold"
     sums_tails = True
+    shard_bytes = 8_000
+    measured_bytes = {  # noqa: RUF012 (a constant)
+        0.25: (4.9, 2.7, 2.5),
+        0.125: (6.2, 5.1, 4.9),
+        0.08: (7.3, 7.4, 7.3),
+        0.04: (10.0, 12.6, 12.9),
+        0.02: (14.5, 20.7, 22.4),
+        0.01: (22.2, 33.1, 38.1),
+        0.004: (40.9, 59.5, 74.9),
+        0.001: (106.0, 137.0, 195.3),
+    }
 
 
 @dataclass(frozen=True)
@@ -187,6 +231,17 @@ class Tempered(Sampled):
     head_dtype = WORD  # it holds small probabilities: a token may be heavy at only one T
     gold_steps = 1  # the normaliser adds the rounding of the head
     options = Sampled.options | {"temperatures"}
+    shard_bytes = 45_000
+    measured_bytes = {  # noqa: RUF012 (a constant)
+        0.25: (18.5, 4.9, 2.5),
+        0.125: (18.7, 10.0, 5.0),
+        0.08: (20.3, 15.2, 7.6),
+        0.04: (21.2, 28.3, 14.1),
+        0.02: (24.6, 51.4, 26.1),
+        0.01: (29.1, 92.4, 48.1),
+        0.004: (44.3, 197.3, 108.1),
+        0.001: (104.0, 617.0, 362.9),
+    }
 
     def find_fault(self, numbers: CodecNumbers) -> str | None:
         """Refuse what is no range of temperatures too."""

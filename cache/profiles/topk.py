@@ -49,6 +49,7 @@ class TopK(Profile):
     options = frozenset({"k"})
     shown = ("top_ids", "top_logprobs", "residual")
     measured = ("entropy", "top_logprobs")
+    shard_bytes = 8_000
 
     def find_fault(self, numbers: CodecNumbers) -> str | None:
         """Refuse records without an entry."""
@@ -73,6 +74,11 @@ class TopK(Profile):
     def find_step(self, numbers: CodecNumbers) -> float:
         """Return the step of the entries."""
         return TOP_STEP
+
+    def estimate_position(self, numbers: CodecNumbers, width: int) -> float:
+        """Count the bytes of entries and bucket; compression makes them fewer."""
+        entry = choose_id_dtype(numbers.vocabulary_size).itemsize + 2
+        return float(numbers.common_bytes + numbers.k * entry + 2)
 
     def measure(self, numbers: CodecNumbers, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
         """Add up the entries."""

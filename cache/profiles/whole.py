@@ -47,6 +47,7 @@ class _Whole(Profile):
     any_temperature = True
     any_divergence = True
     options = frozenset({"dtype"})
+    shard_bytes = 6_000
 
     def find_fault(self, numbers: CodecNumbers) -> str | None:
         """Refuse bits that no dtype has."""
@@ -81,6 +82,10 @@ class Dense(_Whole):
     def find_step(self, numbers: CodecNumbers) -> float:
         """Return the bound of float16."""
         return EXACT_STEP
+
+    def estimate_position(self, numbers: CodecNumbers, width: int) -> float:
+        """Count the bytes of V numbers; compression makes them fewer."""
+        return float(numbers.common_bytes + numbers.vocabulary_size * numbers.bits // 8)
 
     def list_entries(
         self, numbers: CodecNumbers, records: Records, number: int, said: int
@@ -118,3 +123,7 @@ class Hidden(_Whole):
     def find_step(self, numbers: CodecNumbers) -> float:
         """Return the bound of int8 or of int16."""
         return INT8_STEP if numbers.bits == 8 else EXACT_STEP
+
+    def estimate_position(self, numbers: CodecNumbers, width: int) -> float:
+        """Count the bytes of a state and of its scale; compression makes them fewer."""
+        return float(numbers.common_bytes + width * numbers.bits // 8 + 4)

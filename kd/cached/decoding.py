@@ -21,7 +21,6 @@ at most (for flat tensors: of all positions), V vocabulary, K most probable toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -42,16 +41,6 @@ Item = dict[str, Any]
 Form = Literal["records", "entries", "ragged", "dense", "topk"]
 #: The label of a token that is no target, as in transformers.
 IGNORED = -100
-_SAMPLED: tuple[Form, ...] = get_args(Form)
-_WHOLE: tuple[Form, ...] = ("records", "dense", "topk")
-#: The forms that each profile can be decoded to.
-FORMS: Mapping[str, tuple[Form, ...]] = {
-    "threshold": _SAMPLED,
-    "tempered": _SAMPLED,
-    "topk": ("records", "topk"),
-    "dense": _WHOLE,
-    "hidden": _WHOLE,
-}
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,7 @@ class Decoding:
 
     def require_served(self, codec: Codec) -> None:
         """Raise ``ValueError`` if the records of ``codec`` cannot be decoded so."""
-        forms = FORMS[codec.profile]
+        forms = _list_forms(codec)
         if self.form not in forms:
             raise ValueError(
                 f"form must be one of {', '.join(forms)} for a cache of profile {codec.profile}, "
@@ -74,6 +63,13 @@ class Decoding:
             raise ValueError(f"k must be at least 1, but got {self.k}.")
         if why := codec.why_unsupported(temperatures=(self.temperature,)):
             raise ValueError(f"{why}.")
+
+
+def _list_forms(codec: Codec) -> tuple[Form, ...]:
+    """Return the forms that the records of ``codec`` can be decoded to."""
+    if codec.rules.sampled:
+        return get_args(Form)
+    return ("records", "dense", "topk") if codec.rules.any_divergence else ("records", "topk")
 
 
 def decode_batch(

@@ -54,7 +54,7 @@ def open_reader(
     """
     section = plan.teacher.section
     if section.is_local:
-        teacher = Teacher.load(plan)
+        teacher = Teacher.load(plan, monitor)
         if plan.identity.data.packing:
             warn_of_mask(teacher.model, plan.data.sequence_length, monitor)
         warn_of_plain_layers(teacher.model, plan.identity.teacher.quantization, monitor)
@@ -122,14 +122,14 @@ class Teacher:
     cuts_padding: bool = False
 
     @classmethod
-    def load(cls, plan: CapturePlan) -> Teacher:
+    def load(cls, plan: CapturePlan, monitor: Monitor = SILENT) -> Teacher:
         """Load the model of ``plan``, and check its context, its LM head and its attention."""
         model = load_teacher(plan.teacher, pick_device())
         require_context(model, plan.data.sequence_length)
         require_causal(model, plan.data.sequence_length)
         lm_head = find_lm_head(model, plan.identity.tokenizer.vocabulary_size)
         if plan.identity.data.packing:
-            isolate_documents(model)
+            isolate_documents(model, monitor=monitor)
         recorder = Recorder(lm_head, plan.identity.record_codec())
         cuts_padding = not plan.identity.data.packing
         return cls(model, recorder, plan.teacher.section.batch_size, cuts_padding=cuts_padding)

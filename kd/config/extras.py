@@ -21,7 +21,7 @@ NO_HARNESS = Problem(
 )
 NO_TORCHAO = Problem(
     "/train/optim",
-    "adamw_8bit needs torchao, which is not installed.",
+    "this optimiser needs torchao, which is not installed.",
     "Install it: pip install 'potstill[quantization]'; or set train.optim to adamw.",
 )
 NO_FLOAT8 = Problem(
@@ -57,7 +57,7 @@ def find_missing_extras(config: JobConfig) -> list[Problem]:
         if not any(map(find_spec, TRACKER_MODULES[name]))
     ]
     if config.train is not None and not is_torchao_installed():
-        problems += [NO_TORCHAO] if config.train.optim == "adamw_8bit" else []
+        problems += [NO_TORCHAO] if config.train.optimizer.needs_torchao else []
         problems += [NO_FLOAT8] if config.train.fp8 else []
     return problems + find_missing_harness(config)
 

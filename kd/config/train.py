@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -35,19 +37,58 @@ Compile = Annotated[
 DropoutShare = Annotated[float, Field(ge=0, lt=1)]
 Strategy = Literal["auto", "single", "ddp", "fsdp", "pipeline"]
 
-#: The arguments of each optimiser that ``optim_args`` may set; others have fields of their own.
-OPTIMIZER_ARGUMENTS: dict[str, set[str]] = {
-    "adamw": {"amsgrad"},
-    "adamw_8bit": set(),
-    "adafactor": {"eps1", "eps2", "clip_threshold", "decay_rate"},
-    "muon": {"momentum", "nesterov", "ns_a", "ns_b", "ns_c", "eps", "ns_steps"},
-    "lion": {"beta1", "beta2", "weight_decouple", "fixed_decay"},
-    "lars": {"momentum", "dampening", "trust_coefficient", "nesterov"},
-    "schedule_free": {"r", "weight_lr_power"},
-}
 
-#: The optimisers that can train weights in bfloat16: they round their steps stochastically.
-ROUNDING_OPTIMIZERS = ("adamw", "adamw_8bit")
+@dataclass(frozen=True)
+class OptimizerRules:
+    """What an optimiser is; ``kd.optim.optimizers`` makes it."""
+
+    #: The arguments that ``optim_args`` may set; others have fields of their own.
+    arguments: set[str]
+    #: Numbers of its state for each number of a parameter, as far as these depend on no shape
+    #: (``kd.optim.state_size``).
+    numbers: int
+    #: It is a remedy when memory runs out.
+    small: bool = False
+    #: It rounds its steps stochastically, so it can train weights in bfloat16.
+    rounds: bool = False
+    #: It needs whole matrices: one at a time is gathered (``kd.optim.whole_steps``).
+    whole: bool = False
+    #: It averages its weights in place of decaying the learning rate.
+    averages: bool = False
+    needs_torchao: bool = False
+    #: Why strategies fsdp and pipeline cannot have it; empty if they can.
+    unsharded: str = ""
+    unstaged: str = ""
+    #: The share of the job's learning rate that it has in an ablation of optimisers.
+    rate: Fraction | int = 1
+
+
+OPTIMIZERS: dict[str, OptimizerRules] = {
+    "adamw": OptimizerRules({"amsgrad"}, 2, rounds=True),
+    "adamw_8bit": OptimizerRules(
+        set(),
+        2,
+        small=True,
+        rounds=True,
+        needs_torchao=True,
+        unsharded="adamw_8bit keeps blocks of 256 numbers of whole matrices; the others do not",
+        unstaged="checkpoints of stages do not hold a state of 8 bits",
+    ),
+    "adafactor": OptimizerRules(
+        {"eps1", "eps2", "clip_threshold", "decay_rate"}, 0, small=True, whole=True
+    ),
+    "muon": OptimizerRules(
+        {"momentum", "nesterov", "ns_a", "ns_b", "ns_c", "eps", "ns_steps"}, 1, whole=True
+    ),
+    "lion": OptimizerRules(
+        {"beta1", "beta2", "weight_decouple", "fixed_decay"}, 1, small=True, rate=Fraction(1, 5)
+    ),
+    # Its steps are a thousandth of the weights' length times the rate.
+    "lars": OptimizerRules(
+        {"momentum", "dampening", "trust_coefficient", "nesterov"}, 1, whole=True, rate=1000
+    ),
+    "schedule_free": OptimizerRules({"r", "weight_lr_power"}, 2, averages=True),
+}
 
 
 class TrainConfig(Section):
@@ -238,16 +279,15 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _optimizer_has_its_arguments(self) -> Self:
-        known = OPTIMIZER_ARGUMENTS[self.optim]
+        known = self.optimizer.arguments
         if strange := sorted(self.optim_args.keys() - known):
             raise ValueError(
                 f"train.optim_args of {self.optim} cannot hold {', '.join(strange)}, "
                 f"only {', '.join(sorted(known)) or 'nothing'}"
             )
-        # schedule_free averages its weights in place of decaying the learning rate.
-        if self.optim == "schedule_free" and "constant" not in self.lr_scheduler_type:
+        if self.optimizer.averages and "constant" not in self.lr_scheduler_type:
             raise ValueError(
-                "train.optim schedule_free needs train.lr_scheduler_type constant or "
+                f"train.optim {self.optim} needs train.lr_scheduler_type constant or "
                 f"constant_with_warmup, not {self.lr_scheduler_type}"
             )
         return self
@@ -255,10 +295,11 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _precision_suits(self) -> Self:
         # Other optimisers would round their steps to the nearest.
-        if self.is_pure_bfloat16 and self.optim not in ROUNDING_OPTIMIZERS:
+        if self.is_pure_bfloat16 and not self.optimizer.rounds:
+            rounding = [name for name, rules in OPTIMIZERS.items() if rules.rounds]
             raise ValueError(
                 "train.precision bf16_pure needs an optimiser that rounds its steps "
-                f"stochastically, {' or '.join(ROUNDING_OPTIMIZERS)}, but train.optim is "
+                f"stochastically, {' or '.join(rounding)}, but train.optim is "
                 f"{self.optim}: small steps would be lost"
             )
         if self.fp8 and self.precision not in ("auto", "bf16"):
@@ -291,6 +332,11 @@ class TrainConfig(Section):
                 "other strategies keep whole weights on the device"
             )
         return self
+
+    @property
+    def optimizer(self) -> OptimizerRules:
+        """What the optimiser is."""
+        return OPTIMIZERS[self.optim]
 
     @property
     def checkpoints_kept(self) -> int:

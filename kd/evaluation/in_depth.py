@@ -105,7 +105,7 @@ def evaluate_in_depth(
         assert config.teacher is not None, "JobConfig refuses to compare with no teacher"
         teacher = _load_teacher(config.teacher, config.data, run)
     run.monitor.emit("stage", stage="train", phase="measuring on the held-out text")
-    found = measure_models(config, source, students, teacher, run.tokenizer)
+    found = measure_models(config, source, students, teacher, run.tokenizer, run.monitor)
     # Models that are measured no more make room for the teacher.
     students.clear()
     try:
@@ -156,7 +156,7 @@ def _compare_side_by_side(
     used |= {TEACHER: teacher} if teacher is not None else {}
     vocabulary = choose_run_vocabulary(source, run.tokenizer, *used.values())
     models = {
-        name: EvaluatedModel.of(model, vocabulary, config.data, name == TEACHER)
+        name: EvaluatedModel.of(model, vocabulary, config.data, name == TEACHER, run.monitor)
         for name, model in used.items()
     }
     known = {
@@ -217,6 +217,7 @@ def measure_models(
     students: Mapping[str, PreTrainedModel],
     teacher: PreTrainedModel | None,
     tokenizer: PreTrainedTokenizerBase,
+    monitor: Monitor = SILENT,
 ) -> Json:
     """Tokens and bytes of the held-out text, and every model's figures on it.
 
@@ -226,7 +227,7 @@ def measure_models(
     vocabulary = choose_run_vocabulary(source, tokenizer, *everyone.values())
     # All models are checked before the first one spends time on the text.
     learners = {
-        name: EvaluatedModel.of(model, vocabulary, config.data, name == TEACHER)
+        name: EvaluatedModel.of(model, vocabulary, config.data, name == TEACHER, monitor)
         for name, model in everyone.items()
     }
     reference = learners.pop(TEACHER, None)

@@ -26,7 +26,7 @@ from kd.evaluation.teacher_comparison import TEACHER, compare_with_records
 from kd.evaluation.words import explain_words
 from kd.files import read_json, write_json, write_text
 from kd.models.precision import pick_device
-from kd.progress import NOTICES, keep_notices, replace_nonfinite
+from kd.progress import NOTICES, SILENT, keep_notices, replace_nonfinite
 from kd.text.batches import Source
 from kd.text.text_bytes import compute_bits_per_byte
 from kd.tracking.metrics import read_metrics
@@ -58,7 +58,8 @@ def make_report(
     """
     pace = round(progress.tokens / progress.seconds, 1) if progress.seconds else None
     # This moves the student to the device.
-    after = compare_with_records(saved, config, source, vocabulary)
+    monitor = run.monitor if run is not None else SILENT
+    after = compare_with_records(saved, config, source, vocabulary, monitor)
     report = {
         "name": config.name,
         "kind": config.kind,

@@ -30,6 +30,7 @@ from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states, find_device, require_context
 from kd.models.lm_head import LMHead, find_lm_head, find_student_head
 from kd.models.precision import Precision, float32_products, pick_device
+from kd.progress import SILENT, Monitor
 from kd.text.batches import Batch, Source
 from kd.text.steps.reading import read_validation_batches
 from kd.text.text_bytes import compute_bits_per_byte
@@ -58,7 +59,12 @@ class EvaluatedModel:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, vocabulary: int, data: DataConfig, teaches: bool = False
+        cls,
+        model: PreTrainedModel,
+        vocabulary: int,
+        data: DataConfig,
+        teaches: bool = False,
+        monitor: Monitor = SILENT,
     ) -> EvaluatedModel:
         """Move ``model`` to the device of the run, and let it read sequences packed as in ``data``.
 
@@ -72,7 +78,7 @@ class EvaluatedModel:
         require_context(model, data.sequence_length)
         require_causal(model, data.sequence_length)
         if data.packing:
-            isolate_documents(model)
+            isolate_documents(model, monitor=monitor)
         find = find_lm_head if teaches else find_student_head
         return cls(model.eval(), find(model, vocabulary))
 
@@ -107,13 +113,17 @@ class ComparisonSums:
 
 
 def compare_with_records(
-    model: PreTrainedModel, config: JobConfig, source: Source, vocabulary: int
+    model: PreTrainedModel,
+    config: JobConfig,
+    source: Source,
+    vocabulary: int,
+    monitor: Monitor = SILENT,
 ) -> dict[str, float | None]:
     """Evaluate ``model`` by the held-out records, as ``kd.training.evaluate`` does, in float32.
 
     So the figures do not depend on the precision of the training.
     """
-    measured = EvaluatedModel.of(model, vocabulary, config.data)
+    measured = EvaluatedModel.of(model, vocabulary, config.data, monitor=monitor)
     device = pick_device()
     with float32_products():
         return evaluate_student(

@@ -37,7 +37,7 @@ from cache.errors import CacheError
 from cache.json_object import Json
 from cache.layout import Arrays
 from cache.manifest import Manifest
-from cache.records import AXES, MEAN_ARRAYS, Records, Sequences, compute_offsets
+from cache.records import MEAN_ARRAYS, Records, Sequences, compute_offsets
 from cache.store import Cache
 from cache.writing.writer import CacheWriter
 from kd.capture.capturing import find_sealed_cache, summarise_cache
@@ -204,7 +204,7 @@ def _read_cell(batch: Any, name: str, index: int, where: str, dtype: np.dtype[An
 def _make_sequence(arrays: Arrays, where: str) -> tuple[Sequences, Records]:
     try:
         sequences = Sequences(*(arrays[name][None] for name in _PER_SEQUENCE))
-        return sequences, Records({name: arrays[name] for name in arrays if name in AXES})
+        return sequences, Records({key: arrays[key] for key in arrays if key not in _PER_SEQUENCE})
     except ValueError as error:
         raise DataError(f"{where}: {error}", _UNTOUCHED) from error
 

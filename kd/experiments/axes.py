@@ -20,6 +20,7 @@ import yaml
 
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config, parse_yaml, set_value
+from kd.config.train import OPTIMIZERS
 from kd.errors import ConfigError, Problem
 
 #: Steps of a run where neither the command nor a shorter job says another number.
@@ -94,25 +95,28 @@ def _list_accumulations(config: JobConfig) -> Axis:
 
 
 def _list_optimisers(config: JobConfig) -> Axis:
-    rate = config.require_train().learning_rate
-    warm = "constant_with_warmup" if config.require_train().warmup_steps else "constant"
-    more: dict[str, dict[str, object]] = {
-        "adamw": {}, "adafactor": {}, "muon": {},
-        "lion": {"train.learning_rate": rate / 5},
-        # Its steps are a thousandth of the weights' length times the rate.
-        "lars": {"train.learning_rate": min(rate * 1000, 10.0)},
-        "schedule_free": {"train.lr_scheduler_type": warm, "train.lr_scheduler_kwargs": {}},
-    }  # fmt: skip
-    settings = (
-        AxisSetting(name, {"train.optim": name, "train.optim_args": {}, **extra})
-        for name, extra in more.items()
-    )
+    train = config.require_train()
+    warm = "constant_with_warmup" if train.warmup_steps else "constant"
+    settings: list[AxisSetting] = []
+    others: list[str] = []
+    for name, rules in OPTIMIZERS.items():
+        if rules.needs_torchao:
+            continue
+        fields: dict[str, object] = {"train.optim": name, "train.optim_args": {}}
+        if (share := rules.rate) != 1:
+            rate = train.learning_rate * share.numerator / share.denominator
+            fields["train.learning_rate"] = min(rate, 10.0)
+            others.append(f"{name} {share} times it")
+        if rules.averages:
+            fields |= {"train.lr_scheduler_type": warm, "train.lr_scheduler_kwargs": {}}
+            others.append(f"{name} a constant one")
+        settings.append(AxisSetting(name, fields))
     return Axis(
         "optimisers",
         tuple(settings),
-        "Each has the job's learning rate, but lion a fifth of it, lars a thousand times it (at "
-        "most 10), and schedule_free a constant one. An optimiser may need another rate: --set "
-        "train.optim=... with --axis train.learning_rate=... compares rates of one.",
+        f"Each has the job's learning rate, but {', '.join(others)} (at most 10). An optimiser may "
+        "need another rate: --set train.optim=... with --axis train.learning_rate=... compares "
+        "rates of one.",
     )
 
 

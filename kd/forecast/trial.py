@@ -135,7 +135,7 @@ def _seal(root: Path, planned: CapturePlan, some: _Sample, reader: RecordReader)
             sequences = some.sequences.select(identity.shard_range(shard))
             begin, end = end, end + sequences.positions
             writer.write_shard(shard, sequences, some.records.slice(begin, end))
-        if codec.profile == "hidden" and isinstance(reader, Teacher):
+        if identity.record_codec().rules.needs_lm_head and isinstance(reader, Teacher):
             writer.write_lm_head(reader.recorder.make_lm_head_arrays())
         writer.finish(make_provenance(planned))
     return open_cache(root / identity.fingerprint, identity)

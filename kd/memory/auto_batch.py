@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from kd.config.train import ROUNDING_OPTIMIZERS, TrainConfig
+from kd.config.train import OPTIMIZERS, TrainConfig
 from kd.errors import OutOfMemory, is_out_of_memory
 from kd.memory.step_bytes import resize_micro_batch
 from kd.memory.step_memory import measure_free_memory
@@ -57,10 +57,10 @@ def list_remedies(options: TrainConfig) -> Iterator[str]:
     if options.logits_chunk != 1:
         now = options.logits_chunk or "it is chosen by the free memory now"
         yield f"a smaller train.logits_chunk ({now})"
-    if options.optim in ("adamw", "schedule_free"):
-        eight_bit = "adamw_8bit, " * (options.optim == "adamw")
-        yield f"train.optim {eight_bit}adafactor or lion, whose state is smaller"
-    if options.optim in ROUNDING_OPTIMIZERS and not options.is_pure_bfloat16:
+    if options.optimizer.numbers > 1 and not options.optimizer.small:
+        *most, last = (name for name, rules in OPTIMIZERS.items() if rules.small)
+        yield f"train.optim {', '.join(most)} or {last}, whose state is smaller"
+    if options.optimizer.rounds and not options.is_pure_bfloat16:
         yield "train.precision bf16_pure, whose weights and gradients are half as large"
     yield "a shorter data.sequence_length, or a smaller student"
 

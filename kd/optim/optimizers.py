@@ -27,13 +27,12 @@ from transformers import PreTrainedModel
 from transformers.optimization import Adafactor
 
 from kd.config.extras import NO_TORCHAO, require_torchao
-from kd.config.train import TrainConfig
+from kd.config.train import OPTIMIZERS, TrainConfig
 from kd.errors import TrainingError
 from kd.models.layers import find_decoder_layers, list_layer_parameters
 from kd.optim.rare_rows import keep_floor
 from kd.optim.state_size import ParameterShape
 from kd.optim.whole_steps import ParameterGroup, WholeSteps, needs_whole_steps
-from kd.parallel.limits import WHOLE_OPTIMIZERS
 
 
 def make_optimizer(
@@ -140,9 +139,9 @@ def _make_one_optimizer(
             f"train.optim {name} cannot be made with optim_args {arguments}: {error}",
             "Change train.optim_args.",
         ) from error
-    if name in WHOLE_OPTIMIZERS and needs_whole_steps(groups):
+    if OPTIMIZERS[name].whole and needs_whole_steps(groups):
         optimizer = WholeSteps(optimizer)
-    if name == "schedule_free":
+    if OPTIMIZERS[name].averages:
         # It is made in the mode for evaluation, in which it cannot step.
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer

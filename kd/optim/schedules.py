@@ -36,12 +36,6 @@ def make_scheduler(optimizer: torch.optim.Optimizer, options: TrainConfig, steps
         key: int(value) if not isinstance(value, tuple) and value == int(value) else value
         for key, value in options.lr_scheduler_kwargs.items()
     }
-    if options.optim == "schedule_free" and not name.startswith("constant"):
-        raise TrainingError(
-            "train.optim schedule_free takes the place of a schedule, but train.lr_scheduler_type "
-            f"is {name}.",
-            "Set train.lr_scheduler_type to constant or constant_with_warmup.",
-        )
     try:
         if name == "onecycle":
             return _make_one_cycle(optimizer, options, steps)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from kd.config.train import TrainConfig
+from kd.config.train import OPTIMIZERS, TrainConfig
 
 #: Bytes of one number of an optimiser's state where it is float32.
 STATE_NUMBER_BYTES = 4
@@ -25,9 +25,6 @@ BLOCK_NUMBERS = 256
 LEAST_EIGHT_BIT_NUMBERS = 4096
 #: Bytes of the table with the values of the codes, which every state of 8 bits has.
 _CODE_TABLE_BYTES = 256 * 4
-
-#: Numbers that an optimiser keeps for each number of a parameter.
-_NUMBERS_PER_WEIGHT = {"adamw": 2, "adamw_8bit": 2, "schedule_free": 2, "lion": 1, "lars": 1}
 
 
 @dataclass(frozen=True)
@@ -87,5 +84,5 @@ def _count_bytes(optim: str, parameter: ParameterShape) -> int:
         *stack, rows, columns = (0, parameter.size) if is_vector else parameter.shape
         numbers = math.prod(stack) * (rows + columns)
     else:
-        numbers = parameter.size * _NUMBERS_PER_WEIGHT[optim]
+        numbers = parameter.size * OPTIMIZERS[optim].numbers
     return STATE_NUMBER_BYTES * numbers

@@ -6,8 +6,6 @@ from kd.config.job import JobConfig
 from kd.config.loss import LearnedTemperature, LossConfig
 from kd.config.train import TrainConfig
 
-#: The optimisers that need whole matrices: one at a time is gathered (``kd.optim.whole_steps``).
-WHOLE_OPTIMIZERS = ("muon", "lars", "adafactor")
 #: The modes of a learned temperature that take gradients of whole parameters.
 WHOLE_MODES = ("lookahead", "teacher_only")
 
@@ -21,11 +19,7 @@ def needs_whole_gradients(loss: LossConfig) -> bool:
 def list_unsharded_fields(options: TrainConfig) -> list[tuple[str, str]]:
     """List the fields of ``options`` that strategy fsdp cannot serve, each with its reason."""
     found = (
-        (
-            "optim",
-            options.optim == "adamw_8bit",
-            "adamw_8bit keeps blocks of 256 numbers of whole matrices; the others do not",
-        ),
+        ("optim", bool(options.optimizer.unsharded), options.optimizer.unsharded),
         ("fp8", options.fp8, "float8 was not tried with gathered weights"),
         (
             "auto_batch",
@@ -51,11 +45,7 @@ def list_unstaged_fields(config: JobConfig, options: TrainConfig) -> list[tuple[
     temperature = config.loss.temperature
     mode = temperature.mode if isinstance(temperature, LearnedTemperature) else None
     found = (
-        (
-            "/train/optim",
-            options.optim == "adamw_8bit",
-            "checkpoints of stages do not hold a state of 8 bits",
-        ),
+        ("/train/optim", bool(options.optimizer.unstaged), options.optimizer.unstaged),
         (
             "/train/precision",
             options.precision in ("fp16", "bf16_pure"),

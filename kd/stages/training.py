@@ -73,7 +73,9 @@ def run_training(
     if weights:
         student = build_starting_student(config, tokenizer)
         # In float32, as the finished student is.
-        progress.first_evaluation = compare_with_records(student, config, source, vocabulary)
+        progress.first_evaluation = compare_with_records(
+            student, config, source, vocabulary, monitor
+        )
         put_weights(student, weights)
 
     monitor.check("after the last step; the training is saved")

@@ -89,7 +89,7 @@ function headOf(cache, usage) {
       ["Text", cache.text],
       ["Made by", cache.made_by && nameOf({ name: cache.made_by })],
       ["Profile", cache.profile],
-      ["Threshold", cache.profile === "threshold" ? number(cache.threshold) : null],
+      ["Threshold", cache.threshold ? number(cache.threshold) : null],
       ["Tokens", number(cache.tokens)],
       ["Sequences", cache.sequences
         && `${number(cache.sequences)} of ${number(cache.sequence_length)} tokens`],
@@ -201,9 +201,9 @@ function exportSection() {
   return { root, show: (cache) => fill(rows, commandsOf(cache).map(rowOf)) };
 }
 
-function commandsOf({ fingerprint, profile }) {
+function commandsOf({ fingerprint, threshold }) {
   const short = fingerprint.slice(0, 12);
-  const sampled = ["threshold", "tempered"].includes(profile);
+  const sampled = threshold > 0; // other profiles have none
   return [
     ["As Parquet, which can be imported again without loss",
       `kd cache export ${short} --format parquet --out records`],

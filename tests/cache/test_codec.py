@@ -403,6 +403,8 @@ def test_columns_that_are_not_the_profiles_are_refused(profile):
         codec.require(
             Records({key: column for key, column in records.columns.items() if key != name})
         )
+    with pytest.raises(ValueError, match=r"but got .*'colour'"):
+        codec.require(Records(records.columns | {"colour": np.zeros(3)}))
     with pytest.raises(ValueError, match=f"{name} must be of type"):
         codec.require(Records(records.columns | {name: records[name].astype(np.float64)}))
     with pytest.raises(ValueError, match="dimensions"):

@@ -25,7 +25,7 @@ from cache.inspection import compare_caches, compute_cache_stats, find_same_reco
 from cache.manifest import CacheIdentity
 from cache.profiles.sampled import Sample
 from cache.reading.arrays import ArrayFolder
-from cache.records import AXES, Records
+from cache.records import Records, find_axis
 from cache.rounding import (
     ENTROPY_STEP,
     KNOWN_STEP,
@@ -364,10 +364,12 @@ def test_any_change_of_any_column_is_a_difference_of_one_record(opened, profile)
         )
         same = find_same_records(records, Records({**records.columns, name: changed}))
         assert (~same).sum() == 1, name
-        if AXES[name] == "position":
+        if find_axis(name) == "position":
             assert not same[row]
         else:
-            assert not same[np.repeat(np.arange(len(records)), records[f"{AXES[name]}_count"])[row]]
+            assert not same[
+                np.repeat(np.arange(len(records)), records[f"{find_axis(name)}_count"])[row]
+            ]
 
 
 def test_the_order_of_entries_within_a_record_makes_no_difference(opened):
@@ -378,7 +380,9 @@ def test_the_order_of_entries_within_a_record_makes_no_difference(opened):
         rows = np.repeat(np.arange(len(records)), records[f"{axis}_count"])
         order = np.lexsort((rng.random(len(rows)), rows))
         assert (order != np.arange(len(rows))).any()
-        columns |= {name: column[order] for name, column in columns.items() if AXES[name] == axis}
+        columns |= {
+            name: column[order] for name, column in columns.items() if find_axis(name) == axis
+        }
     assert find_same_records(records, Records(columns)).all()
 
 

@@ -13,7 +13,7 @@ from cache.codec import Codec
 from cache.errors import CacheError
 from cache.layout import encode_arrays
 from cache.profiles.table import PROFILES
-from cache.records import AXES, Records, Sequences, compute_offsets
+from cache.records import Records, Sequences, compute_offsets
 
 V = 300
 
@@ -68,10 +68,10 @@ def test_slices_put_together_again_are_the_whole(profile, seed, cuts):
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_every_profile_has_known_and_entropy_and_no_column_without_an_axis(profile):
+def test_every_profile_has_known_and_entropy(profile):
     codec = codec_of(profile)
     records = make_records(0, 4, codec)
-    assert set(records.columns) == set(codec.schema()) <= set(AXES)
+    assert set(records.columns) == set(codec.schema())
     assert records["known"].shape == (4, 1 + len(codec.always_keep))
     assert (len(records), len(records["entropy"])) == (4, 4)
 
@@ -99,11 +99,6 @@ WRONG_COLUMNS = {
 def test_columns_of_another_length_cannot_exist(name):
     with pytest.raises(ValueError, match=r"must have \d rows, but got"):
         Records(by_hand().columns | {name: WRONG_COLUMNS[name]})
-
-
-def test_an_unknown_column_cannot_exist():
-    with pytest.raises(ValueError, match="Records cannot hold colour"):
-        Records(by_hand().columns | {"colour": np.zeros(2)})
 
 
 # ---- sequences

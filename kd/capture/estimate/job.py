@@ -89,7 +89,7 @@ def measure_capture(config: JobConfig, root: Path) -> tuple[CaptureSize, CacheSi
     tokenizer = TokenCounter.find(source, root)
     work = estimate_capture_size(config, root, tokenizer)
     codec = make_codec_identity(config.cache).record_codec(tokenizer.size)
-    width = require_width(source, root) if codec.profile == "hidden" else 0
+    width = require_width(source, root) if codec.rules.needs_lm_head else 0
     return work, estimate_cache_size(codec, width)
 
 

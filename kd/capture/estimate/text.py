@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cache.errors import PotstillError
+from cache.profiles.sampled import MEASURED_VOCABULARY
 from kd.addresses import ModelSource
-from kd.capture.estimate.storage import MEASURED_VOCABULARY
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, ModelError, Problem
 from kd.models.folder import find_source

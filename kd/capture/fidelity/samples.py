@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.records import AXES, Records, Sequences
+from cache.records import Records, Sequences, find_axis
 from cache.store import Cache
 from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.noise import measure_squared_noise, read_together
@@ -79,7 +79,7 @@ class PositionSample:
             written.append(recorder.record(self.hidden_ND, self.gold_N, number, places))
         return Records(
             {
-                name: column[:, 0] if AXES[name] == "tail" else column
+                name: column[:, 0] if find_axis(name) == "tail" else column
                 for name, column in Records.concatenate(written).columns.items()
             }
         )

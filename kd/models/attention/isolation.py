@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from cache.errors import PotstillError
 from kd.errors import ModelError, format_first_line
 from kd.models.attention.interface import NAMES, use_own_attention, use_packed_attention
-from kd.models.attention.kernels import KernelFailed, comparing_kernels
+from kd.models.attention.kernels import KernelFailed, trying_kernels
 from kd.models.depth import cut_fields
 from kd.models.folder import ConfigFields
 from kd.models.layers import compute_hidden_states, evaluating, find_device
@@ -91,7 +91,7 @@ def try_to_isolate(
         # A model that uses our attention already would find nothing to replace.
         use_own_attention(model)
         trials = _make_trials(model)
-        with comparing_kernels(None if dtype == torch.float32 else dtype):
+        with trying_kernels(None if dtype == torch.float32 else dtype):
             if use_packed_attention(model) and all(
                 _computes_as_alone(model, each, monitor) for each in trials
             ):

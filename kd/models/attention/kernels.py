@@ -124,16 +124,20 @@ def attend(
 ) -> Tensor:
     """Return the output of the layer ``module``, (B, L, H, E).
 
-    In ``comparing_kernels`` it is that of spans, and ``KernelFailed`` is raised where the kernel
-    for the other precision fails or computes something else.
+    In ``trying_kernels`` a kernel that fails raises ``KernelFailed``. For another precision the
+    output is that of spans, and a kernel that computes something else raises it, too.
     """
     rows = match_precision(q_BHLD, k_BKLD, v_BKLE)
     traits = describe(rows[0], rows[2], mask, scoring, sink_H)
     call = _Call(traits, module, rows, mask, scoring, sink_H)
-    if _comparing.dtype is None:
-        return call.run(choose_kernel(traits))
-    _require_alike(call.round(_comparing.dtype))
-    return call.run("spans")
+    if _trying.dtype is not None:
+        _require_alike(call.round(_trying.dtype))
+        return call.run("spans")
+    kernel = choose_kernel(traits)
+    # What plain attention and spans raise is no fault of a kernel.
+    if _trying.active and kernel not in ("plain", "spans"):
+        return _try_kernel(call, kernel)
+    return call.run(kernel)
 
 
 @dataclass(frozen=True)
@@ -189,27 +193,37 @@ class KernelFailed(RuntimeError):
     """A kernel cannot compute a layer, or computes something else than spans."""
 
 
-class _Comparing(threading.local):
-    """The precision whose kernels this thread compares with spans; None for no comparison."""
+class _Trying(threading.local):
+    """Whether this thread tries kernels, and the precision whose kernels it compares with spans."""
 
+    active = False
     dtype: torch.dtype | None = None
 
 
-_comparing = _Comparing()
+_trying = _Trying()
 
 
 @contextmanager
-def comparing_kernels(dtype: torch.dtype | None) -> Iterator[None]:
+def trying_kernels(dtype: torch.dtype | None) -> Iterator[None]:
     """Compare in each layer the kernel for ``dtype`` with spans, which go on in its place.
 
     So a model that is tried in float32 needs no kernel that only float32 needs. None compares
-    nothing.
+    nothing: the model's own precision takes its kernel, which must not fail.
     """
-    _comparing.dtype = dtype
+    _trying.active, _trying.dtype = True, dtype
     try:
         yield
     finally:
-        _comparing.dtype = None
+        _trying.active, _trying.dtype = False, None
+
+
+def _try_kernel(call: _Call, kernel: Kernel) -> Tensor:
+    """Return the output of ``kernel``. Raises ``KernelFailed`` if it cannot run."""
+    try:
+        return call.run(kernel)
+    # Triton needs a C compiler, and torch may be built without a kernel.
+    except Exception as error:
+        raise KernelFailed(f"{kernel} attention failed: {format_first_line(error)}") from error
 
 
 def _require_alike(call: _Call) -> None:
@@ -220,11 +234,7 @@ def _require_alike(call: _Call) -> None:
     kernel = choose_kernel(call.traits)
     if kernel in ("plain", "spans"):
         return
-    try:
-        found = call.run(kernel).float()
-    # Triton needs a C compiler, and torch may be built without a kernel.
-    except Exception as error:
-        raise KernelFailed(f"{kernel} attention failed: {format_first_line(error)}") from error
+    found = _try_kernel(call, kernel).float()
     expected = call.round(torch.float32).run("spans")
     difference = float((found - expected).abs().max())
     # So that a number which is not finite counts as a difference.

@@ -21,7 +21,7 @@ from cache.codec import Codec
 from cache.inspection import compute_cache_stats
 from cache.profiles.profile import Profile
 from cache.profiles.table import PROFILES
-from cache.records import AXES
+from cache.records import find_axis
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, RecordPositions
 from cache.store import open_cache
 from cache.viewing.record_pages import read_page
@@ -53,7 +53,7 @@ def test_a_profile_has_the_name_by_which_it_is_found(codec: Codec, rules: Profil
 
 
 def test_its_columns_are_known_to_a_reader(codec: Codec, rules: Profile) -> None:
-    assert set(codec.schema()) <= set(AXES)
+    assert rules.sampled == any(find_axis(name) != "position" for name in codec.schema())
     assert set(rules.measured) - {"tokens", "target_mask"} <= set(codec.schema())
     assert set(rules.shown) <= set(codec.schema())
     assert rules.sampled or set(rules.shown) or rules.needs_lm_head
@@ -69,6 +69,15 @@ def test_the_next_token_and_the_entropy_are_within_their_steps(codec: Codec) -> 
     again = codec.encode(reading, places)
     for name, column in records.columns.items():
         np.testing.assert_array_equal(column, again[name])
+
+
+def test_its_bytes_follow_from_its_numbers(codec: Codec, rules: Profile) -> None:
+    position = rules.estimate_position(codec, 64)
+    assert rules.sampled or position >= sum(
+        dtype.itemsize for dtype, _ in rules.schema(codec).values()
+    )
+    assert rules.estimate_position(codec, 128) >= position > codec.common_bytes
+    assert rules.estimate_shard(codec) >= rules.shard_bytes > 1_000
 
 
 def test_a_reading_of_another_profile_is_refused(codec: Codec, rules: Profile) -> None:

@@ -20,7 +20,7 @@ from kd.config.jobfile import apply_overrides, load_config, parse_config, parse_
 from kd.config.loss import LossConfig
 from kd.config.optimisation.rates import SCHEDULER_KWARGS, Scheduler
 from kd.config.student import StudentConfig, StudentInit
-from kd.config.train import OPTIMIZER_ARGUMENTS, Optimizer, TrainConfig
+from kd.config.train import OPTIMIZERS, Optimizer, TrainConfig
 from kd.errors import ConfigError, Problem
 from tests.support.kd.jobs import (
     JOB,
@@ -577,7 +577,7 @@ def test_an_optimisers_arguments_are_those_of_its_library(name):
     from kd.optim.optimizers import list_optimizer_arguments
 
     options = TrainConfig(max_steps=1, optim=name, lr_scheduler_type="constant")
-    assert OPTIMIZER_ARGUMENTS[name] == set(list_optimizer_arguments(name, options))
+    assert OPTIMIZERS[name].arguments == set(list_optimizer_arguments(name, options))
 
 
 @pytest.mark.parametrize(

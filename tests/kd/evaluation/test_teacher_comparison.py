@@ -26,7 +26,9 @@ from kd.evaluation.teacher_comparison import (
     summarise_sums,
 )
 from kd.loss.targets import widen_logprobs
+from kd.models.attention import kernels
 from kd.models.loading import load_model
+from kd.progress import Monitor
 from kd.text.batches import PlainText, make_batch
 from kd.text.corpus import Corpus
 from kd.text.packing import Document, pack_documents
@@ -252,6 +254,18 @@ def test_without_a_teacher_there_is_nothing_to_agree_with(
         compare_models({"student": EvaluatedModel.of(student, 2048, PACKED)}, None, nothing, 4)
         == {}
     )
+
+
+def test_a_kernel_that_fails_in_an_evaluation_is_told(
+    teacher: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "choose_kernel", lambda traits: "flex")
+    monkeypatch.setattr(kernels, "flex_attention_forward", None)
+    told: list[str] = []
+    monitor = Monitor(lambda event: told.append(event.data["message"]))
+    EvaluatedModel.of(copy.deepcopy(teacher), 2048, PACKED, monitor=monitor)
+    (message,) = told
+    assert "flex attention failed" in message
 
 
 def test_a_model_that_cannot_read_the_sequences_is_refused(teacher: LlamaForCausalLM) -> None:

@@ -53,6 +53,13 @@ def test_a_short_job_keeps_the_shape_of_its_schedule() -> None:
     assert load_base("train.max_steps=20").require_train().max_steps == 20
 
 
+def test_optimisers_have_a_rate_that_suits_them() -> None:
+    axis = parse_axis("optimisers", load_base("train.learning_rate=7e-5"))
+    rates = {each.label: each.overrides.get("train.learning_rate") for each in axis.settings}
+    assert rates["lion"] == 7e-5 / 5 and rates["lars"] == 7e-5 * 1000 and rates["adamw"] is None
+    assert "lion 1/5 times it, lars 1000 times it, schedule_free a constant one" in axis.why
+
+
 @pytest.mark.parametrize("name", READY)
 def test_every_ready_axis_makes_jobs_of_the_same_tokens_seed_and_order(name: str) -> None:
     base = load_base()

@@ -15,9 +15,10 @@ import torch
 
 from bench.support.paths import AUSTEN
 from kd import pipeline
+from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.kernels import available
-from kd.kernels.available import describe_kernel_failure, try_kernels
+from kd.kernels.available import KernelTrial, describe_kernel_failure, try_kernels
 from kd.progress import Event, Monitor, StageResult
 
 pytestmark = [
@@ -39,6 +40,17 @@ def a_gpu_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     describe_kernel_failure.cache_clear()
+
+
+def make_job(precision: str) -> JobConfig:
+    return parse_config(
+        {
+            "teacher": {"model": str(AUSTEN / "teacher")},
+            "student": {"init": {"layers": 1, "hidden_size": 32}},
+            "data": {"train": str(AUSTEN / "text" / "persuasion.txt")},
+            "train": {"max_steps": 1, "precision": precision},
+        }
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -89,15 +101,9 @@ def test_kernels_that_fail_are_one_warning_of_a_run(
 ) -> None:
     for task in ("capture", "train"):
         monkeypatch.setitem(pipeline.TASKS, task, lambda *_: StageResult())
-    job = {
-        "teacher": {"model": str(AUSTEN / "teacher")},
-        "student": {"init": {"layers": 1, "hidden_size": 32}},
-        "data": {"train": str(AUSTEN / "text" / "persuasion.txt")},
-        "train": {"max_steps": 1},
-    }
     events: list[Event] = []
     with pytest.warns(UserWarning, match="GPU kernels fail on cuda:0") as logged:
-        pipeline.run_stages(parse_config(job), tmp_path, tmp_path / "run", Monitor(events.append))
+        pipeline.run_stages(make_job("auto"), tmp_path, tmp_path / "run", Monitor(events.append))
     assert len(logged) == 1
     assert [event.data["phase"] for event in events if event.type == "stage"] == [
         "loading data"
@@ -109,11 +115,32 @@ def test_kernels_that_fail_are_one_warning_of_a_run(
     assert "kd doctor" in warning
 
 
+@pytest.mark.parametrize(
+    ("precision", "broken"),
+    [("auto", torch.bfloat16), ("fp32", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_a_kernel_that_fails_in_16_bits_only_is_a_warning_of_the_run(
+    a_gpu_that_fails: None, monkeypatch: pytest.MonkeyPatch, precision: str, broken: torch.dtype
+) -> None:
+    """The capture of a job in fp32 reads a teacher in bfloat16, as most are stored."""
+
+    def fail_in_one(device: torch.device, dtype: torch.dtype) -> tuple[KernelTrial, ...]:
+        return (KernelTrial("reduce_rows", "no such instruction" * (dtype == broken)),)
+
+    monkeypatch.setattr(available, "try_kernels", fail_in_one)
+    events: list[Event] = []
+    with pytest.warns(UserWarning, match="no such instruction"):
+        pipeline.warn_of_kernels(make_job(precision), GPU, Monitor(events.append))
+    (warning,) = [event.data["message"] for event in events]
+    assert str(broken) in warning and "kd doctor" in warning
+    describe_kernel_failure.cache_clear()
+
+
 def test_another_run_of_the_process_is_warned_too(a_gpu_that_fails: None) -> None:
     events: list[Event] = []
     with pytest.warns(UserWarning, match="GPU kernels fail"):
-        pipeline.warn_of_kernels(GPU, Monitor(events.append))
-    pipeline.warn_of_kernels(GPU, Monitor(events.append))
+        pipeline.warn_of_kernels(make_job("auto"), GPU, Monitor(events.append))
+    pipeline.warn_of_kernels(make_job("auto"), GPU, Monitor(events.append))
     assert [event.type for event in events] == ["warning"] * 2
-    pipeline.warn_of_kernels(CPU, Monitor(events.append))
+    pipeline.warn_of_kernels(make_job("auto"), CPU, Monitor(events.append))
     assert len(events) == 2, "a CPU has no use for them"

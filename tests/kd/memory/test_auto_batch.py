@@ -85,7 +85,7 @@ def test_the_answer_names_the_levers_and_their_values() -> None:
         "train.auto_batch true",
         "train.gradient_checkpointing full or sqrt",
         "train.logits_chunk",
-        "train.optim",
+        "train.optim adamw_8bit, adafactor or lion",
         "data.sequence_length",
     ):
         assert lever in caught.value.remedy, lever

@@ -157,15 +157,6 @@ def test_rise_of_one_cycle_that_makes_no_sense_is_refused(
     assert "lr_scheduler_kwargs" in caught.value.remedy
 
 
-def test_schedule_free_takes_a_constant_rate_only() -> None:
-    with pytest.raises(
-        TrainingError, match=r"train\.optim schedule_free .* train\.lr_scheduler_type is cosine"
-    ):
-        make_parts(make_options("cosine", {}).model_copy(update={"optim": "schedule_free"}))
-    for name in ("constant", "constant_with_warmup"):
-        make_parts(make_options(name, {}, optim="schedule_free"))
-
-
 def test_schedule_that_lacks_an_argument_says_so() -> None:
     options = make_options("cosine", {}).model_copy(
         update={"lr_scheduler_type": "warmup_stable_decay"}

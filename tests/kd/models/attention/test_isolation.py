@@ -295,9 +295,11 @@ def test_models_are_examined_without_tf32_and_trained_as_before() -> None:
 
 
 def isolate_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: Callable[..., Tensor],
+    dtype: torch.dtype | None = torch.bfloat16,
 ) -> tuple[str, list[str]]:
-    """Isolate a float32 model as on a GPU that trains in bfloat16 with ``kernel``.
+    """Isolate a float32 model as on a GPU that computes in ``dtype``, in bfloat16 with ``kernel``.
 
     Returns the attention that the model has then, and what the monitor was told. Flex attention,
     which that GPU takes for float32, must not run: it would be compiled for nothing.
@@ -312,7 +314,7 @@ def isolate_on_a_gpu(
     told: list[str] = []
     model = build("llama tied")
     monitor = Monitor(lambda event: told.append(event.data["message"]))
-    isolate_documents(model, torch.bfloat16, monitor)
+    isolate_documents(model, dtype, monitor)
     name: str = model.config._attn_implementation
     return name, told
 
@@ -342,6 +344,17 @@ def test_a_kernel_that_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert name == "sdpa"
     (message,) = told
     assert "varlen attention failed: RuntimeError: no such kernel" in message
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
+def test_flex_attention_that_fails_in_float32_is_told(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
+) -> None:
+    """An evaluation, a capture and train.precision fp32 compute in the precision of the weights."""
+    name, told = isolate_on_a_gpu(monkeypatch, attend_in_spans, dtype)
+    assert name == "sdpa"
+    (message,) = told
+    assert "flex attention failed: " in message and "more time and memory" in message
 
 
 def test_a_kernel_that_sees_other_documents_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
