@@ -109,7 +109,7 @@ def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT
     if a file, row or record is wrong, before it writes anything.
     """
     source = ImportSource.open(request)
-    origins = _read_origins(source)
+    origins = _read_origins(source, monitor)
     stored = bool(origins) and all(origin.shapes is not None for origin in origins)
     if request.format == "parquet" and request.changes_nothing and stored:
         return restore_cache(origins, root, request.teacher_name, monitor)
@@ -144,10 +144,11 @@ def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT
 # ---------------------------------------------------------------------- exports of caches
 
 
-def _read_origins(source: ImportSource) -> list[Origin]:
+def _read_origins(source: ImportSource, monitor: Monitor) -> list[Origin]:
     """Read the caches that Parquet files were exported from; empty if another program wrote them.
 
-    Raises ``TokenizerMismatch`` if the tokenizer is not that of these caches.
+    Raises ``TokenizerMismatch`` if the tokenizer is not that of these caches. Notes rules of it
+    that differ.
     """
     files = (*source.train, *source.held_out)
     if not all(path.name.endswith(".parquet") for path in files):
@@ -158,7 +159,7 @@ def _read_origins(source: ImportSource) -> list[Origin]:
         size = known.vocabulary_size
         probes = origin.manifest.provenance.probes
         expected = KnownTokenizer("the export's", size, probes, known.sha256, origin.token_map)
-        require_same_tokenizer(source.tokenizer, expected, "The given")
+        require_same_tokenizer(source.tokenizer, expected, "The given", note=monitor.note)
     return origins
 
 

@@ -55,6 +55,10 @@ _SENTENCEPIECE = "tokenizer.model"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 #: Counts that transformers 4 knows by the name that transformers 5 has as a second one.
 _OLD_COUNTS = {"num_experts"}
+#: Kinds of layers that transformers 4 calls otherwise in some models; version 5 reads both names.
+_OLD_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
+_OLD_LAYERED = {"granitemoehybrid": "layer_types", "zamba": "layers_block_type",
+                "zamba2": "layers_block_type"}  # fmt: skip
 
 
 def choose_save_dtype(options: TrainConfig, precision: Precision) -> torch.dtype:
@@ -164,6 +168,8 @@ def _add_old_names(written: Json, config: PreTrainedConfig) -> Json:
             written[name] = _add_old_names(written[name], part)
     for old in _OLD_COUNTS & config.attribute_map.keys():
         written[old] = getattr(config, old)
+    if layers := written.get(_OLD_LAYERED.get(config.model_type, "")):
+        written[_OLD_LAYERED[config.model_type]] = [_OLD_LAYERS.get(each, each) for each in layers]
     return written | _list_old_rope(written, written.get("rope_parameters") or {})
 
 

@@ -2,7 +2,7 @@
 
 Of rows the first are looked at, the last, and some between. Of chats and completions it shows what
 is learned: some rows, the learned tokens marked. Of a Parquet file its statistics show how many
-rows have no text. Imports no torch.
+rows have no text. Imports no torch, unless chats need a tokenizer without a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -151,8 +151,10 @@ def _load_tokenizer(config: JobConfig, root: Path) -> PreTrainedTokenizerBase | 
     elif teacher is None and not config.needs_cache and student and student.own_tokenizer:
         pointer = "/student/model" if student.model else "/student/init/tokenizer"
         folder = ModelFolder.find(student.own_tokenizer, root, student.revision)
-    if folder is None or folder.tokenizer_file is None:
+    if folder is None or not folder.has_tokenizer:
         return None
+    if folder.tokenizer_file is None:
+        return _load_python_tokenizer(folder, pointer) if config.data.format in COLUMNS else None
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -161,6 +163,16 @@ def _load_tokenizer(config: JobConfig, root: Path) -> PreTrainedTokenizerBase | 
         detail = f"its tokenizer.json cannot be read: {error}."
         raise ConfigError.of_field(pointer, detail, "Save the model again.") from None
     return tokenizer
+
+
+def _load_python_tokenizer(folder: ModelFolder, pointer: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that Python computes, which may not tell what a token holds."""
+    from kd.models.tokenizers import load_tokenizer
+
+    try:
+        return load_tokenizer(folder.path)
+    except PotstillError as error:
+        raise ConfigError.of_field(pointer, error.detail, error.remedy) from None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from fastapi.responses import Response
 from pydantic import ValidationError
+from tokenizers import normalizers
 
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
@@ -28,8 +29,11 @@ from cache.codec import Codec
 from cache.manifest import TokenizerProbe
 from cache.records import Sequences
 from cache.rounding import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
+from cache.writing.writer import open_writer
 from kd.capture import remote
+from kd.capture.plan import plan_capture
 from kd.capture.remote import RemoteTeacher, TopEntries, find_server_url, hash_remote_teacher
+from kd.capture.teacher import open_reader
 from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.errors import Interrupted, ModelError, TokenizerMismatch
@@ -650,6 +654,30 @@ def test_a_server_that_does_not_tokenize_is_believed_aloud(server, tokenizer, mo
     assert [event.type for event in events] == ["warning"] and "/tokenize" in events[0].data[
         "message"
     ]
+
+
+def test_the_servers_tokenizer_is_asked_with_the_text_of_the_job(server, tiny_teacher, tmp_path):
+    """A rule may show in the text of the job and in no probe text."""
+    assert not any("was" in text for text in PROBE_TEXTS)
+    (tmp_path / "text.txt").write_text("It was so. " * 300, encoding="utf-8")
+    url = {"url": server.url, "model": "teacher", "tokenizer": str(tiny_teacher)}
+    job = {
+        "kind": "precompute",
+        "teacher": HTTP | url,
+        "data": {"train": str(tmp_path / "text.txt"), "sequence_length": 16},
+        "cache": {"profile": "topk", "k": 5},
+    }
+    plan = plan_capture(parse_config(job))
+    library = server.tokenizer.backend_tokenizer
+    with open_writer(tmp_path, plan.identity) as writer:
+        with open_reader(plan, writer, Monitor()):
+            pass
+        library.normalizer = normalizers.Replace("was", "is")
+        with (
+            pytest.raises(TokenizerMismatch, match="does not encode 'It was"),
+            open_reader(plan, writer, Monitor()),
+        ):
+            pass
 
 
 def test_what_is_left_unread_is_given_up_and_the_next_reading_is_whole(server):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from kd.exchange.exporting import export_records
 from kd.exchange.importing import ImportRequest, import_records
 from kd.models.tokenizers import PROBE_TEXTS, encode_probes, hash_tokenizer, make_token_map
 from kd.models.tokenizing.token_map import TokenMap
+from kd.progress import Monitor
 from tests.support.caches import content
 from tests.support.kd.tokenizers import exchange_ids, list_rare_tokens
 
@@ -88,6 +91,28 @@ def test_parquet_brings_back_the_same_cache_byte_for_byte(
     assert content(again.folder) == content(store.folder)
     assert (again.tail_mean() is not None) == (profile == "threshold")
     assert TokenMap.of_cache(again).rules
+
+
+def test_other_rules_of_the_tokenizer_are_told_when_an_export_comes_back(
+    stores: dict[str, Cache], tmp_path: Path
+) -> None:
+    export_records(stores["topk"], "parquet", tmp_path / "out")
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    content = json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))
+    content["normalizer"] = {"type": "NFC"}
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    shutil.copy(TOKENIZER / "tokenizer_config.json", folder)
+    monitor = Monitor()
+    for tokenizer in (TOKENIZER, folder):
+        request = ImportRequest("parquet", (tmp_path / "out",), tokenizer)
+        import_records(request, tmp_path / tokenizer.name, monitor)
+        told = [notice.example for notice in monitor.notices]
+        assert told == (["normalizer"] if tokenizer == folder else [])
+    assert (
+        "rules of the given tokenizer that are not those of the export's"
+        in str(monitor.notices[0]).lower()
+    )
 
 
 @pytest.mark.parametrize("profile", ["topk", "dense", "hidden"])

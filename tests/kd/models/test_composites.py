@@ -50,7 +50,8 @@ LLAMA4_TEXT = {
     "attention_chunk_size": 16,
 }  # fmt: skip
 GEMMA4_TEXT = {
-    "global_head_dim": 8, "vocab_size_per_layer_input": ROWS, "hidden_size_per_layer_input": 4,
+    "global_head_dim": 12, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "vocab_size_per_layer_input": ROWS, "hidden_size_per_layer_input": 4,
 }  # fmt: skip
 GEMMA4_IMAGES = {"num_key_value_heads": 2, "head_dim": 8}
 DEEP = {"out_hidden_size": 32, "deepstack_visual_indexes": [0]}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import string
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import ByT5Tokenizer, CTRLTokenizer
 
 from bench.support.paths import AUSTEN
 from kd.config.jobfile import parse_config
@@ -113,6 +115,31 @@ def test_a_tokenizer_that_cannot_be_read_is_a_problem_of_its_own_field(root: Pat
     (problem,) = find_row_problems(parse_config(job), root, ignore_notice, pytest.fail)
     assert problem.pointer == "/student/init/tokenizer"
     assert "tokenizer.json cannot be read" in problem.detail
+
+
+@pytest.mark.parametrize("kind", ["words", "bytes"])
+def test_a_tokenizer_of_python_is_refused_by_its_name_or_read(root: Path, kind: str) -> None:
+    """Only of one whose tokens are bytes the tokens of an answer are known."""
+    folder = root / "python"
+    folder.mkdir()
+    if kind == "bytes":
+        made: Any = ByT5Tokenizer()
+    else:
+        pieces = [letter + more for letter in string.printable for more in ("", "@@")]
+        vocabulary = {piece: number for number, piece in enumerate(["<unk>", *pieces])}
+        (root / "vocab.json").write_text(json.dumps(vocabulary))
+        (root / "merges.txt").write_text("#version\n")
+        made = CTRLTokenizer(str(root / "vocab.json"), str(root / "merges.txt"))
+    made.chat_template = TEMPLATE.replace("{{ eos_token }}", "</s>")
+    made.save_pretrained(folder)
+    assert not (folder / "tokenizer.json").exists()
+    problems, rows, _ = look(root, [make_row(1)], "python")
+    if kind == "bytes":
+        assert problems == []
+        assert RowPiece("In 1815.</s>", True) in rows[0].pieces
+    else:
+        assert {each.pointer for each in problems} == {"/data/train/0", "/data/validation/0"}
+        assert "CTRLTokenizer does not tell which characters a token holds" in problems[0].detail
 
 
 def test_rows_that_are_refused_are_counted_and_the_first_is_named(root: Path) -> None:

@@ -21,11 +21,12 @@ from playwright.sync_api import Browser, Page, expect
 
 from bench.support.harness import Parts, make_config
 from cache.errors import locate_help
+from kd.experiments.page import make_table, render_page
 from services.api.routes.dashboard import FOLDER, PAGE, POLICY, VIEWS
 from services.store.callers import Caller
 from services.store.jobs.leases import Claim
 from tests.support.services.api import problem, serving, tell, with_keys
-from tests.support.services.pages import take_picture
+from tests.support.services.pages import find_marked_edges, take_picture
 
 VENDOR = FOLDER / "vendor"
 FINGERPRINT = "89b9cebcc74d3dd69828751309d44e8b"
@@ -657,6 +658,24 @@ def test_every_page_fits_the_screen_of_a_phone(
     open_page(tab, api, path)
     expect(tab.get_by_role("heading", level=1)).to_be_visible()
     assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+    tab.close()
+
+
+@in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("of_run", [False, True])
+def test_a_table_shows_at_which_edge_it_goes_on(
+    browser: Browser, api: Parts, of_run: bool, scheme: Any
+) -> None:
+    tab = browser.new_page(viewport={"width": 360, "height": 700}, color_scheme=scheme)
+    if of_run:
+        tab.set_content(render_page("a run", [make_table(["step"], [["1"]])]))
+    else:
+        api.jobs.create(make_config("a-row"))
+        open_page(tab, api)
+    expect(tab.locator(".scroll").first).to_be_visible()
+    fits, begins, ends = find_marked_edges(tab)
+    assert (fits, begins, ends) == ([False, False], [False, True], [True, False])
     tab.close()
 
 

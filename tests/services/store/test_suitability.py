@@ -31,6 +31,8 @@ from services.store.connection import (
     require_suitable_store,
 )
 from services.store.embedded import StoreUnavailable, find_binary, find_free_port
+from services.terminal import cli
+from services.terminal.commands import up
 from services.terminal.commands.doctor import _check_store
 
 Change = Callable[..., None]
@@ -99,6 +101,24 @@ def test_a_node_of_a_cluster_is_refused(cluster_url: str) -> None:
     finding = _check_store(Settings(redis_url=cluster_url))
     assert not finding.ok
     assert finding.needed
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(lambda url: cli._require_store(Settings(redis_url=url)), id="serve, worker"),
+        pytest.param(up._require_store, id="up"),
+    ],
+)
+def test_no_part_of_the_service_starts_on_such_a_server(
+    parts: Parts, configure: Change, cluster_url: str, start: Callable[[str], object]
+) -> None:
+    start(parts.server.url)
+    configure(maxmemory="100mb", maxmemory_policy="allkeys-lru")
+    with pytest.raises(StoreUnsuitable, match="allkeys-lru"):
+        start(parts.server.url)
+    with pytest.raises(StoreUnsuitable, match="cluster"):
+        start(cluster_url)
 
 
 def test_a_server_without_a_disk_is_a_warning(cluster_url: str) -> None:

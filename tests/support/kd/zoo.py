@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 VOCABULARY = 90
 #: Rows of each embedding and LM head.
 ROWS = 96
+#: As in real models, its heads are wider together than the hidden states, and fewer for keys.
 LLAMA = {
     "vocab_size": ROWS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GPT = {
     "vocab_size": ROWS, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64,
@@ -37,17 +38,17 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("LlamaConfig", LLAMA | {"tie_word_embeddings": True}),
     "llama untied": ("LlamaConfig", LLAMA | {"tie_word_embeddings": False}),
     "gpt2": ("GPT2Config", GPT),
-    "gemma2 soft cap": ("Gemma2Config", LLAMA | {"head_dim": 16}),
-    "gemma2 low cap": ("Gemma2Config", LLAMA | {"head_dim": 16, "final_logit_softcapping": 2.0}),
-    "gemma2 no cap": ("Gemma2Config", LLAMA | {"head_dim": 16, "final_logit_softcapping": None}),
-    "gemma3": ("Gemma3TextConfig", LLAMA | {"head_dim": 16, "final_logit_softcapping": 20.0}),
+    "gemma2 soft cap": ("Gemma2Config", LLAMA),
+    "gemma2 low cap": ("Gemma2Config", LLAMA | {"final_logit_softcapping": 2.0}),
+    "gemma2 no cap": ("Gemma2Config", LLAMA | {"final_logit_softcapping": None}),
+    "gemma3": ("Gemma3TextConfig", LLAMA | {"final_logit_softcapping": 20.0}),
     "cohere scale": ("CohereConfig", LLAMA | {"logit_scale": 0.0625}),
     "cohere2 scale": ("Cohere2Config", LLAMA | {"logit_scale": 4.0}),
     "granite scaling": ("GraniteConfig", LLAMA | {"logits_scaling": 8.0}),
     "phi bias": ("PhiConfig", LLAMA),
     "gptj bias": ("GPTJConfig", GPT | {"rotary_dim": 8}),
     "qwen2": ("Qwen2Config", LLAMA),
-    "qwen3": ("Qwen3Config", LLAMA | {"head_dim": 16}),
+    "qwen3": ("Qwen3Config", LLAMA),
     "gpt-neox": ("GPTNeoXConfig", LLAMA),
     "mistral": ("MistralConfig", LLAMA),
     "mixtral": ("MixtralConfig", LLAMA | {"num_local_experts": 4}),
@@ -57,7 +58,9 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("MambaConfig", MAMBA),
 }
 #: More decoders, with layers of several kinds, for tests that take layers out. Four layers each.
-FOUR = LLAMA | {"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8}
+FOUR = LLAMA | {"num_hidden_layers": 4}
+#: Heads of models whose code takes their width from that of the hidden states.
+NARROW = {"head_dim": 8}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4}
 EXPERTS = FOUR | {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 DEEPSEEK = {name: size for name, size in EXPERTS.items() if name != "head_dim"} | {
@@ -70,7 +73,8 @@ LLAMA4 = EXPERTS | {
     "attention_chunk_size": 8, "no_rope_layers": [1, 1, 0, 1],
 }  # fmt: skip
 GEMMA4 = FOUR | WINDOWS | {
-    "global_head_dim": 8, "vocab_size_per_layer_input": ROWS, "hidden_size_per_layer_input": 4,
+    "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "vocab_size_per_layer_input": ROWS, "hidden_size_per_layer_input": 4,
 }  # fmt: skip
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", FOUR),
@@ -82,13 +86,13 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("Olmo3Config", FOUR | WINDOWS),
     "granite deep": ("GraniteConfig", FOUR | {"residual_multiplier": 0.5}),
     "smollm3": ("SmolLM3Config", FOUR | {"no_rope_layers": [1, 0, 1, 1]}),
-    "stablelm": ("StableLmConfig", FOUR),
+    "stablelm": ("StableLmConfig", FOUR | NARROW),
     "cohere": ("CohereConfig", FOUR),
     "cohere2 windows": ("Cohere2Config", FOUR | WINDOWS),
     "mixtral deep": ("MixtralConfig", FOUR | {"num_local_experts": 4}),
     "qwen2 moe": ("Qwen2MoeConfig", EXPERTS | {"num_experts": 4, "decoder_sparse_step": 2}),
     "qwen3 moe": ("Qwen3MoeConfig", EXPERTS | {"num_experts": 4, "mlp_only_layers": [0, 2]}),
-    "olmoe": ("OlmoeConfig", EXPERTS | {"num_experts": 4}),
+    "olmoe": ("OlmoeConfig", EXPERTS | NARROW | {"num_experts": 4}),
     "granite moe": ("GraniteMoeConfig", FOUR | {"num_local_experts": 4}),
     "gpt-oss": ("GptOssConfig", EXPERTS | WINDOWS | {"num_local_experts": 4}),
     "deepseek": ("DeepseekV3Config", DEEPSEEK),
@@ -143,7 +147,8 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(config.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
@@ -171,10 +176,8 @@ def write_gguf(
     for short, long in names.items():
         tensor = state[f"{long}.weight"].numpy()
         if "attn_q" in short or "attn_k" in short:
-            heads = config.num_attention_heads
-            tensor = (
-                tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
-            )
+            heads = tensor.reshape(-1, 2, config.head_dim // 2, tensor.shape[1])
+            tensor = heads.swapaxes(1, 2).reshape(tensor.shape)
         writer.add_tensor(
             f"{short}.weight", tensor.astype(np.float32 if tensor.ndim == 1 else dtype)
         )

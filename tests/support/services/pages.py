@@ -18,6 +18,19 @@ RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 WIDTHS = (1440, 360)
 SCHEMES = ("light", "dark")
 
+#: The first box of a table holds an empty one of this width, and is scrolled so far.
+_EMPTY = """() => {
+  const box = document.querySelector(".scroll");
+  box.innerHTML = "";
+  box.appendChild(document.createElement("div")).style.height = "60px";
+  box.scrollIntoView();
+}"""
+_SCROLL = """([width, place]) => {
+  const box = document.querySelector(".scroll");
+  box.firstChild.style.width = width;
+  box.scrollLeft = place;
+}"""
+
 
 def find_violations(page: Page) -> list[dict[str, Any]]:
     """Run axe on the page; return what it finds, and where."""
@@ -36,6 +49,24 @@ def require_fit(page: Page) -> None:
         "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
     )
     assert wide <= 0, f"the page is {wide} pixels wider than its window"
+
+
+def find_marked_edges(page: Page) -> list[list[bool]]:
+    """Return whether the left and the right edge of the first table's box have a shadow.
+
+    A pair for each: a table that fits, a wide one at its beginning, and at its end.
+    """
+    page.evaluate(_EMPTY)
+    place = page.locator(".scroll").first.bounding_box()
+    assert place is not None
+    left, top, right = int(place["x"]) + 1, place["y"] + 10, int(place["x"] + place["width"]) - 2
+    found = []
+    for width, beginning in (("0", 0), ("3000px", 0), ("3000px", 3000)):
+        page.evaluate(_SCROLL, [width, beginning])
+        clips = ({"x": x, "y": top, "width": 1, "height": 20} for x in (left, right))
+        found.append([page.screenshot(clip=each) for each in clips])  # type: ignore[arg-type]
+    plain = found[0][0]
+    return [[edge != plain for edge in pair] for pair in found]
 
 
 def take_picture(page: Page, name: str) -> None:

@@ -21,7 +21,7 @@ from kd.models.layers import compute_hidden_states
 from kd.progress import SILENT
 from kd.stages.capture import run_precompute
 from kd.text.packed_rows import PackedRows
-from tests.support.kd.zoo import DEEPSEEK, LLAMA, some_tokens
+from tests.support.kd.zoo import DEEPSEEK, LLAMA, NARROW, some_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +44,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 BY_LAYER = {"full_attention": DYNAMIC, "sliding_attention": PLAIN}
 VARYING: dict[str, tuple[str, dict[str, Any]]] = {
-    "phi3": ("Phi3Config", LLAMA | LONG | {"rope_scaling": longrope(8)}),
+    "phi3": ("Phi3Config", LLAMA | NARROW | LONG | {"rope_scaling": longrope(4)}),
     "minicpm3": ("MiniCPM3Config", LLAMA | LONG | LOW_RANKS | {"rope_scaling": longrope(2)}),
     "llama": ("LlamaConfig", LLAMA | SHORT | {"rope_scaling": DYNAMIC}),
     "cohere": ("CohereConfig", LLAMA | SHORT | {"rope_scaling": DYNAMIC}),
@@ -52,7 +52,7 @@ VARYING: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3, by layer": (
         "Gemma3TextConfig",
         LLAMA | SHORT | {
-            "head_dim": 16, "rope_parameters": BY_LAYER,
+            "rope_parameters": BY_LAYER,
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
@@ -127,8 +127,8 @@ def test_a_compiled_model_keeps_them_apart_too() -> None:
 def teacher(tmp_path: Path, tokenizer: Any) -> Path:
     """A Phi-3 whose short and long texts have other frequencies, and which minds that."""
     torch.manual_seed(0)
-    shape = LLAMA | LONG | {"vocab_size": 2048, "initializer_range": 0.3}
-    config = transformers.Phi3Config(**shape, rope_scaling=longrope(8))
+    shape = LLAMA | NARROW | LONG | {"vocab_size": 2048, "initializer_range": 0.3}
+    config = transformers.Phi3Config(**shape, rope_scaling=longrope(4))
     transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path / "phi3")
     tokenizer.save_pretrained(tmp_path / "phi3")
     return tmp_path / "phi3"

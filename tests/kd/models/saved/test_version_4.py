@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from kd.models.saving import load_saved_student, save_student, save_tokenizer
 from kd.models.tokenizers import PROBE_TEXTS, load_tokenizer
 from tests.support.kd.zoo import some_tokens
-from tests.support.packed_zoo import OURS, OWN, SIZES, THEIRS
+from tests.support.packed_zoo import OURS, OWN, OWN_ROWS, SIZES, THEIRS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,9 +34,22 @@ NEW = {
     "afmoe", "axk1", "beam", "cohere2_moe", "cwm", "exaone_moe", "flint", "gemma4_text",
     "glm4_moe_lite", "granite_swa", "granitemoe_swa", "hyperclovax", "internlm3", "iquestcoder",
     "jais2", "laguna", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral3",
-    "nanochat", "solar_open", "youtu",
+    "nanochat", "nemotron_h", "qwen3_5_text", "solar_open", "youtu",
 }  # fmt: skip
-FAMILIES = [kind for kind in (*OURS, *THEIRS) if kind not in NEW]
+#: More architectures that it has, with their own sizes.
+MORE: dict[str, dict[str, Any]] = {
+    "bert-generation": {"is_decoder": True}, "biogpt": {}, "falcon": {"alibi": True},
+    "zamba": {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2,
+        "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
+        "n_mamba_heads": 2, "attention_head_dim": 16, "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 4,
+        "mamba_headdim": 16, "mamba_ngroups": 1, "adapter_rank": 4, "attention_head_dim": 16,
+    },
+}  # fmt: skip
+FAMILIES = [kind for kind in (*OURS, *THEIRS, *OWN_ROWS, *MORE) if kind not in NEW]
 #: Largest difference of the logits, as a share of the largest logit. Transformers 4 computes one
 #: activation in 16 bits, whatever it is asked for.
 TOLERANCES = {"apertus": 5e-3}
@@ -76,7 +89,8 @@ def make_config(kind: str, scaling: dict[str, Any] | None = None) -> PreTrainedC
     """Return a tiny configuration whose rotary bases are no defaults."""
     made = CONFIG_MAPPING[kind]
     known = made().to_dict().keys() | made.attribute_map.keys()
-    sizes = {name: size for name, size in SIZES.items() if name in known} | OWN.get(kind, {})
+    own = OWN.get(kind, {}) | OWN_ROWS.get(kind, {}) | MORE.get(kind, {})
+    sizes = {name: size for name, size in SIZES.items() if name in known} | own
     if scaling and "original_max_position_embeddings" in known:
         sizes["original_max_position_embeddings"] = 16
     rope = copy.deepcopy(getattr(made(**sizes), "rope_parameters", None))
@@ -237,6 +251,7 @@ def test_tokenizers_of_all_classes_are_read_by_version_4(
         ("gemma3_text", LINEAR, {"rope_local_base_freq": 1077.0, "rope_scaling": LINEAR}),
         ("phi3", LONG, {"original_max_position_embeddings": 16}),
         ("qwen3_moe", None, {"num_experts": 4, "num_local_experts": 4}),
+        ("granitemoehybrid", None, {"layer_types": ["mamba", "attention"]}),
     ],
 )
 def test_settings_are_saved_under_the_names_of_both_versions(

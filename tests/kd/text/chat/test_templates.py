@@ -180,6 +180,8 @@ SHAREGPT = [
 ]
 SHAREGPT_CALL = {"from": "function_call", "value": '{"name": "w", "arguments": {"city": "Paris"}}'}
 SHAREGPT_CALLS = {"from": "gpt", "value": "", "tool_calls": [{"name": "w", "arguments": TEXT}]}
+WIRE = call({"city": "Paris"})["messages"][1]["tool_calls"]
+OBSERVATION = {"from": "observation", "value": "12"}
 
 
 @pytest.mark.parametrize("template", READ_CALLS.values(), ids=READ_CALLS)
@@ -193,8 +195,13 @@ SHAREGPT_CALLS = {"from": "gpt", "value": "", "tool_calls": [{"name": "w", "argu
         call("{}", tool_calls=None, function_call={"name": "w", "arguments": TEXT}),
         {"conversations": [SHAREGPT[0], SHAREGPT_CALL, *SHAREGPT[1:]], "tools": TOOLS},
         {"conversations": [SHAREGPT[0], SHAREGPT_CALLS, *SHAREGPT[1:]], "tools": json.dumps(TOOLS)},
+        {"conversations": [SHAREGPT[0], SHAREGPT_CALL, OBSERVATION, SHAREGPT[2]],
+         "tools": json.dumps([FUNCTION])},
+        {"conversations": [SHAREGPT[0], SHAREGPT_CALLS | {"tool_calls": WIRE}, *SHAREGPT[1:]],
+         "tools": json.dumps([FUNCTION])},
     ],
-    ids=["object", "text", "empty", "bare", "old", "sharegpt", "sharegpt-calls"],
+    ids=["object", "text", "empty", "bare", "old", "sharegpt", "sharegpt-calls", "observation",
+         "sharegpt-wire"],
 )  # fmt: skip
 def test_a_call_is_learned_alike_in_whatever_form_its_row_has_it(fresh, template, row):
     options = {"format": "messages" if "messages" in row else "sharegpt"}
@@ -204,9 +211,15 @@ def test_a_call_is_learned_alike_in_whatever_form_its_row_has_it(fresh, template
     assert f"<call>w {TEXT}</call>" in whole[0] and "None" not in whole[0]
 
 
-def test_a_call_without_arguments_has_an_empty_object(fresh):
-    found = learn(call("{}"), fresh, READ_CALLS["object"], format="messages")
-    assert found == [[f"<call>w {{}}</call>{END}", f"It is 12.{END}"]]
+@pytest.mark.parametrize("template", READ_CALLS.values(), ids=READ_CALLS)
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_call_without_arguments_has_an_empty_object_and_no_words(fresh, template, content):
+    row = call("{}", content)
+    row["messages"][2]["tool_call_id"] = "c1"
+    expected = [[f"<call>w {{}}</call>{END}", f"It is 12.{END}"]]
+    assert learn(row, fresh, template, format="messages") == expected
+    with pytest.raises(DataError, match=r"leaves out .*its call of the tool 'w'"):
+        learn(row, fresh, PLAIN, format="messages")
 
 
 @pytest.mark.parametrize("assistant_only_loss", [True, False])

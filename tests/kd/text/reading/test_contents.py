@@ -83,6 +83,7 @@ def zstd(data: bytes) -> bytes:
     "name, data, words",
     [
         ("a.txt", POINTER.encode(), "pointer of Git LFS"),
+        ("a.txt", POINTER.encode(), "git lfs pull"),
         ("a.jsonl", POINTER.encode(), "pointer of Git LFS"),
         ("a.parquet", POINTER.encode(), "pointer of Git LFS"),
         ("a.txt", "caf\xe9".encode("latin-1"), "is not UTF-8 text"),

@@ -162,6 +162,22 @@ def test_a_store_that_removes_keys_is_told_and_takes_no_traffic(office: Office) 
         redis.config_set("maxmemory-policy", "noeviction")
 
 
+def test_a_store_whose_user_may_not_ask_is_told_as_one_that_answers(office: Office) -> None:
+    redis = office.parts.jobs.redis
+    redis.execute_command("ACL", "SETUSER", "default", "-info")
+    try:
+        answer = office.root.get("/health")
+    finally:
+        redis.execute_command("ACL", "SETUSER", "default", "+info")
+    assert answer.status_code == 200
+    found = answer.json()
+    assert (found["redis"]["version"], found["redis"]["persistent"]) == ("", True)
+    told = [each for each in found["problems"] if "Redis" in each]
+    assert told == [
+        "This user of Redis may not call INFO: its memory and persistence are not known."
+    ]
+
+
 def _ask(office: Office, name: str) -> dict[str, object] | None:
     found: dict[str, object] = office.root.get("/health").json()
     return found if found[name] is not None else None
