@@ -3,16 +3,20 @@
     python bench/dither/records.py [--teacher FOLDER [--gguf-file NAME]] [--text FILE]
                                    [--sequences 112] [--length 512] [--fit 80] [--threshold 0.04]
                                    [--clusters 1 16 256] [--every 1] [--slots 32768]
+                                   [--heads KIND ...] [--scale 1.06] [--seed 0]
 
 The last ``--fit`` sequences make the tables of the dither, the others are measured (every n-th
 position). Bytes are real: symbols and bits as in cache/idcode.py, then blosc's zstd as in shards.
 
 heads   logarithms: as in shards. units: floor or ceil of p / u, by one systematic sample of all
         heads and of the tail as a whole; u is 1 / ceil(1 / threshold) of all of p, or of the mass
-        beside the next token, whose log-probability is stored.
+        beside the next token, whose log-probability is stored. coarse units: the mass is that
+        beside the stored log-probability, which has steps of 2^-5 in place of 2^-8; they are
+        --scale times as large, and the entropy is stored for no position.
 tails   ids: as in shards. dither: bench/dither/tails.py, with one table for each cluster of the
         teacher's hidden states; the cluster of each position is stored.
-bytes   all columns but tokens. The next token's log-probability and the entropy are in all rows.
+bytes   all columns but tokens. The next token's log-probability is in all rows, the entropy in
+        all but those of coarse units.
 side    the frequency classes, or the tables and the head's orders of all clusters, over the
         measured positions: a longer text divides them further
 noise   the mean of |w - p|^2, the realised weights against the teacher's probabilities
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,15 +47,15 @@ from cache.idcode import compute_frequency_classes, order_tokens
 from cache.rounding import (
     KNOWN_STEP,
     RecordPositions,
-    decode_masses,
     round_entropy,
-    round_known,
     round_stochastically,
 )
 from kd.capture.block_sizes import BLOCK
 from kd.models.loading import hide_progress_bars
 
 CHUNK = 64
+#: The step of the next token's log-probability beside coarse units.
+COARSE_STEP = 2.0**-5
 #: Rounds of k-means, which converges slowly after them.
 _ROUNDS = 12
 _DECADES = 8
@@ -228,7 +233,7 @@ def keep_logarithms(
     """Keep heads as shards do: steps of log(1 / threshold) / 127, and the number of the tail."""
     step = -math.log(threshold) / 127
     codes = round_stochastically(np.log(chunk.p_H.numpy()), step, rng.random(len(chunk.p_H)))
-    w_NV = start_weights(chunk)
+    w_NV = start_weights(chunk, KNOWN_STEP, tally, rng)
     w_NV[chunk.rows_H, chunk.ids_H] = torch.from_numpy(np.exp(-step * codes))
     mass_N = chunk.tail_NV.sum(1)
     count_N = torch.floor(mass_N / threshold).clamp(min=1).where(mass_N > 0, 0.0).long()
@@ -237,66 +242,72 @@ def keep_logarithms(
     variance_NV = (chunk.tail_NV * (apart_N1 - chunk.tail_NV)).clamp(min=0.0)
     # Rounding at random to steps in the logarithm: step^2 / 6 on the mean.
     variance_NV[chunk.rows_H, chunk.ids_H] = (step * chunk.p_H).square() / 6
-    add_gold_variance(chunk, variance_NV)
+    add_gold_variance(chunk, KNOWN_STEP, variance_NV)
     return Heads(w_NV, count_N, variance_NV, 1.0 - w_NV.sum(1))
 
 
 def keep_units(
-    chunk: Chunk, threshold: float, tally: Tally, rng: np.random.Generator, beside_gold: bool
+    chunk: Chunk, threshold: float, tally: Tally, rng: np.random.Generator, kind: str
 ) -> Heads:
     """Count heads in units, and the next token too unless it is stored beside them.
 
-    The number of units of a record follows from the next token's code, but for a slack when that
-    was rounded.
+    The number of units of a record follows from the next token's code. Where that was rounded by
+    small steps it may be one off, which is the slack.
     """
     positions = len(chunk.gold_N)
+    beside = kind != ALL_UNITS
+    step = COARSE_STEP if kind == COARSE_UNITS else KNOWN_STEP
     heads_N = torch.bincount(chunk.rows_H, minlength=positions)
     rank_H = torch.arange(len(chunk.rows_H)) - (heads_N.cumsum(0) - heads_N)[chunk.rows_H]
     mass_N = chunk.tail_NV.sum(1)
-    w_NV = start_weights(chunk) if beside_gold else torch.zeros_like(chunk.p_NV)
+    w_NV = start_weights(chunk, step, tally, rng)
+    if not beside:
+        w_NV.zero_()
     gold_N = chunk.gold_logp_N.exp()
-    whole_N = mass_N.index_add(0, chunk.rows_H, chunk.p_H) + (0.0 if beside_gold else gold_N)
-    number_N = torch.ceil(whole_N / threshold - 1e-9).clamp(min=1)
+    whole_N = mass_N.index_add(0, chunk.rows_H, chunk.p_H) + (0.0 if beside else gold_N)
+    # What a reader knows.
+    stored_whole_N = 1.0 - w_NV.sum(1)
+    counted_N = stored_whole_N if kind == COARSE_UNITS else whole_N
+    number_N = torch.ceil(counted_N / threshold - 1e-9).clamp(min=1)
     unit_N = whole_N / number_N
     sizes_NK = torch.zeros(positions, int(heads_N.max()) + 1, dtype=torch.float64)
-    sizes_NK[:, 0] = 0.0 if beside_gold else gold_N
+    sizes_NK[:, 0] = 0.0 if beside else gold_N
     sizes_NK[chunk.rows_H, rank_H + 1] = chunk.p_H
     start_N1 = torch.from_numpy(rng.random((positions, 1)))
     running_NK = torch.floor((sizes_NK / unit_N[:, None]).cumsum(1) + start_N1)
     units_NK = running_NK.diff(dim=1, prepend=torch.zeros(positions, 1, dtype=torch.float64))
     count_N = (number_N - running_NK[:, -1]).clamp(min=0).where(mass_N > 0, 0.0).long()
     units_H = units_NK[chunk.rows_H, rank_H + 1]
-    # What a reader knows: the units, and the mass beside the stored log-probability.
-    stored_N = (1.0 - w_NV.sum(1)) / number_N
+    stored_N = stored_whole_N / number_N
     w_NV[chunk.rows_H, chunk.ids_H] = units_H * stored_N[chunk.rows_H]
     tally.add(head_values=units_H)
-    if beside_gold:
-        expected_N = torch.ceil((stored_N * number_N) / threshold - 1e-9).clamp(min=1)
+    if kind == UNITS:
+        expected_N = torch.ceil(stored_whole_N / threshold - 1e-9).clamp(min=1)
         tally.add(slack=number_N - expected_N + 8)
-    else:
+    elif kind == ALL_UNITS:
         w_NV[torch.arange(positions), chunk.gold_N] = units_NK[:, 0] * stored_N
         tally.add(gold_units=units_NK[:, 0])
     size_NV = chunk.p_NV / unit_N[:, None]
     part_NV = size_NV - size_NV.floor()
     variance_NV = unit_N[:, None].square() * part_NV * (1.0 - part_NV)
-    if beside_gold:
-        add_gold_variance(chunk, variance_NV)
+    if beside:
+        add_gold_variance(chunk, step, variance_NV)
     return Heads(w_NV, count_N, variance_NV, count_N * stored_N)
 
 
-def start_weights(chunk: Chunk) -> Tensor:
+def start_weights(chunk: Chunk, step: float, tally: Tally, rng: np.random.Generator) -> Tensor:
     """Return the weights of the next tokens as their log-probabilities are stored."""
-    codes = round_known(0, chunk.gold_logp_N[:, None].numpy(), chunk.places)[:, 0]
+    draws_N = rng.random(len(chunk.gold_N))
+    codes_N = round_stochastically(chunk.gold_logp_N.numpy(), step, draws_N)
+    tally.add(known=codes_N)
     w_NV = torch.zeros_like(chunk.p_NV)
-    w_NV[torch.arange(len(codes)), chunk.gold_N] = torch.from_numpy(
-        decode_masses(KNOWN_STEP, codes)
-    )
+    w_NV[torch.arange(len(codes_N)), chunk.gold_N] = torch.from_numpy(np.exp(-step * codes_N))
     return w_NV
 
 
-def add_gold_variance(chunk: Chunk, variance_NV: Tensor) -> None:
+def add_gold_variance(chunk: Chunk, step: float, variance_NV: Tensor) -> None:
     """Set the variance of the next token's rounded probability."""
-    variance_N1 = (KNOWN_STEP * chunk.gold_logp_N.exp()).square()[:, None] / 6
+    variance_N1 = (step * chunk.gold_logp_N.exp()).square()[:, None] / 6
     variance_NV.scatter_(1, chunk.gold_N[:, None], variance_N1)
 
 
@@ -339,8 +350,9 @@ def draw_by_dither(
 
 def count_bytes(tally: Tally, vocabulary: int) -> dict[str, float]:
     """Count the bytes of each column."""
-    found: dict[str, float] = {}
-    for name in ("gold_units", "slack", "head_values", "cluster"):
+    known = tally.join("known").astype(np.uint16)
+    found: dict[str, float] = {"known": count_compressed_bytes(known, Blosc.BITSHUFFLE)}
+    for name in ("entropy", "gold_units", "slack", "head_values", "cluster"):
         if name in tally.columns:
             found[name] = count_compressed_bytes(tally.join(name).astype(np.uint8))
     heads = tally.join("heads")
@@ -371,67 +383,78 @@ def count_ranks(ranks: NDArray[np.int64], counts: NDArray[np.int64], vocabulary:
 
 
 #: The kinds of heads, by the name of the column.
-_HEADS = ("logarithms", "units beside the next token", "units of all of p")
+LOGARITHMS = "logarithms"
+UNITS = "units beside the next token"
+ALL_UNITS = "units of all of p"
+COARSE_UNITS = "coarse units"
+HEADS = (LOGARITHMS, UNITS, ALL_UNITS, COARSE_UNITS)
 
 
 def measure(
     truth: Truth, numbers: range, clusters: dict[int, Clusters], arguments: argparse.Namespace
 ) -> list[list[str]]:
-    """Measure all kinds of records on the same positions; return the rows of the table."""
-    rng = np.random.default_rng(0)
-    tallies: dict[tuple[str, int], Tally] = defaultdict(Tally)
-    common = Tally()
-    positions = 0
-    for chunk in read_chunks(truth, numbers, arguments.threshold, arguments.every):
-        positions += len(chunk.gold_N)
-        common.add(
-            known=round_known(0, chunk.gold_logp_N[:, None].numpy(), chunk.places)[:, 0],
-            entropy=round_entropy(0, chunk.entropy_N.numpy(), chunk.places),
-        )
-        for kind in _HEADS:
-            for count in (0, *clusters):
-                tally = tallies[kind, count]
-                if kind == "logarithms":
-                    heads = keep_logarithms(chunk, arguments.threshold, tally, rng)
-                else:
-                    beside = kind == "units beside the next token"
-                    heads = keep_units(chunk, arguments.threshold, tally, rng, beside)
-                if count:
-                    drawn = draw_by_dither(chunk, heads, clusters[count], tally, rng)
-                else:
-                    drawn = draw_systematically(chunk, heads.count_N, rng)
-                    tally.add(
-                        heads=torch.bincount(chunk.rows_H, minlength=len(chunk.gold_N)),
-                        head_ids=chunk.ids_H,
-                        tails=heads.count_N,
-                        tail_ids=drawn.ids_M,
-                    )
-                w_NV = heads.place(drawn)
-                assert float((w_NV.sum(1) - 1.0).abs().max()) < 1e-9, "weights sum to 1"
-                tally.compare(chunk.p_NV, w_NV, heads.variance_NV)
-    known = count_compressed_bytes(common.join("known").astype(np.uint16), Blosc.BITSHUFFLE)
-    shared = known + count_compressed_bytes(common.join("entropy").astype(np.uint8))
+    """Measure records on the same positions; return the rows of the table, today's first."""
     rows = []
-    base = tallies["logarithms", 0]
-    whole: dict[tuple[str, int], float] = {}
-    for (kind, count), tally in tallies.items():
-        found = count_bytes(tally, truth.head.vocabulary)
-        side = found.pop("side", clusters[count].side_bytes if count else 0.0)
-        whole[kind, count] = shared + sum(found.values())
-        rows.append(
-            [
-                kind,
-                f"dither, {count} clusters" if count else "ids",
-                f"{whole[kind, count] / positions:.2f}",
-                f"{whole[kind, count] / whole['logarithms', 0]:.3f}",
-                f"{side / positions:.2f}",
-                f"{tally.noise / positions:.5f}",
-                f"{tally.noise / base.noise:.3f}",
-                f"{tally.largest_z:.1f}",
-                ", ".join(f"{name} {size / positions:.2f}" for name, size in found.items()),
-            ]
-        )
+    today: tuple[float, float] | None = None
+    for kind in arguments.heads:
+        for count, tally in measure_kind(kind, truth, numbers, clusters, arguments).items():
+            found = count_bytes(tally, truth.head.vocabulary)
+            side = found.pop("side", clusters[count].side_bytes if count else 0.0)
+            positions = len(tally.join("known"))
+            whole = sum(found.values())
+            today = today or (whole, tally.noise)
+            rows.append(
+                [
+                    kind,
+                    f"dither, {count} clusters" if count else "ids",
+                    f"{whole / positions:.2f}",
+                    f"{whole / today[0]:.3f}",
+                    f"{side / positions:.2f}",
+                    f"{tally.noise / positions:.5f}",
+                    f"{tally.noise / today[1]:.3f}",
+                    f"{tally.largest_z:.1f}",
+                    ", ".join(f"{name} {size / positions:.2f}" for name, size in found.items()),
+                ]
+            )
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     return rows
+
+
+def measure_kind(
+    kind: str,
+    truth: Truth,
+    numbers: range,
+    clusters: dict[int, Clusters],
+    arguments: argparse.Namespace,
+) -> dict[int, Tally]:
+    """Measure one kind of heads, with ids and with each number of clusters."""
+    rng = np.random.default_rng(arguments.seed)
+    threshold = arguments.threshold * (arguments.scale if kind == COARSE_UNITS else 1.0)
+    counts = (0, *clusters) if kind != COARSE_UNITS else tuple(clusters)
+    tallies = {count: Tally() for count in counts}
+    for chunk in read_chunks(truth, numbers, threshold, arguments.every):
+        entropy_N = round_entropy(0, chunk.entropy_N.numpy(), chunk.places)
+        for count, tally in tallies.items():
+            if kind != COARSE_UNITS:
+                tally.add(entropy=entropy_N)
+            if kind == LOGARITHMS:
+                heads = keep_logarithms(chunk, threshold, tally, rng)
+            else:
+                heads = keep_units(chunk, threshold, tally, rng, kind)
+            if count:
+                drawn = draw_by_dither(chunk, heads, clusters[count], tally, rng)
+            else:
+                drawn = draw_systematically(chunk, heads.count_N, rng)
+                tally.add(
+                    heads=torch.bincount(chunk.rows_H, minlength=len(chunk.gold_N)),
+                    head_ids=chunk.ids_H,
+                    tails=heads.count_N,
+                    tail_ids=drawn.ids_M,
+                )
+            w_NV = heads.place(drawn)
+            assert float((w_NV.sum(1) - 1.0).abs().max()) < 1e-9, "weights sum to 1"
+            tally.compare(chunk.p_NV, w_NV, heads.variance_NV)
+    return tallies
 
 
 def main() -> None:
@@ -443,6 +466,9 @@ def main() -> None:
     parser.add_argument("--threshold", type=float, default=0.04)
     parser.add_argument("--clusters", type=int, nargs="*", default=[1, 16, 256])
     parser.add_argument("--every", type=int, default=1, help="measure every n-th position")
+    parser.add_argument("--heads", nargs="*", default=HEADS, choices=HEADS)
+    parser.add_argument("--scale", type=float, default=1.06, help="of coarse units")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--slots", type=int, default=1 << 15, help="of a table, a power of two")
     arguments = parser.parse_args()
     hide_progress_bars()

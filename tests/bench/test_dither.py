@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.dither.records import fit_clusters, measure
+from bench.dither.records import HEADS, fit_clusters, measure
 from bench.dither.tails import Drawn, Tables, draw_slots, draw_tails, read_drawn, write_drawn
 from bench.records import Truth
 from cache.records import Sequences
@@ -117,10 +117,10 @@ def test_every_kind_of_record_sums_to_one_and_is_unbiased() -> None:
         np.zeros((6, 121), np.uint32), np.zeros((6, 121), bool), np.zeros((6, 121), bool)
     )
     truth = Truth(sequences, states, gold, head)
-    options = {"threshold": 0.03, "clusters": [1, 4], "every": 1, "slots": SIZE, "fit": 3}
     clusters = fit_clusters(truth, range(3, 6), 0.03, [1, 4], SIZE)
-    rows = measure(truth, range(3), clusters, argparse.Namespace(**options))
-    assert len(rows) == 9
+    options = argparse.Namespace(threshold=0.03, every=1, heads=HEADS, scale=1.05, seed=0)
+    rows = measure(truth, range(3), clusters, options)
+    assert len(rows) == 11
     for heads, tails, size, _, _, _, noise, z, _ in rows:
         assert float(z) < 5, (heads, tails)
         assert float(size) > 0 and 0.7 < float(noise) < 1.3, (heads, tails)
