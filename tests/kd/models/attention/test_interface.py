@@ -259,7 +259,9 @@ def test_adapters_get_the_gradients_of_the_own_attention(kind: str) -> None:
     expected = run(model)
     isolate_documents(model)
     for mine, theirs in zip(run(model), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        # Sums of float32: the rounding is that of the largest terms.
+        atol = 3e-5 * float(theirs.detach().abs().max())
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("kind", KINDS)
