@@ -81,8 +81,12 @@ def _cut_prompt(
     targets = np.flatnonzero(sequences.target_mask[row])
     if not len(targets):
         return ()
-    last = int(targets[0])
-    begin = int(np.flatnonzero(start_L[: last + 1])[-1]) if start_L[: last + 1].any() else 0
+    starts = np.flatnonzero(start_L)
+    # A row may begin within an answer: then the next chat that begins in it is taken.
+    chats = starts[~sequences.target_mask[row][starts]]
+    later = targets[targets >= chats[0]] if len(chats) else targets
+    last = int(later[0] if len(later) else targets[0])
+    begin = int(starts[starts <= last][-1]) if (starts <= last).any() else 0
     # In plain text the first token already has a target; in a chat the answer has the first one.
     if last > begin:
         return tuple(tokens_L[max(begin, last + 1 - CHAT_TOKENS) : last + 1].tolist())

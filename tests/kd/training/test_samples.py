@@ -162,6 +162,19 @@ def test_prompts_are_beginnings_of_held_out_text_and_questions_of_chats(tokenize
     assert [len(choose_prompts(source, tokenizer, count)) for count in (0, 1, 2)] == [0, 1, 2]
 
 
+def test_a_row_that_begins_within_an_answer_gives_the_question_of_the_next_chat(
+    tokenizer: Any,
+) -> None:
+    tokens = np.arange(40, dtype=np.uint32)[None]
+    start = np.zeros((1, 40), bool)
+    start[0, 6] = True
+    mask = np.ones((1, 40), bool)
+    mask[0, [*range(5, 14), 39]] = False
+    rows = Sequences(tokens, start, mask)
+    source = PlainText(Corpus(rows, rows.select(slice(0, 0))))
+    assert [each.ids for each in choose_prompts(source, tokenizer, 1)] == [tuple(range(6, 15))]
+
+
 def test_unless_the_job_says_otherwise_there_are_five_prompts(tokenizer: Any) -> None:
     source = make_source(1, [[]] * 9)
     assert len(choose_prompts(source, tokenizer, EvaluationConfig().continuations)) == 5
