@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-import json
-import os
 import re
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from kd.errors import ConfigError, Problem
 
 #: The form of a model's id on the hub: name or owner/name.
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?\Z")
 
-#: A name below a folder, as JSON.
-_NAME_IN_FOLDER = re.compile(r'"([^"\\]+/[^"\\]*)"')
 #: A host, an address or a network, and a port behind it.
 _PORT = re.compile(r"(\[[^]]*\]|[^:]*):(\d+)")
 #: Networks that look public and are not: a cloud's address for its own machines, and protocols'
@@ -50,19 +45,6 @@ class ModelSource:
     def weights(self) -> str | None:
         """The pattern of the files with weights that are downloaded; None for a tokenizer alone."""
         return self.gguf_file or ("*.safetensors" if self.has_weights else None)
-
-
-def hide_folders(text: str, record: object) -> str:
-    """Leave in ``text`` the last part of each local path in ``record``, the JSON of a job.
-
-    Folders of this machine mean nothing to a reader elsewhere.
-    """
-    names = set(_NAME_IN_FOLDER.findall(json.dumps(record, ensure_ascii=False)))
-    for name in sorted(names, key=len, reverse=True):
-        is_there = os.path.exists(name)  # noqa: PTH110  Path raises for an impossible name
-        if Path(name).name and (is_there or Path(name).is_absolute()):
-            text = text.replace(name, Path(name).name)
-    return text
 
 
 def resolve_public_address(host: str, allowed: Iterable[str], port: int | None = None) -> str:

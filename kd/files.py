@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ HELPERS = "helpers"
 MARK = "run.json"
 #: File beside a student that has its job and its report.
 PROVENANCE = "distillation.json"
+#: A name below a folder, as JSON.
+_NAME_IN_FOLDER = re.compile(r'"([^"\\]+/[^"\\]*)"')
 #: The format that this version writes, and that of a folder without the file.
 RUN_FORMAT = 1
 
@@ -218,3 +221,16 @@ def format_bytes(size: float) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def hide_folders(text: str, record: object) -> str:
+    """Leave in ``text`` the last part of each local path in ``record``, the JSON of a job.
+
+    Folders of this machine mean nothing to a reader elsewhere.
+    """
+    names = set(_NAME_IN_FOLDER.findall(json.dumps(record, ensure_ascii=False)))
+    for name in sorted(names, key=len, reverse=True):
+        is_there = os.path.exists(name)  # noqa: PTH110  Path raises for an impossible name
+        if Path(name).name and (is_there or Path(name).is_absolute()):
+            text = text.replace(name, Path(name).name)
+    return text

@@ -8,11 +8,11 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from cache.json_object import Json
-from kd.addresses import HUB_ID, hide_folders
+from kd.addresses import HUB_ID
 from kd.config.job import JobConfig
 from kd.evaluation.in_depth import STUDENT
 from kd.evaluation.report import Report, render_report
-from kd.files import PROVENANCE, read_json, write_json
+from kd.files import PROVENANCE, hide_folders, read_json, write_json
 from kd.models.folder import (
     ADAPTER_FOLDER,
     BASE_FOLDER,

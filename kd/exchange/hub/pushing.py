@@ -20,11 +20,10 @@ from cache.reading.usage import held
 from cache.remote.address import is_mirror
 from cache.shards.names import MANIFEST
 from cache.store import read_manifest
-from kd.addresses import hide_folders
 from kd.errors import HubError, ModelError
 from kd.exchange.hub.cache_card import CARD, render_cache_card
 from kd.exchange.hub.repository import OWN_FILES, Repository, RepositoryType, connect, hub_errors
-from kd.files import PROVENANCE, read_json, whole_folder, write_text
+from kd.files import PROVENANCE, hide_folders, read_json, whole_folder, write_text
 from kd.models.folder import STUDENT_FILES, ModelFolder
 
 #: The end of a message about a folder or a repository that holds neither a student nor a cache.
