@@ -187,6 +187,11 @@ class LossConfig(Section):
         return self
 
     @property
+    def looks_ahead(self) -> bool:
+        """True if the temperature is learned from gradients of the whole student."""
+        return isinstance(self.temperature, LearnedTemperature) and self.temperature.looks_ahead
+
+    @property
     def hard_labels_only(self) -> bool:
         """Whether the objective uses only the hard labels, and nothing of the teacher."""
         return self.alpha == 1.0 and self.features.weight == 0.0

@@ -275,6 +275,7 @@ class _Training:
             item=_ITEM_BYTES[options.precision],
             chunk=options.logits_chunk or 1,
             kernels=suits_kernels(codec if config.needs_cache else None, config.loss.divergence),
+            looks_ahead=config.loss.looks_ahead,
         )
         return cls(step, count_model_work(student, vocabulary), rates, steps, price)
 

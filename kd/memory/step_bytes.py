@@ -134,7 +134,8 @@ class StepShape:
 
     ``item`` are the bytes of a number in the precision of the products, ``chunk`` the positions
     whose logits are in memory at once. With ``kernels`` those of a GPU compute the loss
-    (``kd.loss.chunk_size.suits_kernels``).
+    (``kd.loss.chunk_size.suits_kernels``). With ``looks_ahead`` an update of a learned temperature
+    has three more gradients beside those of the step (``kd.training.lookahead``).
     """
 
     student: StudentShape
@@ -144,6 +145,7 @@ class StepShape:
     item: int
     chunk: int
     kernels: bool = False
+    looks_ahead: bool = False
 
     def estimate(self) -> StepMemory:
         """The bytes of the step on one device."""
@@ -151,7 +153,7 @@ class StepShape:
         trained = count_trained_bytes(student.trained_numbers, self.options)
         return StepMemory(
             weights=trained + student.frozen_bytes + student.buffer_bytes,
-            gradients=trained,
+            gradients=trained * (4 if self.looks_ahead else 1),
             optimizer=count_state_bytes(self.options, student.trained),
             activations=self.estimate_activations(),
             head=self.estimate_head(),

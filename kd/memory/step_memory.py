@@ -34,12 +34,13 @@ def describe_step(
     vocabulary: int,
     precision: Precision,
     kernels: bool = False,
+    looks_ahead: bool = False,
     device: torch.device | None = None,
 ) -> StepShape:
     """Describe a step of ``student``, whose weights may have no memory.
 
-    With ``kernels`` those of a GPU compute the loss (``kd.loss.chunk_size.suits_kernels``). The
-    step is taken on ``device`` (None: where the student is).
+    ``kernels`` and ``looks_ahead`` are those of ``StepShape``. The step is taken on ``device``
+    (None: where the student is).
     """
     item = precision.dtype.itemsize
     logit_bytes = item if kernels else PLAIN_LOGIT_BYTES
@@ -52,6 +53,7 @@ def describe_step(
         chunk=options.logits_chunk
         or choose_chunk_positions(vocabulary, device or student.device, logit_bytes),
         kernels=kernels,
+        looks_ahead=looks_ahead,
     )
 
 

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from kd.config.job import JobConfig
-from kd.config.loss import LearnedTemperature, LossConfig
+from kd.config.loss import LearnedTemperature
 from kd.config.train import TrainConfig
-
-#: The modes of a learned temperature that take gradients of whole parameters.
-WHOLE_MODES = ("lookahead", "teacher_only")
-
-
-def needs_whole_gradients(loss: LossConfig) -> bool:
-    """Whether the temperature of ``loss`` is learned from gradients of whole parameters."""
-    temperature = loss.temperature
-    return isinstance(temperature, LearnedTemperature) and temperature.mode in WHOLE_MODES
 
 
 def list_unsharded_fields(options: TrainConfig) -> list[tuple[str, str]]:
@@ -70,7 +61,7 @@ def list_unstaged_fields(config: JobConfig, options: TrainConfig) -> list[tuple[
         ),
         (
             "/loss/temperature/mode",
-            mode in WHOLE_MODES,
+            config.loss.looks_ahead,
             f"{mode} needs gradients of the whole student",
         ),
         (

@@ -27,7 +27,7 @@ from kd.config.extras import find_missing_extras, find_missing_harness
 from kd.config.job import JobConfig
 from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
-from kd.parallel.limits import list_unsharded_fields, list_unstaged_fields, needs_whole_gradients
+from kd.parallel.limits import list_unsharded_fields, list_unstaged_fields
 from kd.parallel.variables import CPU, DEVICES_VARIABLE, split_names
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
@@ -239,7 +239,7 @@ def _find_training_problems(
         remedy = "Change it, or set train.strategy to ddp."
         for name, why in list_unsharded_fields(train):
             yield Problem(f"/train/{name}", f"train.strategy is fsdp, but {why}.", remedy)
-        if needs_whole_gradients(config.loss):
+        if config.loss.looks_ahead:
             mode = getattr(config.loss.temperature, "mode", "")
             detail = f"train.strategy is fsdp, but {mode} needs gradients of whole weights."
             yield Problem("/loss/temperature/mode", detail, remedy)

@@ -25,7 +25,6 @@ from kd.models.precision import round_parameters
 from kd.models.products.float8 import multiply_in_float8
 from kd.models.stages.cut import pick_own_layers
 from kd.parallel.group import Group
-from kd.parallel.limits import needs_whole_gradients
 from kd.training.preparing.requirements import require_stages
 from kd.training.preparing.setting import TrainingSetting
 
@@ -70,7 +69,14 @@ def examine_student(
         in_kernels = suits_kernels(setting.source.codec, loss.divergence)
         kernels = setting.device.type == "cuda" and in_kernels
         sizes = (length, setting.vocabulary, setting.precision)
-        step = describe_step(student, options, *sizes, kernels=kernels, device=setting.device)
+        step = describe_step(
+            student,
+            options,
+            *sizes,
+            kernels=kernels,
+            looks_ahead=loss.looks_ahead,
+            device=setting.device,
+        )
         strategy = _choose_strategy(loss, step, room, group)
         found = asdict(estimate_rank(step, strategy, group.size)), strategy
     fields, strategy = group.share(found)
@@ -90,7 +96,7 @@ def _choose_strategy(
         return "single"
     if asked != "auto":
         return asked
-    return "ddp" if needs_whole_gradients(loss) else choose_strategy(step, group.size, room)
+    return "ddp" if loss.looks_ahead else choose_strategy(step, group.size, room)
 
 
 def change_layers(setting: TrainingSetting, options: TrainConfig) -> None:

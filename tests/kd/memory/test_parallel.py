@@ -188,3 +188,10 @@ def test_a_ring_uses_all_adapters_of_a_host() -> None:
     assert (h100.find_ring_rate(8), h100.find_ring_rate(9)) == (450e9, 400e9)
     l40s = DEVICE_KINDS["l40s"]
     assert (l40s.find_ring_rate(8), l40s.find_ring_rate(16)) == (25e9, 12.5e9)
+
+
+def test_a_look_ahead_has_three_more_gradients() -> None:
+    step = make_step()
+    ahead = replace(step, looks_ahead=True).estimate()
+    assert ahead.gradients == 4 * step.estimate().gradients
+    assert replace(ahead, gradients=step.estimate().gradients) == step.estimate()
