@@ -335,7 +335,7 @@ class TrainConfig(Section):
 
     @property
     def optimizer(self) -> OptimizerRules:
-        """What the optimiser is."""
+        """The rules of the optimiser that ``optim`` names."""
         return OPTIMIZERS[self.optim]
 
     @property

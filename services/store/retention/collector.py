@@ -93,7 +93,7 @@ class Item:
 
     @property
     def key(self) -> tuple[str, Path]:
-        """What names the thing: the same in each listing, and for each rule that finds it."""
+        """The kind and the path. They name the thing in every listing, whichever rule finds it."""
         return self.kind, self.path
 
     @property
@@ -269,10 +269,9 @@ def _find_leftovers(scene: Scene) -> Iterator[Item]:
     from cache.operations import find_garbage
 
     for one in find_garbage(scene.settings.caches, scene.limits.ages["leftovers"]):
-        item = Item(
-            "leftovers", one.folder.name, one.path, scene.find_last_change(one.path), one.why
-        )
-        yield replace(item, bytes=one.bytes, due=True, garbage=one)
+        name = one.folder.name
+        since = scene.find_last_change(one.path)
+        yield Item("leftovers", name, one.path, since, one.why, one.bytes, due=True, garbage=one)
 
 
 def _remove_leftover(scene: Scene, item: Item) -> None:
