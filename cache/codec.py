@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, Reading, Schema
 from cache.profiles.table import FORWARD_KL, PROFILES, explain_unsupported
 from cache.records import Records
-from cache.rounding import TAIL_STEP, RecordPositions, round_entropy, round_known
+from cache.rounding import (
+    TAIL_STEP,
+    RecordPositions,
+    round_entropy,
+    round_known,
+    spread_entropy,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Codec(CodecNumbers):
     @property
     def rules(self) -> Profile:
         """The rules of the profile."""
-        return PROFILES[self.profile]
+        return PROFILES[self.profile].choose(self)
 
     @property
     def head_step(self) -> float:
@@ -85,9 +91,12 @@ class Codec(CodecNumbers):
 
         Raises ``ValueError`` for an id outside the vocabulary, or a value that does not fit.
         """
+        spread = self.rules.spreads_entropy(self)
         common: dict[str, NDArray[Any]] = {
             "known": round_known(self.seed, reading.known_logprobs, places),
-            "entropy": round_entropy(self.seed, reading.entropy, places),
+            "entropy": spread_entropy(reading.entropy, places)
+            if spread
+            else round_entropy(self.seed, reading.entropy, places),
         }
         return self.require(Records(common | self.rules.encode(self, reading, places)))
 

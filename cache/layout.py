@@ -2,6 +2,7 @@
 
 Most columns are stored unchanged. Ids are not: within a record they are put in the order of the
 shard's token table and coded as gaps (``cache.idcode``); their log-probabilities follow that order.
+``cache.unit_layout`` has what records in units do.
 
     N   positions      S   sequences      H, M   head and tail entries      V   vocabulary
 """
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
+from cache.dither import DitherTables
 from cache.errors import CacheError
 from cache.idcode import (
     compute_frequency_classes,
@@ -26,6 +28,7 @@ from cache.idcode import (
 )
 from cache.records import Records, compute_offsets
 from cache.rounding import choose_id_dtype
+from cache.unit_layout import encode_units, list_unit_arrays
 
 Arrays = dict[str, NDArray[Any]]
 #: Array with the frequency class of every token, which gives the order of ids in the whole shard.
@@ -35,12 +38,22 @@ TOKEN_CLASSES = "token_classes"  # noqa: S105 (no password)
 _POSITIONS, _HEADS, _TAILS, _HEAD_BITS, _FIRST_TAIL_BITS = range(5)
 
 
-def encode_arrays(records: Records, positions: NDArray[np.int64], codec: Codec) -> Arrays:
+def encode_arrays(
+    records: Records,
+    positions: NDArray[np.int64],
+    codec: Codec,
+    tables: DitherTables | None = None,
+) -> Arrays:
     """Encode records as the arrays to store, with ``offsets`` (S + 1, columns) of the sequences.
 
     ``positions`` (S + 1,) is the first record of each sequence, and then the number of records.
-    Raises ``CacheError`` for more records or entries than offsets can count.
+    Records with dither need the cache's ``tables``. Raises ``CacheError`` for more records or
+    entries than offsets can count.
     """
+    if codec.rules.dithered:
+        assert tables is not None, "a writer makes the tables before the first shard"
+        offsets, arrays = encode_units(records, positions, tables)
+        return {"offsets": _narrow_offsets(offsets), **arrays}
     if not codec.rules.sampled:
         return {"offsets": _narrow_offsets(positions[:, None]), **records.columns}
     ids = [records["head_ids"], records["tail_ids"].reshape(-1)]
@@ -108,6 +121,8 @@ def list_arrays(codec: Codec, draw: int) -> dict[str, tuple[str, int]]:
 
     Each comes with the column of ``offsets`` that cuts it into sequences.
     """
+    if codec.rules.dithered:
+        return list_unit_arrays()
     found = {name: (name, _POSITIONS) for name in _list_plain_columns(codec)}
     if not codec.rules.sampled:
         return found

@@ -15,7 +15,8 @@ Manifest
 ├── overruled          FidelityOverride    the verdict that the job overruled; from format 4 on
 ├── tail_mean          FolderEntry         the mean tail of profile threshold; from format 5 on
 ├── pieces             PieceIndex          files with the entries of many shards; from format 6 on
-└── first_tails        FolderEntry         sums for a cache that extends this one; from format 7 on
+├── first_tails        FolderEntry         sums for a cache that extends this one; from format 7 on
+└── dither             FolderEntry         the tables of profile threshold; from format 8 on
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from cache.profiles.table import PROFILES
 from cache.shards.entries import PieceIndex, ShardEntry, ShardTotals
 
 FORMAT = "potstill-cache"
-#: Newest version of the folder's layout: a cache with the sums of its first tails. A cache has the
-#: lowest version that describes it, so that a program which does not know of a part refuses the
-#: cache by name.
-FORMAT_VERSION = 7
+#: Newest version of the folder's layout: a cache with tables of dither. A cache has the lowest
+#: version that describes it, so that a program which does not know of a part refuses the cache by
+#: name.
+FORMAT_VERSION = 8
+#: The version of a cache with the sums of its first tails.
+FIRST_TAILS_FORMAT_VERSION = 7
 #: The version of a cache of many shards, whose entries are in pieces.
 PIECES_FORMAT_VERSION = 6
 #: The version of a cache with a mean tail, or of a teacher that was quantised or spread over
@@ -58,10 +61,11 @@ COSINES_VERSION = 3
 #: float32. A cache without it holds logits that were rounded to the teacher's dtype.
 WIDE_LOGITS = 2
 _HALF_DTYPES = ("bfloat16", "float16")
-#: The fields of a teacher's identity that are left out where they are empty.
-_LEFT_OUT = ("quantization", "parallel")
+#: The fields of an identity that are left out where they are empty: caches that could be captured
+#: before there was such a field keep their fingerprint.
+_LEFT_OUT = {"teacher": ("quantization", "parallel"), "codec": ("clusters", "fitted", "entropies")}
 #: The folders that a manifest leaves out where the cache does not have them.
-_LEFT_OUT_FOLDERS = ("tail_mean", "first_tails")
+_LEFT_OUT_FOLDERS = ("tail_mean", "first_tails", "dither")
 _REMEDY = "Delete the cache's folder and capture it again."
 
 
@@ -127,8 +131,10 @@ class CodecIdentity:
 
     ``threshold`` is a probability; ``temperatures`` the range (T min, T max) of profile tempered;
     ``always_keep`` the ids that every record keeps; ``draws`` the number of tail samples of each
-    position; ``k`` the entries of topk; ``bits`` the precision of dense and hidden. A ``version``
-    of 0 becomes the present one. Raises ``ValueError`` for a profile that does not exist or a
+    position; ``k`` the entries of topk; ``bits`` the precision of dense and hidden. ``clusters`` is
+    the number of the tables of profile threshold, which the first ``fitted`` sequences make, and
+    ``entropies`` says that it keeps the entropy of each position. A ``version`` of 0 becomes the
+    present one. Raises ``ValueError`` for a profile that does not exist or a
     number out of range.
     """
 
@@ -142,6 +148,9 @@ class CodecIdentity:
     seed: int = 0
     shard_sequences: int = 256
     version: int = 0
+    clusters: int = 0
+    fitted: int = 0
+    entropies: bool = False
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
@@ -150,7 +159,8 @@ class CodecIdentity:
             )
         version = self.version or choose_codec_version(self.profile, self.bits)
         object.__setattr__(self, "version", version)
-        if fault := PROFILES[self.profile].find_fault(self.record_codec(0)):
+        codec = self.record_codec(0)
+        if fault := codec.rules.find_fault(codec):
             raise ValueError(fault)
         kept = self.always_keep
         if len(set(kept)) != len(kept) or min(kept, default=0) < 0:
@@ -209,11 +219,10 @@ class CacheIdentity:
     def to_json(self) -> Json:
         """Return the identity as plain JSON values; ``from_json`` is the inverse."""
         document = asdict(self)
-        # Left out where they are empty: caches of plain weights on one device keep the fingerprint
-        # that they had before there were other teachers.
-        for name in _LEFT_OUT:
-            if not document["teacher"][name]:
-                del document["teacher"][name]
+        for part, names in _LEFT_OUT.items():
+            for name in names:
+                if not document[part][name]:
+                    del document[part][name]
         return document
 
     @classmethod
@@ -225,10 +234,16 @@ class CacheIdentity:
 
 def _add_left_out(identity: object) -> object:
     """Return the JSON of an identity with the fields that ``to_json`` leaves out."""
-    teacher = identity.get("teacher") if isinstance(identity, dict) else None
-    if not isinstance(identity, dict) or not isinstance(teacher, dict):
+    if not isinstance(identity, dict):
         return identity
-    return {**identity, "teacher": {**dict.fromkeys(_LEFT_OUT, ""), **teacher}}
+    added = dict(identity)
+    for part, kind in (("teacher", TeacherIdentity), ("codec", CodecIdentity)):
+        if isinstance(added.get(part), dict):
+            empty = {
+                each.name: each.default for each in fields(kind) if each.name in _LEFT_OUT[part]
+            }
+            added[part] = {**empty, **added[part]}
+    return added
 
 
 def list_differences(expected: CacheIdentity, got: CacheIdentity) -> list[str]:
@@ -354,6 +369,7 @@ class Manifest:
     tail_mean: FolderEntry = FolderEntry()
     pieces: PieceIndex | None = None
     first_tails: FolderEntry = FolderEntry()
+    dither: FolderEntry = FolderEntry()
 
     @property
     def teacher(self) -> RecordedTeacher:
@@ -389,8 +405,10 @@ class Manifest:
         return sign_json({"format": FORMAT, "version": self._choose_version(), **content})
 
     def _choose_version(self) -> int:
-        if self.first_tails.digest:
+        if self.dither.digest:
             return FORMAT_VERSION
+        if self.first_tails.digest:
+            return FIRST_TAILS_FORMAT_VERSION
         if self.pieces is not None:
             return PIECES_FORMAT_VERSION
         if not self.identity.teacher.plain or self.tail_mean.digest:
@@ -420,7 +438,7 @@ class Manifest:
         for name in _LEFT_OUT_FOLDERS:
             content.setdefault(name, asdict(FolderEntry()))
         other = "shards" if version == PIECES_FORMAT_VERSION else "pieces"
-        if version == FORMAT_VERSION:
+        if version in (FIRST_TAILS_FORMAT_VERSION, FORMAT_VERSION):
             other = "shards" if "pieces" in content else "pieces"
         _require(other not in content, where, f"version {version} must have no {other}")
         content[other] = [] if other == "shards" else None

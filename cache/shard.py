@@ -17,6 +17,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from cache.codec import Codec
 from cache.disk import hash_file, list_file_sizes
+from cache.dither import DitherTables
 from cache.errors import CacheCorrupt
 from cache.layout import Arrays, encode_arrays
 from cache.manifest import parse_as, sign_json, verify_json
@@ -155,13 +156,16 @@ def _hash_files(folder: Path) -> dict[str, SealedFile]:
     }
 
 
-def make_shard_arrays(sequences: Sequences, records: Records, codec: Codec) -> Arrays:
+def make_shard_arrays(
+    sequences: Sequences, records: Records, codec: Codec, tables: DitherTables | None = None
+) -> Arrays:
     """Make the arrays of a shard: sequences, records, and the offsets of each sequence."""
+    positions = compute_offsets(sequences.target_mask.sum(axis=1))
     return {
         "tokens": sequences.tokens.astype(choose_id_dtype(codec.vocabulary_size)),
         "document_start": sequences.document_start,
         "target_mask": sequences.target_mask,
-        **encode_arrays(records, compute_offsets(sequences.target_mask.sum(axis=1)), codec),
+        **encode_arrays(records, positions, codec, tables),
     }
 
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.disk import locked, storage_errors, write_file
+from cache.dither import TABLE_ARRAYS, DitherTables
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.layout import Arrays, decode_arrays
 from cache.manifest import CacheIdentity, FidelityRow, FolderEntry, Manifest, list_differences
@@ -37,7 +39,16 @@ from cache.records import MEAN_ARRAYS, Records, Sequences, decode_tail_mean
 from cache.remote.mirror import Mirror, open_mirror
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal
 from cache.shards.manifest_pieces import EntryPieces, open_entries
-from cache.shards.names import FINGERPRINT, LM_HEAD, MANIFEST, TAIL_MEAN, TOKEN_MAP, name_shard
+from cache.shards.names import (
+    DITHER,
+    FINGERPRINT,
+    LM_HEAD,
+    MANIFEST,
+    TAIL_MEAN,
+    TOKEN_MAP,
+    name_shard,
+)
+from cache.unit_layout import decode_units
 
 #: The arrays of the tokens of all ids.
 TOKEN_ARRAYS = ("ids", "lengths", "text")
@@ -177,7 +188,10 @@ class Cache:
                 shard = self._open_shard(index)
                 parts[place] = shard.read_sequence(row, chosen[place])
                 orders[place] = shard.read_order()
-        stored = decode_arrays(parts, orders, self.codec)
+        if self.codec.rules.dithered:
+            stored = decode_units(parts, np.array(numbers), self.codec, self.tables)
+        else:
+            stored = decode_arrays(parts, orders, self.codec)
         tokens, starts, targets = (stored.pop(name) for name in PER_SEQUENCE)
         return Sequences(tokens.astype(np.uint32), starts, targets), Records(stored)
 
@@ -237,6 +251,12 @@ class Cache:
             seal = self.open_seal(TOKEN_MAP, entry.digest)
         rules = ("rules",) if "rules" in {Path(name).parts[0] for name in seal.files} else ()
         return self._read_folder(TOKEN_MAP, entry, (*TOKEN_ARRAYS, *rules))
+
+    @cached_property
+    def tables(self) -> DitherTables:
+        """The tables of the dither of profile threshold. Raises as ``read`` does."""
+        arrays = self._read_folder(DITHER, self.manifest.dither, TABLE_ARRAYS)
+        return DitherTables.from_arrays(arrays)
 
     def tail_mean(self) -> Arrays | None:
         """Read the mean tail: ``mean`` and ``share`` (V,) in float32; None in a cache without.

@@ -39,7 +39,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class CodecNumbers:
-    """The numbers of a cache's records; a field that the profile lacks is 0 or empty."""
+    """The numbers of a cache's records; a field that the profile lacks is 0 or empty.
+
+    ``clusters`` is 0 too in caches of profile threshold that an earlier version captured.
+    """
 
     profile: str
     vocabulary_size: int
@@ -50,6 +53,8 @@ class CodecNumbers:
     draws: int = 1
     k: int = 0
     bits: int = 0
+    clusters: int = 0
+    entropies: bool = False
 
     def narrow_ids(self, name: str, ids: NDArray[Any]) -> NDArray[Any]:
         """Check ``ids`` and return them in the stored type, which would wrap larger ones."""
@@ -92,6 +97,8 @@ class Profile(ABC):
     keeps_partition: ClassVar[bool] = False
     #: The tails of all positions are added up beside the records (``cache.records.TailSums``).
     sums_tails: ClassVar[bool] = False
+    #: Heads and tails are counted in units, and the ids of tails are coded by ``cache.dither``.
+    dithered: ClassVar[bool] = False
     #: A record is a hidden state, so that the cache keeps the teacher's LM head.
     needs_lm_head: ClassVar[bool] = False
     #: The fields of a job's section ``cache`` that the profile has.
@@ -105,6 +112,14 @@ class Profile(ABC):
     shard_bytes: ClassVar[int]
 
     # ------------------------------------------------------------------ records
+
+    def choose(self, numbers: CodecNumbers) -> Profile:
+        """Return the rules of records with these numbers: an earlier version's may be others."""
+        return self
+
+    def spreads_entropy(self, numbers: CodecNumbers) -> bool:
+        """Return whether each position has the mean entropy of its sequence."""
+        return False
 
     @abstractmethod
     def find_fault(self, numbers: CodecNumbers) -> str | None:

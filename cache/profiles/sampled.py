@@ -1,4 +1,4 @@
-"""Profiles threshold and tempered: heavy tokens exact, the tail sampled without bias.
+"""Profile tempered, and threshold of version 0.2.0: heavy tokens exact, the tail sampled.
 
 profile     column          type              meaning
 both        head_count      uint8, or uint16  entries of the head; uint16 if the threshold is
@@ -80,12 +80,14 @@ class Sample(Reading):
 class Sampled(Profile):
     """The rules that both profiles share."""
 
-    reading = Sample
+    reading: ClassVar[type[Reading]] = Sample
     sampled = True
     #: The type of ``head_logprobs``.
     head_dtype: ClassVar[np.dtype[Any]] = BYTE
     options = frozenset({"threshold", "always_keep", "draws"})
-    measured = ("entropy", "known", "head_count", "head_logprobs", "tail_count")
+    measured: ClassVar[tuple[str, ...]] = (
+        *("entropy", "known", "head_count", "head_logprobs", "tail_count"),
+    )
     #: For each threshold: bytes per position without its tails, bytes of the tails of one draw,
     #: entries. They depend on the teacher's entropy. Each is the difference between shards of 64
     #: and of 32 sequences, so it counts every byte that grows with the number of positions.
@@ -112,7 +114,7 @@ class Sampled(Profile):
     def schema(self, numbers: CodecNumbers) -> Schema:
         """Return the columns of head and tail."""
         ids = choose_id_dtype(numbers.vocabulary_size)
-        counts = _choose_count_dtype(numbers)
+        counts = choose_count_dtype(numbers)
         return {
             "head_count": (counts, 1),
             "head_ids": (ids, 1),
@@ -125,7 +127,7 @@ class Sampled(Profile):
         self, numbers: CodecNumbers, reading: Sample, places: RecordPositions
     ) -> dict[str, NDArray[Any]]:
         """Encode head and tail. Raises ``ValueError`` for a head entry too small for its type."""
-        counts = _choose_count_dtype(numbers)
+        counts = choose_count_dtype(numbers)
         logprobs = reading.head_logprobs
         lowest = self.lowest_head(numbers)
         if logprobs.size and (
@@ -203,22 +205,13 @@ class Sampled(Profile):
 
 
 @dataclass(frozen=True)
-class Threshold(Sampled):
-    """The tail is drawn by probability: right at temperature 1."""
+class ExactHeads(Sampled):
+    """Profile threshold of version 0.2.0, which is read and not written: heads by logarithms."""
 
     name = "threshold"
     sums_tails = True
     shard_bytes = 8_000
-    measured_bytes = {  # noqa: RUF012 (a constant)
-        0.25: (4.9, 2.7, 2.5),
-        0.125: (6.2, 5.1, 4.9),
-        0.08: (7.3, 7.4, 7.3),
-        0.04: (10.0, 12.6, 12.9),
-        0.02: (14.5, 20.7, 22.4),
-        0.01: (22.2, 33.1, 38.1),
-        0.004: (40.9, 59.5, 74.9),
-        0.001: (106.0, 137.0, 195.3),
-    }
+    measured_bytes = {0.04: (10.0, 12.6, 12.9)}  # noqa: RUF012 (a constant)
 
 
 @dataclass(frozen=True)
@@ -292,5 +285,6 @@ def draw_for_entries(
     return draw_uniforms(seed, purpose, places.sequence_N[rows], places.position_N[rows], rank)
 
 
-def _choose_count_dtype(numbers: CodecNumbers) -> np.dtype[Any]:
+def choose_count_dtype(numbers: CodecNumbers) -> np.dtype[Any]:
+    """Choose the type of counts of entries, of which there are at most 1 / threshold."""
     return BYTE if numbers.threshold >= 1 / 255 else WORD

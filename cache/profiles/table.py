@@ -1,7 +1,7 @@
 """The forms in which a cache can keep a teacher, and the losses that each form serves.
 
-threshold   heavy tokens exact, the tail sampled without bias      forward KL at T = 1
-tempered    as threshold, and what other temperatures need         forward KL at any T of a range
+threshold   all of p in units, sampled without bias                forward KL at T = 1
+tempered    heavy tokens exact, the tail sampled without bias      forward KL at any T of a range
 topk        the k most probable tokens, and the rest as one bucket  forward KL at T = 1
 dense       every log-probability                                  any divergence at any T
 hidden      the last hidden state, and the teacher's LM head once  any divergence at any T
@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cache.profiles.profile import Profile
-from cache.profiles.sampled import Tempered, Threshold
+from cache.profiles.sampled import Tempered
+from cache.profiles.threshold import Threshold
 from cache.profiles.topk import TopK
 from cache.profiles.whole import Dense, Hidden
 

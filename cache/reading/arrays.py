@@ -155,8 +155,8 @@ class Shard(ArrayFolder):
         return sum(each.dtype.itemsize * math.prod(each.shape) for each in arrays)
 
     def read_order(self) -> NDArray[Any]:
-        """Read the token at each rank, (V,); it is empty in profiles without sampled ids."""
-        if not self.codec.rules.sampled:
+        """Read the token at each rank, (V,); it is empty where the shard has no such order."""
+        if not self.codec.rules.sampled or self.codec.rules.dithered:
             return np.empty(0)
         return self.memory.get((self._key, "order"), self._make_order)
 

@@ -13,7 +13,15 @@ from cache.remote.mirror import Mirror, MirrorReads
 from cache.shard import RECAPTURE_REMEDY, Seal
 from cache.shards.entries import PieceIndex
 from cache.shards.manifest_pieces import name_piece
-from cache.shards.names import FIRST_TAILS, GROUP_FILE, LM_HEAD, TAIL_MEAN, TOKEN_MAP, locate_seal
+from cache.shards.names import (
+    DITHER,
+    FIRST_TAILS,
+    GROUP_FILE,
+    LM_HEAD,
+    TAIL_MEAN,
+    TOKEN_MAP,
+    locate_seal,
+)
 
 #: The metadata of the Zarr group that holds the shards.
 GROUP_METADATA = encode_canonical_json({"attributes": {}, "node_type": "group", "zarr_format": 3})
@@ -44,6 +52,7 @@ def list_sealed_folders(manifest: Manifest) -> list[tuple[str, str]]:
         TOKEN_MAP: manifest.token_map,
         TAIL_MEAN: manifest.tail_mean,
         FIRST_TAILS: manifest.first_tails,
+        DITHER: manifest.dither,
     }
     return [(name, entry.digest) for name, entry in folders.items() if entry.digest]
 

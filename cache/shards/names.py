@@ -16,6 +16,8 @@ LM_HEAD = "head"
 TOKEN_MAP = "token_map"  # noqa: S105 (no password)
 #: The folder with the mean tail of profile threshold.
 TAIL_MEAN = "tail_mean"
+#: The folder with the tables of the dither.
+DITHER = "dither"
 #: The folder with the sums of each shard that the mean is made of, until the cache is sealed.
 TAIL_SUMS = "tail_sums"
 #: The folder with the sums of the lasting shards, for a cache that extends this one.

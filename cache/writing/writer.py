@@ -34,6 +34,7 @@ from cache.disk import (
     wait_for_lock,
     write_file,
 )
+from cache.dither import TABLE_ARRAYS, DitherTables
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.layout import Arrays
 from cache.manifest import (
@@ -55,6 +56,7 @@ from cache.shards import entries as layout
 from cache.shards.entries import PieceIndex, ShardEntry
 from cache.shards.manifest_pieces import write_pieces
 from cache.shards.names import (
+    DITHER,
     FIRST_TAILS,
     GROUP_FILE,
     LM_HEAD,
@@ -180,6 +182,7 @@ class CacheWriter:
         #: Seconds in which the disk took what was written so far, encoding and compression apart.
         self.disk_seconds = 0.0
         self._begun: list[Path] = []
+        self._tables: DitherTables | None = None
         group = folder / GROUP_FILE
         with storage_errors(folder):
             # A crash may have left half of it, in a cache of this or of an earlier process.
@@ -213,7 +216,8 @@ class CacheWriter:
             with storage_errors(self.folder):
                 make_folder(self.folder / TAIL_SUMS)
             self._publish(name_tail_sums(index), tails.to_arrays(), Seal.of_folder)
-        arrays = make_shard_arrays(sequences, records, self.codec)
+        tables = self.read_tables() if self.codec.rules.dithered else None
+        arrays = make_shard_arrays(sequences, records, self.codec, tables)
         return self._publish(
             name_shard(index), arrays, lambda folder: Seal.of(folder, sequences, records)
         ).bytes
@@ -267,6 +271,22 @@ class CacheWriter:
     def write_lm_head(self, arrays: Arrays) -> None:
         """Write and seal the teacher's LM head of a hidden cache, unless it is sealed already."""
         self._write_once(LM_HEAD, arrays)
+
+    def write_tables(self, tables: DitherTables) -> DitherTables:
+        """Write and seal the tables of the dither, unless they are sealed; return the sealed ones.
+
+        Every shard needs them, so they are written before the first.
+        """
+        self._write_once(DITHER, tables.to_arrays())
+        found = self.read_tables()
+        assert found is not None, "just written"
+        return found
+
+    def read_tables(self) -> DitherTables | None:
+        """Read the sealed tables of the dither; None if there are none, or damaged ones."""
+        if self._tables is None and (arrays := self._read_own_arrays(DITHER, TABLE_ARRAYS)):
+            self._tables = DitherTables.from_arrays(arrays)
+        return self._tables
 
     def write_token_map(self, arrays: Arrays) -> None:
         """Write and seal the tokens of all ids, unless they are sealed already."""
@@ -422,6 +442,11 @@ class CacheWriter:
 
     def _read_tail_sums(self, name: str) -> TailSums | None:
         """Read sums of tails; None if they are missing or damaged."""
+        arrays = self._read_own_arrays(name, SUM_ARRAYS)
+        return None if arrays is None else TailSums.from_arrays(arrays)
+
+    def _read_own_arrays(self, name: str, arrays: tuple[str, ...]) -> Arrays | None:
+        """Read arrays of a sealed folder; None if they are missing or damaged."""
         seal = self._read_own_seal(name)
         if seal is None or not self._is_whole(name, seal):
             return None
@@ -430,7 +455,7 @@ class CacheWriter:
                 self.mirror.open_folder(name, seal.digest, whole=True)
             except CacheCorrupt:
                 return None
-        return TailSums.from_arrays(read_arrays(self.folder / name, seal, SUM_ARRAYS))
+        return read_arrays(self.folder / name, seal, arrays)
 
     def open_sealed(self) -> Cache:
         """Open the complete cache before ``finish``; raise ``CacheIncomplete`` as that does."""
@@ -447,6 +472,11 @@ class CacheWriter:
             raise CacheIncomplete(
                 f"{self.folder}: the teacher's LM head is not sealed.", "Run the job again."
             )
+        dither = self._make_folder_entry(DITHER)
+        if not dither.digest and self.codec.rules.dithered:
+            raise CacheIncomplete(
+                f"{self.folder}: the tables of the dither are not sealed.", "Run the job again."
+            )
         return Manifest(
             identity=self.identity,
             provenance=Provenance(),
@@ -456,6 +486,7 @@ class CacheWriter:
             tail_mean=self._make_folder_entry(TAIL_MEAN),
             pieces=pieces,
             first_tails=self._make_folder_entry(FIRST_TAILS),
+            dither=dither,
         )
 
     def _collect_entries(self) -> tuple[tuple[ShardEntry, ...], PieceIndex | None]:

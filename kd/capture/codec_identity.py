@@ -5,12 +5,19 @@ from __future__ import annotations
 from cache.manifest import CodecIdentity, choose_codec_version
 from kd.config.cache import CacheConfig
 
+#: Clusters of a cache whose text is not known yet: those of some two million tokens.
+USUAL_CLUSTERS = 64
 
-def make_codec_identity(options: CacheConfig, dtype: str = "") -> CodecIdentity:
+
+def make_codec_identity(
+    options: CacheConfig, dtype: str = "", clusters: int = USUAL_CLUSTERS, fitted: int = 1
+) -> CodecIdentity:
     """Return what a job stores for each position, and the seed of its random numbers.
 
-    ``dtype`` is that of the teacher, where it is known.
+    ``dtype`` is that of the teacher, if it is known; ``clusters`` and ``fitted`` are the recipe of
+    the tables of profile threshold.
     """
+    dithered = options.rules.dithered
     return CodecIdentity(
         profile=options.profile,
         threshold=options.threshold if options.sampled else 0.0,
@@ -22,4 +29,7 @@ def make_codec_identity(options: CacheConfig, dtype: str = "") -> CodecIdentity:
         seed=options.seed,
         shard_sequences=options.shard_sequences,
         version=choose_codec_version(options.profile, options.bits, dtype),
+        clusters=clusters if dithered else 0,
+        fitted=fitted if dithered else 0,
+        entropies=dithered and options.entropy == "positions",
     )

@@ -38,6 +38,20 @@ _OTHER_TEXT = (
 _WHOLE = "Remove cache.extends to capture all of the text."
 
 
+def settle_recipe(plan: CapturePlan, root: Path) -> CapturePlan:
+    """Return the plan with the tables' recipe of the cache below ``root`` that it extends, if any.
+
+    The shards that it takes need its tables. Raises ``ConfigError`` if the cache is not there.
+    """
+    if plan.options.extends is None or not plan.options.rules.dithered:
+        return plan
+    known = _open(root / plan.options.extends).identity.codec
+    if not known.clusters:
+        refuse(["an earlier version captured it, in records that are not written any more."])
+    codec = replace(plan.identity.codec, clusters=known.clusters, fitted=known.fitted)
+    return replace(plan, identity=replace(plan.identity, codec=codec))
+
+
 def adopt_known_shards(
     plan: CapturePlan, root: Path, writer: CacheWriter, monitor: Monitor
 ) -> None:
@@ -53,6 +67,8 @@ def adopt_known_shards(
     source = _open(root / name)
     hold_for(source, root / name)
     refuse(list_extension_problems(plan.identity, source))
+    if source.codec.rules.dithered:
+        writer.write_tables(source.tables)
     count = source.identity.lasting_shards
     phase = f"taking {count} of {plan.identity.shard_count} shards from cache {name[:12]}"
     monitor.emit("stage", stage="precompute", phase=phase)

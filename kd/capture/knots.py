@@ -18,8 +18,7 @@ from torch import Tensor
 
 from cache.codec import Codec
 from cache.rounding import PARTITION_STEP, round_to_fixed_point
-from kd.capture.block_sizes import LOWEST
-from kd.capture.sampling import Sampler, compute_partition, compute_tail_logprobs
+from kd.capture.sampling import LOWEST, Sampler, compute_partition, compute_tail_logprobs
 from kd.errors import ModelError
 from kd.loss.sparse_targets import interpolate_hermite
 from kd.models.lm_head import LMHead

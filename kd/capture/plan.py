@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cache.errors import PotstillError
 from cache.manifest import (
     CacheIdentity,
+    CodecIdentity,
     DataIdentity,
     Provenance,
     TeacherIdentity,
@@ -23,6 +24,7 @@ from cache.manifest import (
 )
 from cache.random import SEQUENCES
 from kd.capture.codec_identity import make_codec_identity
+from kd.capture.fitting import Recipe
 from kd.capture.remote import hash_remote_teacher
 from kd.config.cache import CacheConfig
 from kd.config.data import DataConfig
@@ -152,7 +154,7 @@ def make_capture_plan(
             train_sequences=len(corpus.train),
             validation_sequences=len(corpus.validation),
         ),
-        make_codec_identity(config.cache, known.dtype),
+        _identify_codec(config.cache, known.dtype, corpus),
     )
     # Only tokenizer and model show which ids exist: a job cannot be checked for this without them.
     size = identity.tokenizer.vocabulary_size
@@ -166,6 +168,12 @@ def make_capture_plan(
         raise ConfigError([Problem(f"/cache/{field}", detail, remedy)])
     require_counters(identity)
     return CapturePlan(teacher, config.data, config.cache, tokenizer, corpus, identity)
+
+
+def _identify_codec(options: CacheConfig, dtype: str, corpus: Corpus) -> CodecIdentity:
+    """Identify the records. Tables of dither are fitted by a recipe that suits the text."""
+    recipe = Recipe.choose(corpus.train.positions, len(corpus.train))
+    return make_codec_identity(options, dtype, recipe.clusters, recipe.sequences)
 
 
 def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> TeacherIdentity:

@@ -13,20 +13,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cache.codec import Codec
+from cache.dither import DitherTables
 from cache.records import Records, TailSums
 from cache.rounding import RecordPositions, round_to_bfloat16
-from kd.capture.block_sizes import LOWEST
 from kd.capture.host_copy import HostCopy
-from kd.capture.sampling import Randomness, Sampler, make_sample, reduce_by_row, reduce_log_sum_exp
+from kd.capture.sampling import (
+    LOWEST,
+    Randomness,
+    Sampler,
+    make_sample,
+    reduce_by_row,
+    reduce_log_sum_exp,
+)
+from kd.capture.units import UnitRandomness, UnitSampler
 from kd.errors import ModelError
-from kd.kernels.available import can_run_kernels
-from kd.kernels.padded_rows import make_rows
 from kd.models.cosines import to_cosines
 from kd.models.lm_head import LMHead
 
@@ -96,6 +103,9 @@ class TailMeter:
         return found
 
 
+Chance = Randomness | UnitRandomness
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Positions of sequence ``number`` whose logits are one matrix product."""
@@ -103,20 +113,22 @@ class _Piece:
     number: int
     hidden_ND: Tensor
     gold_N: Tensor
-    chance: Randomness | None
+    chance: Chance | None
 
 
 @dataclass(frozen=True)
 class Recorder:
     """Makes records of a teacher's hidden states.
 
-    Profile tempered needs the number of ``knots``. A ``meter`` gets the tails of profile threshold.
+    Profile tempered needs the number of ``knots``, and profile threshold the ``tables`` of its
+    dither. A ``meter`` gets the tails of profile threshold.
     """
 
     lm_head: LMHead
     codec: Codec
     knots: int = 0
     meter: TailMeter | None = None
+    tables: DitherTables | None = None
 
     def record(
         self, hidden_ND: Tensor, gold_N: Tensor, number: int, positions_N: np.ndarray
@@ -136,9 +148,10 @@ class Recorder:
         # cut. They are made while the device computes the hidden states.
         numbers = [row.number for row in rows]
         positions = [row.positions_N for row in rows]
-        chances: Sequence[Randomness | None] = [None] * len(rows)
+        chances: Sequence[Chance | None] = [None] * len(rows)
         if sampled:
-            chances = Randomness.of_each(self.codec, numbers, positions, device)
+            kind = UnitRandomness if self.codec.rules.dithered else Randomness
+            chances = kind.of_each(self.codec, numbers, positions, device)
         tails: dict[int, Tensor] = {}
         copies = [
             HostCopy.start(self._sample(chunk, tails) if sampled else self._read(chunk))
@@ -158,7 +171,7 @@ class Recorder:
         )
 
     def _cut(
-        self, rows: Sequence[SequenceStates], chances: Sequence[Randomness | None]
+        self, rows: Sequence[SequenceStates], chances: Sequence[Chance | None]
     ) -> Iterator[list[_Piece]]:
         """Cut sequences into pieces, and yield chunks of consecutive pieces.
 
@@ -183,8 +196,16 @@ class Recorder:
 
     def _sample(self, chunk: Sequence[_Piece], tails: dict[int, Tensor]) -> dict[str, Tensor]:
         """Draw the sample of a chunk, and add its tails to those of each sequence, (V,)."""
-        chance = Randomness.join([piece.chance for piece in chunk if piece.chance is not None])
-        found = self._sampler.draw(self._compute_logits(chunk), _join_gold(chunk), chance)
+        chances: list[Any] = [piece.chance for piece in chunk]
+        chance = type(chances[0]).join(chances)
+        sampler = self._sampler
+        logits_NV = self._compute_logits(chunk)
+        if isinstance(sampler, UnitSampler):
+            # Piece by piece, because the roundings of a matrix product depend on its shape.
+            states = [sampler.find_clusters(piece.hidden_ND) for piece in chunk]
+            found = sampler.draw_units(logits_NV, _join_gold(chunk), torch.cat(states), chance)
+        else:
+            found = sampler.draw(logits_NV, _join_gold(chunk), chance)
         if self.meter is not None:
             self._sum_tails(chunk, self.meter, tails)
         return found
@@ -209,7 +230,8 @@ class Recorder:
         return None if self.meter is None else self.meter.take(self.lm_head.vocabulary)
 
     def _encode_sample(self, copies: Sequence[HostCopy], places: RecordPositions) -> Records:
-        return self.codec.encode(make_sample([each.wait() for each in copies]), places)
+        found = make_sample([each.wait() for each in copies], self.codec.rules.reading)
+        return self.codec.encode(found, places)
 
     def make_lm_head_arrays(self) -> dict[str, np.ndarray]:
         """Return the LM head in the form that a hidden cache stores.
@@ -240,7 +262,8 @@ class Recorder:
         wide = torch.promote_types(chunk[0].hidden_ND.dtype, torch.float32)
         room = self._rooms.get(wide)
         if room is None or len(room) < positions:
-            room = self._make_room(chunk[0].hidden_ND, positions, wide)
+            shape = (positions, self.lm_head.vocabulary)
+            room = chunk[0].hidden_ND.new_empty(shape, dtype=wide)
             self._rooms[wide] = room
         room_NV = room[:positions]
         parts = room_NV.split([len(piece.gold_N) for piece in chunk])
@@ -248,19 +271,16 @@ class Recorder:
             self.lm_head.compute_logits(piece.hidden_ND, part_NV)
         return room_NV
 
-    def _make_room(self, hidden_ND: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
-        if self.codec.rules.sums_tails and can_run_kernels(hidden_ND):
-            return make_rows(hidden_ND, positions, self.lm_head.vocabulary, dtype)
-        # Plain operations copy rows with padding first.
-        return hidden_ND.new_empty(positions, self.lm_head.vocabulary, dtype=dtype)
-
     @cached_property
     def _rooms(self) -> dict[torch.dtype, Tensor]:
         return {}
 
     @cached_property
     def _sampler(self) -> Sampler:
-        return Sampler(self.codec, self.knots)
+        if not self.codec.rules.dithered:
+            return Sampler(self.codec, self.knots)
+        assert self.tables is not None, "they are made before the first record"
+        return UnitSampler(self.codec, self.tables)
 
     def _read(self, chunk: Sequence[_Piece]) -> dict[str, Tensor]:
         """Return the columns of N positions: the next token's log-probability, the entropy and the

@@ -28,20 +28,24 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cache.codec import Codec
+from cache.profiles.profile import Reading
 from cache.profiles.sampled import Sample
 from cache.random import PURPOSE_TAIL, draw_permutations, draw_uniforms
-from kd.capture.block_sizes import BLOCK, LOWEST, BlockSizes
 from kd.capture.host_copy import HostCopy, copy_to_device
 from kd.errors import ModelError
-from kd.kernels.available import can_run_kernels
 from kd.loss.targets import list_kept_ids
 
+#: Tokens of a block.
+BLOCK = 64
+#: The logarithm that stands for a probability of 0, because 0 * -inf would be NaN.
+LOWEST = -1e4
 #: Logits of one pass. On a CPU they should stay in its cache, because several steps read them.
 PASS_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
@@ -158,7 +162,7 @@ class Sampler:
         self.knots = knots
         self._sizes: TokenSizes | None = None
         #: The sizes of the tails of the last draw, which the next one overwrites.
-        self.tails: TokenSizes | BlockSizes | None = None
+        self.tails: TokenSizes | None = None
 
     def sample(self, logits_NV: Tensor, gold_N: Tensor, chance: Randomness) -> Sample:
         """Draw the sample of N positions. Each depends only on its own logits, not on the batch.
@@ -175,29 +179,22 @@ class Sampler:
         """
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         known_NA = self.list_known(gold_N)
-        sizes: TokenSizes | BlockSizes
-        if not self.codec.rules.keeps_partition and can_run_kernels(logits_NV):
-            sizes = BlockSizes.of(logits_NV, known_NA, self.codec.threshold)
-            rows_H, ids_H = sizes.head
-            found = {"finite": _are_finite(sizes)}
-        else:
-            logits_NV = logits_NV.to(wide)
-            sizes, (rows_H, ids_H) = self.split(logits_NV, known_NA)
-            found = {}
+        logits_NV = logits_NV.to(wide)
+        sizes, (rows_H, ids_H) = self.split(logits_NV, known_NA)
         # Sizes are 0 outside the tail now, so the draw can only find tokens of the tail.
         tail = _draw_tail(sizes, chance, self.codec.threshold)
         self.tails = sizes
         heads_N = rows_H.new_zeros(len(gold_N)).scatter_add_(0, rows_H, torch.ones_like(rows_H))
-        found |= {
-            "known_logprobs": logits_NV.gather(1, known_NA).to(wide) - sizes.lse_N[:, None],
+        found = {
+            "known_logprobs": logits_NV.gather(1, known_NA) - sizes.lse_N[:, None],
             "entropy": sizes.entropy_N.clone(),  # the next call writes over it
             "head_count": heads_N,
             "head_ids": ids_H,
-            "head_logprobs": logits_NV[rows_H, ids_H].to(wide) - sizes.lse_N[rows_H],
+            "head_logprobs": logits_NV[rows_H, ids_H] - sizes.lse_N[rows_H],
             "tail_count": tail.count_N,
             "tail_ids": tail.ids_MR,
         }
-        if self.codec.rules.keeps_partition and isinstance(sizes, TokenSizes):
+        if self.codec.rules.keeps_partition:
             found |= self._add_tempered(logits_NV, sizes, tail)
         return found
 
@@ -292,18 +289,15 @@ def _choose_rows_per_pass(s_NV: Tensor) -> int:
     return max(PASS_ELEMENTS[s_NV.device.type] // s_NV.shape[1], 1)
 
 
-def make_sample(parts: Sequence[dict[str, np.ndarray]]) -> Sample:
+def make_sample(parts: Sequence[dict[str, np.ndarray]], kind: type[Reading] = Sample) -> Any:
     """Make the sample of all positions of ``parts``, of which there must be at least one, in order.
 
-    Each part holds the arrays of ``Sampler.draw``. Raises ``ModelError`` if one is not finite.
+    Each part holds the arrays of a sample of ``kind``.
     """
-    if not all(part.get("finite", True) for part in parts):
-        raise _make_not_finite()
-    names = [name for name in parts[0] if name != "finite"]
-    return Sample(**{name: np.concatenate([part[name] for part in parts]) for name in names})
+    return kind(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
-def _are_finite(sizes: TokenSizes | BlockSizes) -> Tensor:
+def _are_finite(sizes: TokenSizes) -> Tensor:
     """Return whether the logits of all positions are finite, as a tensor of no dimension."""
     return (torch.isfinite(sizes.entropy_N) & (sizes.lse_N > LOWEST / 2)).all()
 
@@ -338,7 +332,7 @@ class _Points:
         return values_Nm[self.rows_M, self.slots_M]
 
 
-def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: float) -> _Tail:
+def _draw_tail(sizes: TokenSizes, chance: Randomness, threshold: float) -> _Tail:
     """Draw the tail. On a GPU it waits for the device once, to know the number of entries."""
     # float64: points are compared with sums over the whole vocabulary.
     running_NQ = chance.arrange(sizes.sums_NQ).cumsum(1, dtype=torch.float64)
@@ -358,7 +352,7 @@ def _draw_tail(sizes: TokenSizes | BlockSizes, chance: Randomness, threshold: fl
     # over all of V costs less. Its rounding may move a point to the neighbouring token. So the
     # larger thresholds keep the search by blocks: the bytes of their caches must not change.
     find: Callable[[_Points], Tensor]
-    if isinstance(sizes, TokenSizes) and threshold < min(1 / 255, 1 / chance.blocks):
+    if threshold < min(1 / 255, 1 / chance.blocks):
         find = partial(_find_by_tokens, _accumulate_sizes(sizes, chance))
     else:
         find = partial(_find_by_blocks, sizes, running_NQ, chance)
@@ -406,7 +400,7 @@ def _find_by_tokens(running_NV: Tensor, points: _Points) -> Tensor:
 
 
 def _find_by_blocks(
-    sizes: TokenSizes | BlockSizes, running_NQ: Tensor, chance: Randomness, points: _Points
+    sizes: TokenSizes, running_NQ: Tensor, chance: Randomness, points: _Points
 ) -> Tensor:
     """Find the places (M,) under the drawn points: first the block of each, then the place in the
     block.

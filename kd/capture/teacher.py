@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cache.dither import DitherTables
 from cache.records import Sequences, TailSums
 from cache.writing.writer import CacheWriter
+from kd.capture.fitting import fit_tables
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan
 from kd.capture.recording import Recorder, SequenceStates, TailMeter, TeacherReading
@@ -87,7 +89,8 @@ def fit_recorder(
     """
     rules = writer.codec.rules
     meter = TailMeter(len(plan.corpus.train)) if rules.sums_tails else None
-    recorder = Recorder(teacher.recorder.lm_head, writer.codec, meter=meter)
+    tables = prepare_tables(teacher, plan, writer, monitor) if rules.dithered else None
+    recorder = Recorder(teacher.recorder.lm_head, writer.codec, meter=meter, tables=tables)
     teacher = replace(teacher, recorder=recorder, monitor=monitor)
     if rules.needs_lm_head:
         # Only this profile has something to write before the first micro-batch is read.
@@ -105,6 +108,21 @@ def fit_recorder(
         monitor.emit("stage", stage="precompute", phase=str(found))
         knots = found.count
     return replace(teacher, recorder=replace(recorder, knots=knots))
+
+
+def prepare_tables(
+    teacher: Teacher, plan: CapturePlan, writer: CacheWriter, monitor: Monitor
+) -> DitherTables:
+    """Return the sealed tables of the cache's dither; fit and seal them if there are none."""
+    if (sealed := writer.read_tables()) is not None:
+        return sealed
+    monitor.emit("stage", stage="precompute", phase="fitting the tables of the dither")
+    codec = plan.identity.codec
+    first = plan.corpus.train.select(slice(0, codec.fitted))
+    with torch.no_grad():
+        states = teacher.read_states(first)
+        fitted = fit_tables(states, teacher.recorder.lm_head, writer.codec, codec.clusters)
+    return writer.write_tables(fitted)
 
 
 @dataclass
@@ -180,6 +198,22 @@ class Teacher:
             f"now on it reads {self.batch_size}. The random numbers of the records do not depend "
             f"on this. Set teacher.batch_size to {self.batch_size} to avoid the failed attempt.",
         )
+
+    def read_states(self, sequences: Sequences) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield hidden states (N, D) and next tokens (N,) of sequences.
+
+        Raises ``OutOfMemory`` if the memory is not enough for one sequence.
+        """
+        start = 0
+        while start < len(sequences):
+            part = sequences.select(slice(start, start + self.batch_size))
+            try:
+                yield from [rows[:2] for rows in self.read_rows(part)]
+                start += len(part)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._halve(part, error.with_traceback(None))
 
     @torch.no_grad()
     def choose_knots(self, sequences: PackedText) -> KnotChoice:

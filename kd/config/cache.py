@@ -36,14 +36,15 @@ class CacheConfig(Section):
     """The cache: which of the teacher's predictions it keeps, and how precisely."""
 
     profile: Literal["threshold", "tempered", "topk", "dense", "hidden"] = "threshold"
-    """threshold = probable tokens exact, the tail sampled without bias, for temperature 1; tempered
-    = the same, for any temperature in a range; topk = the k most probable tokens and the total
-    probability of the rest; dense = all log-probabilities; hidden = the teacher's last hidden
-    state, exact at any temperature."""
+    """threshold = an unbiased sample of all probabilities, for temperature 1; tempered = probable
+    tokens exact, the tail sampled without bias, for any temperature in a range; topk = the k most
+    probable tokens and the total probability of the rest; dense = all log-probabilities; hidden =
+    the teacher's last hidden state, exact at any temperature."""
 
     threshold: float = Field(0.04, ge=0.001, le=0.5)
-    """Profiles threshold and tempered: tokens with a higher probability than this are kept exactly;
-    at most 1/threshold + 1 entries per token."""
+    """Profile threshold: the weight of a sampled entry; a smaller one means less noise and more
+    bytes. Profile tempered: tokens with a higher probability than this are kept exactly. At most
+    1/threshold + 1 entries per token, and as many again for tempered."""
 
     temperatures: TemperatureRange | None = None
     """Profile tempered: the range of temperatures to support; default 0.5 to 2."""
@@ -54,8 +55,13 @@ class CacheConfig(Section):
     always kept."""
 
     draws: int = Field(1, ge=1, le=64)
-    """Profiles threshold and tempered: samples of the tail at every position. Epoch e reads sample
-    e modulo draws, so that a student does not memorise one sample over several epochs."""
+    """Profile tempered: samples of the tail at every position. Epoch e reads sample e modulo draws,
+    so that a student does not memorise one sample over several epochs. For profile threshold a
+    smaller threshold gives more for fewer bytes."""
+
+    entropy: Literal["sequences", "positions"] = "sequences"
+    """Profile threshold: keep the mean entropy of each sequence, or that of each position, which
+    loss.entropy_weighting needs and which takes about a byte per token."""
 
     k: int | None = Field(None, ge=1, le=4096)
     """Profile topk: entries kept; default 64."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
+from cache.profiles.threshold import WHOLE, count_units, list_known_masses
 from cache.rounding import KNOWN_STEP, PARTITION_STEP
 from kd.loss.targets import Columns, decode_entropies, detach_number, list_betas, list_kept_ids
 
@@ -38,7 +39,8 @@ class SparseTarget:
     The first ``candidate_count_N[n]`` entries are at least as probable as all tokens that are not
     among them, so the teacher's best token is one of them; 0 if there are no such entries.
     ``normalized`` tells that the weights of every position sum to 1. ``tail_places_M`` are the
-    places of sampled entries among all; a chunk has none. A target of entries is its own chunk.
+    places of sampled entries among all; a chunk has none. ``best_N`` is the teacher's best token,
+    and -1 if it is not known, where a record says so. A target of entries is its own chunk.
     """
 
     offsets_N1: Tensor
@@ -48,6 +50,7 @@ class SparseTarget:
     candidate_count_N: Tensor
     normalized: bool = False
     tail_places_M: Tensor | None = None
+    best_N: Tensor | None = None
 
     @property
     def whole(self) -> bool:
@@ -73,6 +76,7 @@ class SparseTarget:
             self.entropy_N[rows],
             self.candidate_count_N[rows],
             self.normalized,
+            best_N=None if self.best_N is None else self.best_N[rows],
         )
 
     def gather_logits(self, s_NV: Tensor) -> Tensor:
@@ -104,6 +108,8 @@ class SparseTarget:
 
     def find_best_N(self) -> Tensor:
         """The heaviest candidate of each position, of equals the smallest id, or -1."""
+        if self.best_N is not None:
+            return self.best_N
         rank_E = (
             torch.arange(len(self.ids_E), device=self.ids_E.device) - self.offsets_N1[self.rows_E]
         )
@@ -134,12 +140,42 @@ class SparseTarget:
         return self.rows_E * vocabulary + self.ids_E
 
 
+def decode_units(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget:
+    """The target at T = 1 of profile threshold: heads and tails weigh their units.
+
+    What the known ids leave, in the integers in which it was counted, is the mass of all units. It
+    may be a little negative; clipping it would bias the loss.
+    """
+    twice_H = columns["head_units"].long()
+    entries = _SampledEntries.of(codec, columns, gold_N)
+    codes_NA = columns["known"].long()
+    masses = torch.from_numpy(list_known_masses()).to(codes_NA.device)
+    mass_NA = masses[codes_NA] * entries.counted_NA
+    rest_N, number_N = count_units(mass_NA.sum(1), codec.threshold)
+    share_N = rest_N.double() / (number_N.clamp(min=1) * WHOLE)
+    known_NA = mass_NA.double() / WHOLE
+    # Without a unit the rest is rounding, which goes to the gold token.
+    known_NA[:, 0] += (rest_N.double() / WHOLE).masked_fill(number_N > 0, 0.0)
+    weights = (
+        known_NA,
+        (twice_H >> 1) * entries.spread_over_head(share_N),
+        entries.spread_over_tail(share_N),
+    )
+    entropy_N = decode_entropies(columns["entropy"], unknown=0.0)
+    leads_N = known_NA.amax(1) > codec.threshold
+    target = entries.make_target(weights, entropy_N, leads_N)
+    best_N = entries.find_marked(twice_H & 1 > 0, entries.find_best_known(known_NA, leads_N))
+    return replace(target, normalized=True, best_N=best_N)
+
+
 def decode_threshold(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget:
-    """The target at T = 1 of profile threshold.
+    """The target at T = 1 of profile threshold of version 0.2.0.
 
     Known ids and head weigh their probability; the M tail entries share the rest equally. Rounding
     may make the rest a little negative; clipping it would bias the loss.
     """
+    if codec.rules.dithered:
+        return decode_units(codec, columns, gold_N)
     entries = _SampledEntries.of(codec, columns, gold_N)
     known_NA = entries.known_NA.exp() * entries.counted_NA
     head_H = entries.head_H.exp()
@@ -209,11 +245,24 @@ class _SampledEntries:
             ),
             known_NA=columns["known"].double() * -KNOWN_STEP,
             head_ids_H=columns["head_ids"].long(),
-            head_H=columns["head_logprobs"].double() * -codec.head_step,
+            # Heads in units have none.
+            head_H=columns.get("head_logprobs", columns["head_ids"]).double() * -codec.head_step,
             head_count_N=columns["head_count"].long(),
             tail_ids_M=columns["tail_ids"].long(),
             tail_count_N=columns["tail_count"].long(),
         )
+
+    def find_best_known(self, known_NA: Tensor, leads_N: Tensor) -> Tensor:
+        """The heaviest known id of positions where it leads, and -1 of others, (N,)."""
+        best_N = self.ids_NA.gather(1, known_NA.argmax(1, keepdim=True))[:, 0]
+        return best_N.masked_fill(~leads_N, -1)
+
+    def find_marked(self, marked_H: Tensor, others_N: Tensor) -> Tensor:
+        """The marked head of each position, of several the smallest id; else ``others_N``."""
+        none = torch.iinfo(torch.int64).max
+        ids_H = self.head_ids_H.masked_fill(~marked_H, none)
+        found_N = torch.full_like(others_N, none).scatter_reduce(0, self._row_H, ids_H, "amin")
+        return torch.where(found_N == none, others_N, found_N)
 
     @property
     def has_tail_N(self) -> Tensor:

@@ -230,7 +230,12 @@ def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
     if known is None:
         return
     # The codec's version depends on the teacher's precision too, which only loading shows.
-    codec = replace(make_codec_identity(config.cache), version=known.codec.version)
+    # So do the tables of the dither, which are those of the cache.
+    own = known.codec
+    codec = replace(
+        make_codec_identity(config.cache, clusters=own.clusters, fitted=own.fitted),
+        version=own.version,
+    )
     asked = config.data
     packing = known.data.packing if asked.packing == "auto" else asked.packing
     data = replace(known.data, sequence_length=asked.sequence_length, packing=packing)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cache.store import has_manifest
 from kd.capture.capturing import capture_cache, help_capture
+from kd.capture.extending import settle_recipe
 from kd.capture.plan import CapturePlan, plan_capture
 from kd.config.job import JobConfig
 from kd.config.kinds import CAPTURE
@@ -67,14 +68,13 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
 
     Where several workers capture it, one of them does this, and the others help with the shards.
     """
-    planned = plan_capture(config, monitor, home / TEXTS)
+    caches = find_caches(home, config.cache.store)
+    planned = settle_recipe(plan_capture(config, monitor, home / TEXTS), caches)
     monitor.check("after the text was read; no shard was started")
     if monitor.ranges is not None and monitor.ranges.shared is not None:
-        caches = find_caches(home, config.cache.store)
         help_capture(planned, caches, monitor.ranges.shared, monitor)
         return StageResult()
     require_possible_student(config, planned, monitor)
-    caches = find_caches(home, config.cache.store)
     if not has_manifest(caches / planned.identity.fingerprint):
         require_capture_memory(planned, config.resources, pick_device())
     # Before the capture, so that a listener knows the cache while it is still being written.

@@ -14,6 +14,7 @@ from cache.reading.usage import hold_for
 from cache.store import Cache, open_cache
 from kd.addresses import ModelSource
 from kd.capture.capturing import warn_of_overruled
+from kd.capture.extending import settle_recipe
 from kd.capture.plan import plan_capture
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
@@ -58,7 +59,7 @@ def open_source(
     elif known is not None and read_cache_inputs(known) == select_cache_inputs(config):
         store = open_cache(caches / known["fingerprint"], memory_bytes=memory)
     else:
-        identity = plan_capture(config, monitor, home / TEXTS).identity
+        identity = settle_recipe(plan_capture(config, monitor, home / TEXTS), caches).identity
         store = open_cache(caches / identity.fingerprint, identity, memory)
     hold_for(store, store.folder)
     warn_of_overruled(store, monitor)

@@ -33,8 +33,10 @@ def find_problems(codec: Codec, noise: float, row: FidelityRow) -> list[str]:
         # The entropy is computed, so it changes with the log-probabilities.
         entropy = 5 * (step + noise) / row.temperature + 5 * partition
     else:
-        # It is rounded stochastically: the bound is Hoeffding's for a probability of 1e-9.
-        entropy = ENTROPY_STEP * math.sqrt(math.log(2e9) / (2 * row.positions)) + 5 * noise
+        # It is rounded stochastically, or the mean of a sequence stands for that of a position: the
+        # bound is Hoeffding's for a probability of 1e-9.
+        width = math.log(codec.vocabulary_size) if rules.spreads_entropy(codec) else ENTROPY_STEP
+        entropy = width * math.sqrt(math.log(2e9) / (2 * row.positions)) + 5 * noise
     limits = {
         "kept_error": math.expm1((step + noise) / row.temperature) + partition,
         # E_p[delta^2] / 2 for errors delta in log p.

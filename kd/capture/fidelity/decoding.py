@@ -49,9 +49,10 @@ class KnownTokens:
 
     @classmethod
     def _of_entries(cls, target: SparseTarget, records: Records, like_NV: Tensor) -> KnownTokens:
-        """Collect the known and head tokens, which come first among a position's entries."""
-        heads_N = torch.from_numpy(records["head_count"].astype(np.int64))
-        known_N = heads_N + records["known"].shape[1]
+        """Collect the tokens with a stored probability, which come first among the entries."""
+        known_N = torch.full_like(target.entropy_N, records["known"].shape[1]).cpu()
+        if "head_units" not in records.columns:  # units of heads are a sample, too
+            known_N += torch.from_numpy(records["head_count"].astype(np.int64))
         rows_E = find_rows(target)
         rank_E = torch.arange(len(rows_E), device=rows_E.device) - target.offsets_N1[rows_E]
         keeps_E = rank_E < known_N.to(rows_E.device)[rows_E]

@@ -82,7 +82,8 @@ def measure_fidelity(
         squared += again
         fresh = None
         if codec.rules.sampled:
-            fresh = part.redraw(codec, live.lm_head, number, redraws, check_stop)
+            tables = store.tables if codec.rules.dithered else None
+            fresh = part.redraw(codec, live.lm_head, number, redraws, check_stop, tables)
         for decoder, list_ in zip(decoders, found, strict=True):
             check_stop()
             list_.append(compare_records(part, fresh, decoder, summarise_noise(again)))

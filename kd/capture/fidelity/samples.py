@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
+from cache.dither import DitherTables
 from cache.records import Records, Sequences, find_axis
 from cache.store import Cache
 from kd.capture.fidelity.live import LiveTeacher
@@ -63,8 +64,9 @@ class PositionSample:
         number: int,
         redraws: int,
         check_stop: Callable[[], None],
+        tables: DitherTables | None = None,
     ) -> Records:
-        """Record these positions with R other seeds.
+        """Record these positions with R other seeds, and the ``tables`` of the cache's dither.
 
         The (R * N) records of one seed stand together.
         """
@@ -72,14 +74,15 @@ class PositionSample:
         places = np.arange(len(self.gold_N))
         # Seeds that differ from the codec's own: the stored sample is compared apart.
         seeds = [(codec.seed + 1 + redraw) % 2**64 for redraw in range(redraws)]
-        recorders = (Recorder(lm_head, replace(codec, seed=seed), knots) for seed in seeds)
+        codecs = (replace(codec, seed=seed) for seed in seeds)
+        recorders = (Recorder(lm_head, each, knots, tables=tables) for each in codecs)
         written = []
         for recorder in recorders:
             check_stop()
             written.append(recorder.record(self.hidden_ND, self.gold_N, number, places))
         return Records(
             {
-                name: column[:, 0] if find_axis(name) == "tail" else column
+                name: column[:, 0] if find_axis(name) == "tail" and column.ndim > 1 else column
                 for name, column in Records.concatenate(written).columns.items()
             }
         )

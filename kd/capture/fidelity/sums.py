@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
+from cache.profiles.threshold import WHOLE, count_rest, find_counted
 from cache.records import Records
-from cache.rounding import KNOWN_STEP
 from kd.capture.fidelity.decoding import LEAST, KnownTokens, RecordDecoder, find_rows
 from kd.capture.fidelity.samples import PositionSample
 from kd.loss.sparse_targets import SparseTarget
@@ -138,7 +138,7 @@ def compute_sums(
         stored_F=functions.sum_entries(stored)[0],
         redrawn_RF=functions.sum_entries(redrawn),
         variance_F=functions.sum_all(variance_NV, squared=True),
-        event=2 * largest + max(KNOWN_STEP, codec.head_step) / decoder.temperature,
+        event=2 * largest + codec.rules.find_step(codec) / decoder.temperature,
     )
 
 
@@ -157,11 +157,25 @@ def _compute_sampling_variance(
 ) -> tuple[Tensor, float]:
     """Return the variance of each token's weight under independent draws, and the largest weight.
 
-    The variance is p^2 (1 - pi) / pi, with pi the probability to be drawn.
+    The variance is p^2 (1 - pi) / pi, with pi the probability to be drawn. Units of a token are
+    floor or ceil of p in units, which has the variance f (1 - f), f the part beside whole units.
     """
+    codec = decoder.codec
+    if codec.rules.dithered:
+        unit_N1 = _find_units(fresh, part, codec).to(p_NV.device)[:, None]
+        part_NV = (p_NV / unit_N1.clamp(min=LEAST)).frac()
+        return unit_N1.square() * part_NV * (1.0 - part_NV), float(unit_N1.max())
     target = decoder.decode(fresh, part.gold_N)
     tail_NV = size_NV.masked_fill(KnownTokens.of(target, fresh, p_NV).known_NV, 0.0)
     count_N1 = torch.from_numpy(fresh["tail_count"].astype(np.float64)).to(p_NV.device)[:, None]
     chance_NV = (count_N1 * tail_NV / tail_NV.sum(1, keepdim=True).clamp(min=LEAST)).clamp(max=1.0)
     weight_NV = (p_NV / chance_NV.clamp(min=LEAST)).masked_fill(chance_NV <= LEAST, 0.0)
     return p_NV * weight_NV * (1.0 - chance_NV), float(weight_NV.max())
+
+
+def _find_units(records: Records, part: PositionSample, codec: Codec) -> Tensor:
+    """Return the weight of a unit at each position, (N,)."""
+    known_NK = records["known"]
+    counted_NK = find_counted(codec, known_NK, part.gold_N.cpu().numpy())
+    rest_N, number_N = count_rest(codec, known_NK, counted_NK)
+    return torch.from_numpy(rest_N / WHOLE / np.maximum(number_N, 1)).clamp(min=0.0)

@@ -1,0 +1,136 @@
+"""Shared dither: the ids of a tail as gaps between candidates that writer and reader both draw.
+
+Candidate k = 1, 2, ... of a position is the token in slot hash(seed, sequence, position, k) of a
+table, so candidates are draws from the prior b of the table. The writer accepts some of them
+(``kd.capture.dithering``), and a record holds the gaps between the accepted k. An entry costs what
+the prior does not know of the teacher's p, and not the randomness of the draw, which the reader
+makes anew. Each position belongs to a cluster, and each cluster has a table of its own.
+
+Tokens without a candidate are kept by their rank, heads too. Ranks below R are the tokens of
+``leading_CR``, the most probable ones of the cluster. Rank R + r is token r of ``order_V``.
+
+C   clusters      Z   slots of a table      R   leading tokens of a cluster      V   vocabulary
+N   positions     E   entries               D   width of the teacher's hidden states
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.rounding import choose_id_dtype
+
+#: Slots of a table, a power of two. More would halve the quarter of a bit that an entry costs
+#: because slots are whole, and double the bytes of the tables.
+SLOTS = 1 << 15
+#: Leading tokens of a cluster: the others have fewer than one head in a hundred.
+LEADING = 512
+#: Candidates for each token that is drawn. Tokens that arrive later are kept by their rank.
+PATIENCE = 64
+#: The arrays of the tables, as they are stored.
+TABLE_ARRAYS = ("slots", "leading", "order", "centres")
+
+#: The distance between the states of SplitMix64, 2^64 / golden ratio, as a signed number.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+
+
+@dataclass(frozen=True, eq=False)
+class DitherTables:
+    """The tables of a cache. ``centres_CD`` are needed only to find the cluster of a state."""
+
+    slots_CZ: NDArray[Any]
+    leading_CR: NDArray[Any]
+    order_V: NDArray[Any]
+    centres_CD: NDArray[np.float32]
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, NDArray[Any]]) -> DitherTables:
+        """Make the tables from ``TABLE_ARRAYS``; the inverse of ``to_arrays``."""
+        bits = arrays["centres"].astype(np.uint32) << np.uint32(16)
+        slots, leading, order = (arrays[name] for name in TABLE_ARRAYS[:3])
+        return cls(slots, leading, order, bits.view(np.float32))
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays to store; centres must be representable in bfloat16."""
+        ids = choose_id_dtype(len(self.order_V))
+        whole = (self.slots_CZ, self.leading_CR, self.order_V)
+        centres = np.ascontiguousarray(self.centres_CD).view(np.uint32) >> np.uint32(16)
+        arrays = (*(each.astype(ids) for each in whole), centres.astype(np.uint16))
+        return dict(zip(TABLE_ARRAYS, arrays, strict=True))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, R + V."""
+        return self.leading_CR.shape[1] + len(self.order_V)
+
+    def name_candidates(
+        self, cluster_E: NDArray[Any], starts_E: NDArray[np.int64], k_E: NDArray[Any]
+    ) -> NDArray[Any]:
+        """Return the tokens of candidates, (E,)."""
+        size = self.slots_CZ.shape[1]
+        places_E = hash_slots(starts_E, k_E.astype(np.int64), size)
+        places_E += cluster_E.astype(np.int64) * size
+        return self.slots_CZ.reshape(-1).take(places_E)
+
+    def name_ranks(self, cluster_E: NDArray[Any], rank_E: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the tokens at ranks, (E,)."""
+        leading = self.leading_CR.shape[1]
+        places_E = cluster_E.astype(np.int64) * leading + np.minimum(rank_E, leading - 1)
+        later_E = self.order_V.take(np.maximum(rank_E - leading, 0))
+        return np.where(rank_E < leading, self.leading_CR.reshape(-1).take(places_E), later_E)
+
+    def find_ranks(self, cluster_E: NDArray[Any], ids_E: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the ranks of tokens, (E,); the inverse of ``name_ranks``."""
+        keys, ranks, later_V = self._lookup
+        wanted_E = cluster_E.astype(np.int64) * len(self.order_V) + ids_E
+        places_E = np.minimum(np.searchsorted(keys, wanted_E), len(keys) - 1)
+        found_E = keys.take(places_E) == wanted_E
+        return np.where(found_E, ranks.take(places_E), later_V.take(ids_E))
+
+    @cached_property
+    def _lookup(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Keys of cluster and leading token in order, the rank of each, and the later ranks."""
+        clusters, leading = self.leading_CR.shape
+        keys = np.arange(clusters)[:, None] * len(self.order_V) + self.leading_CR.astype(np.int64)
+        order = np.argsort(keys, axis=None)
+        later_V = np.empty(len(self.order_V), np.int64)
+        later_V[self.order_V] = np.arange(len(self.order_V)) + leading
+        return keys.reshape(-1)[order], order % leading, later_V
+
+
+def choose_leading(vocabulary_size: int) -> int:
+    """Return the number of leading tokens of a cluster, R."""
+    return min(LEADING, vocabulary_size)
+
+
+def hash_positions(seed: int, sequence_N: Any, position_N: Any) -> Any:
+    """Hash positions to the starts of their candidates, (N,) in int64, of numpy or of torch.
+
+    The hash is the last step of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
+    number generators", 2014). Numbers wrap at 64 bits. Philox takes nine times as long, more than
+    a reader of a million tokens a second has.
+    """
+    signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    return _mix(_mix(sequence_N * _STEP + signed) ^ position_N)
+
+
+def hash_slots(starts: Any, k: Any, size: int) -> Any:
+    """Return the slots of candidates; ``size``, the slots of a table, is a power of two."""
+    return _mix(starts + k * _STEP) & (size - 1)
+
+
+def hash_tokens(starts: Any, ids: Any) -> Any:
+    """Return a uniform number of 52 bits for each token, which no candidate depends on."""
+    return (_mix(_mix(starts ^ _STEP) + ids * _STEP) >> 12) & ((1 << 52) - 1)
+
+
+def _mix(words: Any) -> Any:
+    """Apply the last step of SplitMix64; a mask makes the shifts those of unsigned numbers."""
+    for shift, factor in _FACTORS:
+        words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return words ^ ((words >> 31) & ((1 << 33) - 1))

@@ -1,0 +1,201 @@
+"""Profile threshold: a sample of the teacher's p in units, right at temperature 1.
+
+column       type    meaning
+cluster      uint8   the position's table of ``cache.dither``
+head_count   uint8, or uint16  entries of the head
+head_ids     id      tokens that are sampled by themselves: all with p above a unit, few others
+head_units   uint16  twice the units of the token, and 1 more if it is the teacher's best token
+tail_count   uint8, or uint16  sampled from all others; each weighs a unit
+tail_ids     id
+tail_k       uint16  the candidate that brought the token, or 0 for a token without one
+
+The next token and the always_keep ids have log-probabilities in steps of 2^-5 nats. What they leave
+of the mass, as it is stored, is cut into n units of at most ``threshold``. One systematic sample of
+the rest of p gives each token floor or ceil of its share of the n units. So the weights of a record
+sum to 1, and the mean of each is p.
+
+N   positions      H, M   head and tail entries      K   1 and the always_keep ids
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, ReadColumn, Reading, Schema
+from cache.profiles.sampled import ExactHeads, Sampled, choose_count_dtype
+from cache.records import Records, compute_offsets
+from cache.rounding import (
+    KNOWN_STEP,
+    UNKNOWN,
+    RecordPositions,
+    choose_id_dtype,
+    decode_masses,
+)
+
+#: Steps of ``KNOWN_STEP`` to which the log-probabilities of known tokens are rounded. More of them
+#: cost a bit for each factor of two, and none is needed: the mean of their p is right.
+KNOWN_STEPS = 8
+#: The mass of a record, in the integers in which reader and writer count units alike.
+WHOLE = 1 << 40
+#: The largest number of clusters: a position keeps its cluster in one byte.
+MOST_CLUSTERS = 256
+
+
+@functools.cache
+def list_known_masses() -> NDArray[np.int64]:
+    """List the mass of each code of ``known``, in parts of ``WHOLE``; that of ``UNKNOWN`` is 0."""
+    masses = np.rint(np.exp(-KNOWN_STEP * np.arange(UNKNOWN + 1)) * WHOLE).astype(np.int64)
+    masses[UNKNOWN] = 0
+    return masses
+
+
+def count_units(known_mass: Any, threshold: float) -> tuple[Any, Any]:
+    """Return the mass beside the known tokens, and the number of units that it is cut into.
+
+    ``known_mass`` (N,) is the sum of the known tokens, in parts of ``WHOLE``; int64 of numpy or of
+    torch. Without such a mass there are no units.
+    """
+    rest = WHOLE - known_mass
+    return rest, (-(-rest // round(threshold * WHOLE))).clip(min=0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnitSample(Reading):
+    """A sample of the teacher at N positions, in the columns of the records.
+
+    ``head_units`` counts each unit twice, plus 1 for the best token.
+    """
+
+    cluster: NDArray[Any]
+    head_count: NDArray[Any]
+    head_ids: NDArray[Any]
+    head_units: NDArray[Any]
+    tail_count: NDArray[Any]
+    tail_ids: NDArray[Any]
+    tail_k: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Threshold(Sampled):
+    """Heads and tails in units, and tails by shared dither."""
+
+    name = "threshold"
+    reading = UnitSample
+    sums_tails = True
+    dithered = True
+    shard_bytes = 9_000
+    gold_steps = 1
+    options = frozenset({"threshold", "always_keep", "entropy"})
+    measured = ("entropy", "known", "head_count", "head_units")
+    measured_bytes = {  # noqa: RUF012 (a constant)
+        0.25: (4.9, 2.7, 2.5),
+        0.125: (6.2, 5.1, 4.9),
+        0.08: (7.3, 7.4, 7.3),
+        0.04: (10.0, 12.6, 12.9),
+        0.02: (14.5, 20.7, 22.4),
+        0.01: (22.2, 33.1, 38.1),
+        0.004: (40.9, 59.5, 74.9),
+        0.001: (106.0, 137.0, 195.3),
+    }
+
+    def choose(self, numbers: CodecNumbers) -> Profile:
+        """Return the rules of earlier caches where there is no cluster."""
+        return self if numbers.clusters else ExactHeads()
+
+    def find_fault(self, numbers: CodecNumbers) -> str | None:
+        """Refuse what does not fit the types, too."""
+        if fault := super().find_fault(numbers):
+            return fault
+        if not 1 <= numbers.clusters <= MOST_CLUSTERS:
+            return f"codec.clusters must lie in [1, {MOST_CLUSTERS}], but got {numbers.clusters}."
+        return None if numbers.draws == 1 else f"codec.draws must be 1, but got {numbers.draws}."
+
+    def find_step(self, numbers: CodecNumbers) -> float:
+        """Return the step of known tokens: no other log-probability is stored."""
+        return KNOWN_STEPS * KNOWN_STEP
+
+    def head_step(self, numbers: CodecNumbers) -> float:
+        """Return 0: heads have no log-probability."""
+        return 0.0
+
+    def spreads_entropy(self, numbers: CodecNumbers) -> bool:
+        """Return whether each position has the mean entropy of its sequence: it costs nothing."""
+        return not numbers.entropies
+
+    def schema(self, numbers: CodecNumbers) -> Schema:
+        """Return the columns of head and tail."""
+        ids = choose_id_dtype(numbers.vocabulary_size)
+        counts = choose_count_dtype(numbers)
+        return {
+            "cluster": (BYTE, 1),
+            "head_count": (counts, 1),
+            "head_ids": (ids, 1),
+            "head_units": (WORD, 1),
+            "tail_count": (counts, 1),
+            "tail_ids": (ids, 1),
+            "tail_k": (WORD, 1),
+        }
+
+    def encode(
+        self, numbers: CodecNumbers, reading: Any, places: RecordPositions
+    ) -> dict[str, NDArray[Any]]:
+        """Narrow the columns: a sample is made of units already."""
+        found = {}
+        for name, (dtype, _) in self.schema(numbers).items():
+            column = getattr(reading, name)
+            if name.endswith("_ids"):
+                numbers.require_ids(name, column)
+            found[name] = column.astype(dtype)
+        return found
+
+    # ------------------------------------------------------------------ what people see of them
+
+    def measure(self, numbers: CodecNumbers, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Add up known tokens and the units of heads; a drawn token counts as an entry."""
+        gold_N = read("tokens")[:, 1:][read("target_mask")[:, :-1]]
+        counted_NK = find_counted(numbers, read("known"), gold_N)
+        rest_N, number_N = count_rest(numbers, read("known"), counted_NK)
+        heads = read("head_count").astype(np.int64)
+        rows_H = np.repeat(np.arange(len(heads)), heads)
+        units_N = np.bincount(rows_H, read("head_units") // 2, len(heads)).astype(np.int64)
+        mass_N = 1.0 - rest_N / WHOLE + units_N * (rest_N / WHOLE / np.maximum(number_N, 1))
+        return mass_N, counted_NK.sum(axis=1) + heads + number_N - units_N
+
+    def list_entries(
+        self, numbers: CodecNumbers, records: Records, number: int, said: int
+    ) -> tuple[NDArray[Any], NDArray[np.float64]]:
+        """List the known tokens, and the head by its units."""
+        known_1K = records["known"][number : number + 1]
+        counted_1K = find_counted(numbers, known_1K, np.array([said]))
+        rest_1, number_1 = count_rest(numbers, known_1K, counted_1K)
+        head = slice(*compute_offsets(records["head_count"])[number : number + 2].tolist())
+        share = float(rest_1[0]) / WHOLE / max(int(number_1[0]), 1)
+        ids = np.array([said, *numbers.always_keep])[counted_1K[0]]
+        p_K = decode_masses(KNOWN_STEP, known_1K[0][counted_1K[0]])
+        p_H = records["head_units"][head] // 2 * share
+        return np.concatenate([ids, records["head_ids"][head].astype(np.int64)]), np.concatenate(
+            [p_K, p_H]
+        )
+
+
+def find_counted(
+    numbers: CodecNumbers, known_NK: NDArray[Any], gold_N: NDArray[Any]
+) -> NDArray[np.bool_]:
+    """Return which known tokens count, (N, K): a next token that is always kept counts once."""
+    counted_NK: NDArray[np.bool_] = known_NK != UNKNOWN
+    counted_NK[:, 1:] &= gold_N[:, None] != np.array(numbers.always_keep, np.int64)
+    return counted_NK
+
+
+def count_rest(
+    numbers: CodecNumbers, known_NK: NDArray[Any], counted_NK: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the mass beside the known tokens, in parts of ``WHOLE``, and the number of units."""
+    mass_N = (list_known_masses().take(known_NK) * counted_NK).sum(axis=1)
+    rest_N, number_N = count_units(mass_N, numbers.threshold)
+    return rest_N, number_N

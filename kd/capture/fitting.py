@@ -1,0 +1,134 @@
+"""Fit the tables of the dither: the teacher reads the first training sequences of a capture twice.
+
+Its hidden states are cut into clusters by k-means, and the tails and heads of each cluster are
+added up. The table of a cluster has slots in proportion to its tails.
+
+Shapes: F positions that are read, N positions of one product, C clusters, D hidden width,
+V vocabulary, Z slots of a table, R leading tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.codec import Codec
+from cache.dither import SLOTS, DitherTables, choose_leading
+from cache.profiles.threshold import MOST_CLUSTERS
+from kd.capture.sampling import Sampler
+from kd.capture.units import find_nearest
+from kd.models.lm_head import LMHead
+
+#: Positions of the whole text for each cluster: their tables take a hundredth of its bytes.
+_POSITIONS_PER_CLUSTER = 1 << 15
+#: Positions that are read for each cluster, and at least in all.
+_READ_PER_CLUSTER = 1 << 8
+_LEAST_READ = 1 << 13
+#: The largest part of the text that is read twice.
+_READ_PART = 16
+#: Rounds of k-means, which changes little after them.
+_ROUNDS = 12
+#: The share of the mean of all clusters in the prior of one, so that no likely token is missed.
+_SHARED = 0.1
+#: Positions whose logits are in memory at once.
+_ROWS = 64
+
+#: Hidden states (N, D) and next tokens (N,) of one sequence.
+States = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How many clusters a cache has, and how many of its first sequences make their tables."""
+
+    clusters: int
+    sequences: int
+
+    @classmethod
+    def choose(cls, positions: int, sequences: int) -> Recipe:
+        """Choose them for a text of so many training sequences, which have ``positions`` targets.
+
+        A short text gets one cluster: its mean tail.
+        """
+        wanted = max(positions // _POSITIONS_PER_CLUSTER, 1)
+        clusters = min(1 << (wanted.bit_length() - 1), MOST_CLUSTERS)
+        read = min(max(_READ_PER_CLUSTER * clusters, _LEAST_READ), positions // _READ_PART)
+        each = max(positions // max(sequences, 1), 1)
+        return cls(clusters, min(max(-(-read // each), 1), max(sequences, 1)))
+
+
+def fit_tables(
+    states: Iterable[States], lm_head: LMHead, codec: Codec, clusters: int
+) -> DitherTables:
+    """Fit the tables of ``clusters`` clusters to the states of sequences."""
+    kept = list(states)
+    hidden_FD = torch.cat([hidden_ND for hidden_ND, _ in kept])
+    # As they are stored, so that a capture that goes on finds the same clusters.
+    centres_CD = find_centres(hidden_FD.float(), clusters).bfloat16().float()
+    tails_CV = torch.zeros(clusters, lm_head.vocabulary, device=hidden_FD.device)
+    heads_CV = torch.zeros_like(tails_CV)
+    sampler = Sampler(codec)
+    for hidden_ND, gold_N in _cut(kept):
+        sizes, (rows_H, ids_H) = sampler.split(
+            lm_head.compute_logits(hidden_ND).float(), sampler.list_known(gold_N)
+        )
+        nearest_N = find_nearest(centres_CD, hidden_ND.float())
+        tails_CV.index_add_(0, nearest_N, sizes.size_NQU.flatten(1)[:, : lm_head.vocabulary])
+        places = (nearest_N[rows_H], ids_H)
+        heads_CV.index_put_(places, torch.ones_like(ids_H, dtype=torch.float32), accumulate=True)
+    return make_tables(
+        tails_CV.double().cpu().numpy(), heads_CV.cpu().numpy(), centres_CD.cpu().numpy()
+    )
+
+
+def _cut(states: Iterable[States]) -> Iterator[States]:
+    for hidden_ND, gold_N in states:
+        yield from zip(hidden_ND.split(_ROWS), gold_N.split(_ROWS), strict=True)
+
+
+def find_centres(hidden_FD: Tensor, clusters: int) -> Tensor:
+    """Find the centres of clusters by k-means, from states that are chosen with a fixed seed.
+
+    There may be fewer states than clusters: then some centres are equal, and the first counts.
+    """
+    count = len(hidden_FD)
+    order_F = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    first_C = order_F.to(hidden_FD.device)[torch.arange(clusters) % max(count, 1)]
+    if not count or clusters == 1:
+        return hidden_FD.new_zeros(clusters, hidden_FD.shape[1])
+    centres_CD = hidden_FD[first_C].clone()
+    for _ in range(_ROUNDS):
+        nearest_F = torch.cat([find_nearest(centres_CD, part) for part in hidden_FD.split(8192)])
+        sums_CD = torch.zeros_like(centres_CD).index_add_(0, nearest_F, hidden_FD)
+        number_C1 = torch.bincount(nearest_F, minlength=clusters)[:, None]
+        centres_CD = torch.where(number_C1 > 0, sums_CD / number_C1.clamp(min=1), centres_CD)
+    return centres_CD
+
+
+def make_tables(tails_CV: np.ndarray, heads_CV: np.ndarray, centres_CD: np.ndarray) -> DitherTables:
+    """Make tables from the mass of tails and the number of heads of each token and cluster."""
+    # Every token has a little, so that there is an order and a prior without any text.
+    tails_CV = tails_CV + 1e-12
+    mean_V = tails_CV.sum(0) / tails_CV.sum()
+    own_CV = tails_CV / tails_CV.sum(1, keepdims=True)
+    slots = [share_slots((1.0 - _SHARED) * own_V + _SHARED * mean_V) for own_V in own_CV]
+    # Heads by their number, then the tokens that are likely in the tail.
+    leading = [np.lexsort((-own, -heads)) for own, heads in zip(own_CV, heads_CV, strict=True)]
+    most = choose_leading(len(mean_V))
+    order_V = np.lexsort((-mean_V, -heads_CV.sum(0)))
+    return DitherTables(
+        np.stack(slots), np.stack([each[:most] for each in leading]), order_V, centres_CD
+    )
+
+
+def share_slots(prior_V: np.ndarray, size: int = SLOTS) -> np.ndarray:
+    """Return the token in each slot, (Z,): whole slots by the largest remainders, ids ascending."""
+    ideal_V = prior_V / prior_V.sum() * size
+    counts_V = np.floor(ideal_V).astype(np.int64)
+    left = size - int(counts_V.sum())
+    counts_V[np.argsort(counts_V - ideal_V, kind="stable")[:left]] += 1
+    return np.repeat(np.arange(len(prior_V)), counts_V)
