@@ -108,6 +108,15 @@ def choose_leading(vocabulary_size: int) -> int:
     return min(LEADING, vocabulary_size)
 
 
+def share_slots(prior_V: NDArray[Any], size: int = SLOTS) -> NDArray[Any]:
+    """Return the token in each slot, (Z,): whole slots by the largest remainders, ids ascending."""
+    ideal_V = prior_V / prior_V.sum() * size
+    counts_V = np.floor(ideal_V).astype(np.int64)
+    left = size - int(counts_V.sum())
+    counts_V[np.argsort(counts_V - ideal_V, kind="stable")[:left]] += 1
+    return np.repeat(np.arange(len(prior_V)), counts_V)
+
+
 def hash_positions(seed: int, sequence_N: Any, position_N: Any) -> Any:
     """Hash positions to the starts of their candidates, (N,) in int64, of numpy or of torch.
 

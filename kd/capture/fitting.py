@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.dither import SLOTS, DitherTables, choose_leading
+from cache.dither import DitherTables, choose_leading, share_slots
 from cache.profiles.threshold import MOST_CLUSTERS
 from kd.capture.sampling import Sampler
 from kd.capture.units import find_nearest
@@ -123,12 +123,3 @@ def make_tables(tails_CV: np.ndarray, heads_CV: np.ndarray, centres_CD: np.ndarr
     return DitherTables(
         np.stack(slots), np.stack([each[:most] for each in leading]), order_V, centres_CD
     )
-
-
-def share_slots(prior_V: np.ndarray, size: int = SLOTS) -> np.ndarray:
-    """Return the token in each slot, (Z,): whole slots by the largest remainders, ids ascending."""
-    ideal_V = prior_V / prior_V.sum() * size
-    counts_V = np.floor(ideal_V).astype(np.int64)
-    left = size - int(counts_V.sum())
-    counts_V[np.argsort(counts_V - ideal_V, kind="stable")[:left]] += 1
-    return np.repeat(np.arange(len(prior_V)), counts_V)

@@ -49,7 +49,7 @@ _STEP = KNOWN_STEP * KNOWN_STEPS
 CANDIDATES = {"cpu": 2**17, "cuda": 2**24}
 #: The ratio of odds below which tokens are looked at first: the least m are nearly always below.
 BOUND = 8.0
-#: Chances are cut to this, and log(1 + BOUND odds(pi)) is below ``_SLACK`` BOUND pi for all of them.
+#: Chances are cut to this, so that log(1 + BOUND odds(pi)) is below ``_SLACK`` BOUND pi.
 _MOST_CHANCE = 1.0 - 4e-4
 _SLACK = 1.25
 #: A number above that of every candidate: PATIENCE times the most units.

@@ -24,7 +24,10 @@ def identity_of(profile: str, *shape: int, **options: Any) -> CacheIdentity:
 
     Profiles that sample get three draws and two ids that are always kept.
     """
-    sampled = {"draws": 3, "always_keep": (5, 7)} if PROFILES[profile].sampled else {}
+    rules = PROFILES[profile]
+    sampled: dict[str, Any] = {"always_keep": (5, 7)} if rules.sampled else {}
+    if "draws" in rules.options:
+        sampled["draws"] = 3
     return make_identity(*shape, codec=make_codec(profile, **sampled | options))
 
 

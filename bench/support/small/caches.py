@@ -5,6 +5,7 @@ S   sequences       L   tokens of a sequence       V   vocabulary size       N  
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
+from cache.dither import DitherTables, choose_leading, share_slots
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
@@ -27,6 +29,7 @@ from cache.manifest import (
 from cache.profiles.profile import Reading
 from cache.profiles.sampled import Sample
 from cache.profiles.table import PROFILES
+from cache.profiles.threshold import UnitSample
 from cache.profiles.topk import TopReading
 from cache.profiles.whole import DenseReading, HiddenReading
 from cache.records import Records, Sequences
@@ -44,6 +47,8 @@ def make_codec(profile: str = "threshold", **options: Any) -> CodecIdentity:
     rules = PROFILES[profile]
     own: dict[str, Any] = {"threshold": 0.04, "temperatures": (0.5, 2.0), "k": 5}
     found = {name: value for name, value in own.items() if name in rules.options}
+    if rules.dithered:
+        found |= {"clusters": 2, "fitted": 1}
     if rules.dtypes:
         found["bits"] = min(rules.dtypes.values())
     return CodecIdentity(profile, **{"shard_sequences": 4, **found, **options})
@@ -79,21 +84,74 @@ def make_sequences(seed: int, count: int, length: int, vocabulary_size: int) -> 
     return Sequences(tokens_SL, starts_SL, target_SL)
 
 
-def make_records(seed: int, positions: int, codec: Codec) -> Records:
-    """Make ``positions`` random records.
+def make_records(
+    seed: int,
+    positions: int,
+    codec: Codec,
+    gold_N: NDArray[Any] | None = None,
+    places: RecordPositions | None = None,
+) -> Records:
+    """Make ``positions`` random records, by default those of sequence 0 with next tokens of id 0.
 
     The ids of a tail differ from those of its head, and log-probabilities are those of logits.
     """
     rng = np.random.default_rng(seed)
     logits_NV = rng.normal(0, 3, (positions, codec.vocabulary_size))
     logp_NV = logits_NV - np.log(np.exp(logits_NV).sum(1, keepdims=True))
-    places = RecordPositions(np.zeros(positions, np.int64), np.arange(positions))
+    places = places or RecordPositions(np.zeros(positions, np.int64), np.arange(positions))
+    if codec.rules.dithered:
+        gold_N = np.zeros(positions, np.int64) if gold_N is None else gold_N
+        return codec.encode(read_units(codec, logp_NV, gold_N, places), places)
     return codec.encode(make_reading(rng, codec, logp_NV), places)
 
 
 def make_reading(rng: np.random.Generator, codec: Codec, logp_NV: NDArray[Any]) -> Reading:
     """Make a reading of the distributions ``logp_NV``, of the class of the codec's profile."""
     return _READERS[codec.rules.reading](rng, codec, logp_NV)
+
+
+def read_units(
+    codec: Codec, logp_NV: NDArray[Any], gold_N: NDArray[Any], places: RecordPositions
+) -> Reading:
+    """Sample distributions as a capture does, with the tables of small caches."""
+    import torch  # most readers of small caches need none of it
+
+    from kd.capture.units import UnitRandomness, UnitSampler
+
+    sampler = UnitSampler(codec, make_tables(codec.vocabulary_size, codec.clusters))
+    rows = [places.position_N[places.sequence_N == each] for each in np.unique(places.sequence_N)]
+    numbers = np.unique(places.sequence_N).tolist() or [0]
+    chance = UnitRandomness.of_each(
+        codec, numbers, rows or [np.zeros(0, np.int64)], torch.device("cpu")
+    )
+    found = sampler.draw_units(
+        torch.from_numpy(logp_NV),
+        torch.from_numpy(gold_N.astype(np.int64)),
+        torch.arange(len(logp_NV)) % codec.clusters,
+        UnitRandomness.join(chance),
+    )
+    return codec.rules.reading(**{name: each.numpy() for name, each in found.items()})
+
+
+@functools.cache
+def make_tables(vocabulary_size: int, clusters: int, width: int = _WIDTH) -> DitherTables:
+    """Make the tables of small caches: random priors, and centres of states of ``width``."""
+    rng = np.random.default_rng(11)
+    priors = rng.exponential(size=(clusters, vocabulary_size)) ** 2
+    orders = [rng.permutation(vocabulary_size) for _ in range(clusters + 1)]
+    leading = choose_leading(vocabulary_size)
+    return DitherTables(
+        np.stack([share_slots(prior_V) for prior_V in priors]),
+        np.stack([order_V[:leading] for order_V in orders[:-1]]),
+        orders[-1],
+        np.round(rng.normal(size=(clusters, width)) * 4).astype(np.float32),
+    )
+
+
+def _read_units(_: np.random.Generator, codec: Codec, logp_NV: NDArray[Any]) -> Reading:
+    count = len(logp_NV)
+    places = RecordPositions(np.zeros(count, np.int64), np.arange(count))
+    return read_units(codec, logp_NV, np.zeros(count, np.int64), places)
 
 
 def _read_sample(rng: np.random.Generator, codec: Codec, logp_NV: NDArray[Any]) -> Sample:
@@ -152,6 +210,7 @@ def _read_known(codec: Codec, logp_NV: NDArray[Any]) -> dict[str, NDArray[Any]]:
 #: Makes a reading of the distributions (N, V), by the class of the reading.
 _READERS: dict[type[Reading], Callable[[np.random.Generator, Codec, NDArray[Any]], Reading]] = {
     Sample: _read_sample,
+    UnitSample: _read_units,
     TopReading: _read_top,
     DenseReading: _read_all,
     HiddenReading: _read_states,
@@ -183,13 +242,20 @@ def make_shard(identity: CacheIdentity, index: int) -> tuple[Sequences, Records]
         identity.data.sequence_length,
         identity.tokenizer.vocabulary_size,
     )
-    return sequences, make_records(seed, sequences.positions, identity.record_codec())
+    rows, position_N = np.nonzero(sequences.target_mask)
+    places = RecordPositions(rows + identity.shard_range(index).start, position_N)
+    codec = identity.record_codec()
+    records = make_records(seed, len(rows), codec, sequences.find_gold_ids(), places)
+    return sequences, records
 
 
 def fill_cache(writer: CacheWriter, provenance: Provenance = PROVENANCE) -> Manifest:
     """Write every missing shard, the LM head of a hidden cache and the token map, and finish."""
     if writer.codec.rules.needs_lm_head:
         writer.write_lm_head(make_lm_head(writer.identity.tokenizer.vocabulary_size))
+    if writer.codec.rules.dithered:
+        size = writer.identity.tokenizer.vocabulary_size
+        writer.write_tables(make_tables(size, writer.codec.clusters))
     writer.write_token_map(make_token_map(writer.identity.tokenizer.vocabulary_size))
     for index in writer.find_missing_shards():
         writer.write_shard(index, *make_shard(writer.identity, index))
