@@ -7,7 +7,8 @@ the prior does not know of the teacher's p, and not the randomness of the draw, 
 makes anew. Each position belongs to a cluster, and each cluster has a table of its own.
 
 Tokens without a candidate are kept by their rank, heads too. Ranks below R are the tokens of
-``leading_CR``, the most probable ones of the cluster. Rank R + r is token r of ``order_V``.
+``leading_CR``, the most probable ones of the cluster. Rank R + r is token r of all of them in the
+order of ``classes_V``: the highest class first, and ids ascend within a class.
 
 C   clusters      Z   slots of a table      R   leading tokens of a cluster      V   vocabulary
 N   positions     E   entries               D   width of the teacher's hidden states
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.idcode import order_tokens
 from cache.rounding import choose_id_dtype
 
 #: Slots of a table, a power of two. More would halve the quarter of a bit that an entry costs
@@ -32,7 +34,7 @@ LEADING = 512
 #: Candidates for each token that is drawn. Tokens that arrive later are kept by their rank.
 PATIENCE = 64
 #: The arrays of the tables, as they are stored.
-TABLE_ARRAYS = ("slots", "leading", "order", "centres")
+TABLE_ARRAYS = ("slots", "leading", "classes", "centres")
 
 #: The distance between the states of SplitMix64, 2^64 / golden ratio, as a signed number.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -45,28 +47,36 @@ class DitherTables:
 
     slots_CZ: NDArray[Any]
     leading_CR: NDArray[Any]
-    order_V: NDArray[Any]
+    classes_V: NDArray[np.uint8]
     centres_CD: NDArray[np.float32]
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, NDArray[Any]]) -> DitherTables:
         """Make the tables from ``TABLE_ARRAYS``; the inverse of ``to_arrays``."""
         bits = arrays["centres"].astype(np.uint32) << np.uint32(16)
-        slots, leading, order = (arrays[name] for name in TABLE_ARRAYS[:3])
-        return cls(slots, leading, order, bits.view(np.float32))
+        slots, leading, classes = (arrays[name] for name in TABLE_ARRAYS[:3])
+        return cls(slots, leading, classes, bits.view(np.float32))
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays to store; centres must be representable in bfloat16."""
-        ids = choose_id_dtype(len(self.order_V))
-        whole = (self.slots_CZ, self.leading_CR, self.order_V)
+        ids = choose_id_dtype(self.vocabulary_size)
         centres = np.ascontiguousarray(self.centres_CD).view(np.uint32) >> np.uint32(16)
-        arrays = (*(each.astype(ids) for each in whole), centres.astype(np.uint16))
-        return dict(zip(TABLE_ARRAYS, arrays, strict=True))
+        return {
+            "slots": self.slots_CZ.astype(ids),
+            "leading": self.leading_CR.astype(ids),
+            "classes": self.classes_V,
+            "centres": centres.astype(np.uint16),
+        }
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks, R + V."""
-        return self.leading_CR.shape[1] + len(self.order_V)
+    def vocabulary_size(self) -> int:
+        """The number of tokens, V."""
+        return len(self.classes_V)
+
+    @cached_property
+    def order_V(self) -> NDArray[np.int64]:
+        """The token at each rank from R on."""
+        return order_tokens(self.classes_V)
 
     def name_candidates(
         self, cluster_E: NDArray[Any], starts_E: NDArray[np.int64], k_E: NDArray[Any]
@@ -87,7 +97,7 @@ class DitherTables:
     def find_ranks(self, cluster_E: NDArray[Any], ids_E: NDArray[Any]) -> NDArray[np.int64]:
         """Return the ranks of tokens, (E,); the inverse of ``name_ranks``."""
         keys, ranks, later_V = self._lookup
-        wanted_E = cluster_E.astype(np.int64) * len(self.order_V) + ids_E
+        wanted_E = cluster_E.astype(np.int64) * self.vocabulary_size + ids_E
         places_E = np.minimum(np.searchsorted(keys, wanted_E), len(keys) - 1)
         found_E = keys.take(places_E) == wanted_E
         return np.where(found_E, ranks.take(places_E), later_V.take(ids_E))
@@ -96,10 +106,12 @@ class DitherTables:
     def _lookup(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Keys of cluster and leading token in order, the rank of each, and the later ranks."""
         clusters, leading = self.leading_CR.shape
-        keys = np.arange(clusters)[:, None] * len(self.order_V) + self.leading_CR.astype(np.int64)
+        keys = np.arange(clusters)[:, None] * self.vocabulary_size + self.leading_CR.astype(
+            np.int64
+        )
         order = np.argsort(keys, axis=None)
-        later_V = np.empty(len(self.order_V), np.int64)
-        later_V[self.order_V] = np.arange(len(self.order_V)) + leading
+        later_V = np.empty(self.vocabulary_size, np.int64)
+        later_V[self.order_V] = np.arange(self.vocabulary_size) + leading
         return keys.reshape(-1)[order], order % leading, later_V
 
 

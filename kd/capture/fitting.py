@@ -34,6 +34,8 @@ _READ_PART = 16
 _ROUNDS = 12
 #: The share of the mean of all clusters in the prior of one, so that no likely token is missed.
 _SHARED = 0.1
+#: Shares below the inverse of this are of the lowest class.
+_FINEST_CLASS = 2.0**24
 #: Positions whose logits are in memory at once.
 _ROWS = 64
 
@@ -119,7 +121,8 @@ def make_tables(tails_CV: np.ndarray, heads_CV: np.ndarray, centres_CD: np.ndarr
     # Heads by their number, then the tokens that are likely in the tail.
     leading = [np.lexsort((-own, -heads)) for own, heads in zip(own_CV, heads_CV, strict=True)]
     most = choose_leading(len(mean_V))
-    order_V = np.lexsort((-mean_V, -heads_CV.sum(0)))
+    share_V = mean_V + heads_CV.sum(0) / max(heads_CV.sum(), 1.0)
+    classes_V = np.ceil(np.log2(share_V * _FINEST_CLASS + 1.0)).astype(np.uint8)
     return DitherTables(
-        np.stack(slots), np.stack([each[:most] for each in leading]), order_V, centres_CD
+        np.stack(slots), np.stack([each[:most] for each in leading]), classes_V, centres_CD
     )

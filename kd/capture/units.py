@@ -109,7 +109,7 @@ class DeviceTables:
         self.slots_CZ = torch.from_numpy(tables.slots_CZ.astype(np.int32)).to(device)
         self.centres_CD = torch.from_numpy(tables.centres_CD).to(device)
         clusters, size = tables.slots_CZ.shape
-        blocks = -(-len(tables.order_V) // BLOCK)
+        blocks = -(-tables.vocabulary_size // BLOCK)
         #: With padding to whole blocks, as the sizes of a sampler have.
         self.prior_CV = torch.zeros(clusters, blocks * BLOCK, device=device)
         self.prior_CV.scatter_add_(

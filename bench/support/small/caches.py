@@ -138,12 +138,12 @@ def make_tables(vocabulary_size: int, clusters: int, width: int = _WIDTH) -> Dit
     """Make the tables of small caches: random priors, and centres of states of ``width``."""
     rng = np.random.default_rng(11)
     priors = rng.exponential(size=(clusters, vocabulary_size)) ** 2
-    orders = [rng.permutation(vocabulary_size) for _ in range(clusters + 1)]
+    orders = [rng.permutation(vocabulary_size) for _ in range(clusters)]
     leading = choose_leading(vocabulary_size)
     return DitherTables(
         np.stack([share_slots(prior_V) for prior_V in priors]),
-        np.stack([order_V[:leading] for order_V in orders[:-1]]),
-        orders[-1],
+        np.stack([order_V[:leading] for order_V in orders]),
+        rng.integers(0, 9, vocabulary_size).astype(np.uint8),
         np.round(rng.normal(size=(clusters, width)) * 4).astype(np.float32),
     )
 
