@@ -6,11 +6,12 @@ table, so candidates are draws from the prior b of the table. The writer accepts
 the prior does not know of the teacher's p, and not the randomness of the draw, which the reader
 makes anew. Each position belongs to a cluster, and each cluster has a table of its own.
 
-Tokens without a candidate are kept by their rank, heads too. Ranks below R are the tokens of
-``leading_CR``, the most probable ones of the cluster. Rank R + r is token r of all of them in the
-order of ``classes_V``: the highest class first, and ids ascend within a class.
+Tokens without a candidate are kept by their rank in the cluster, heads too. First come the L tokens
+of ``leading_CL``, then all others by their number of slots, the highest first. Among equals, and
+from rank R on, the order is that of ``classes_V``: the highest class first, and ids ascend within a
+class. From rank R on all tokens are counted, those with a lower rank too.
 
-C   clusters      Z   slots of a table      R   leading tokens of a cluster      V   vocabulary
+C   clusters      Z   slots of a table      L, R   leading and ranked tokens      V   vocabulary
 N   positions     E   entries               D   width of the teacher's hidden states
 """
 
@@ -29,8 +30,10 @@ from cache.rounding import choose_id_dtype
 #: Slots of a table, a power of two. More would halve the quarter of a bit that an entry costs
 #: because slots are whole, and double the bytes of the tables.
 SLOTS = 1 << 15
-#: Leading tokens of a cluster: the others have fewer than one head in a hundred.
-LEADING = 512
+#: Leading tokens of a cluster, which are stored: they are those of most heads.
+LEADING = 64
+#: Tokens that have a rank in their cluster, R.
+RANKED = 4096
 #: Candidates for each token that is drawn. Tokens that arrive later are kept by their rank.
 PATIENCE = 64
 #: The arrays of the tables, as they are stored.
@@ -46,7 +49,7 @@ class DitherTables:
     """The tables of a cache. ``centres_CD`` are needed only to find the cluster of a state."""
 
     slots_CZ: NDArray[Any]
-    leading_CR: NDArray[Any]
+    leading_CL: NDArray[Any]
     classes_V: NDArray[np.uint8]
     centres_CD: NDArray[np.float32]
 
@@ -63,7 +66,7 @@ class DitherTables:
         centres = np.ascontiguousarray(self.centres_CD).view(np.uint32) >> np.uint32(16)
         return {
             "slots": self.slots_CZ.astype(ids),
-            "leading": self.leading_CR.astype(ids),
+            "leading": self.leading_CL.astype(ids),
             "classes": self.classes_V,
             "centres": centres.astype(np.uint16),
         }
@@ -75,8 +78,23 @@ class DitherTables:
 
     @cached_property
     def order_V(self) -> NDArray[np.int64]:
-        """The token at each rank from R on."""
+        """The tokens in the order of their classes."""
         return order_tokens(self.classes_V)
+
+    @cached_property
+    def ranked_CR(self) -> NDArray[np.int64]:
+        """The tokens of the first R ranks of each cluster."""
+        most = min(RANKED, self.vocabulary_size)
+        place_V = np.argsort(self.order_V)
+        ranked = np.empty((len(self.slots_CZ), most), np.int64)
+        for row_R, slots_Z, leading_L in zip(ranked, self.slots_CZ, self.leading_CL, strict=True):
+            counts_V = np.bincount(slots_Z, minlength=self.vocabulary_size)
+            counts_V[leading_L] = -1
+            found = np.flatnonzero(counts_V > 0)
+            found = found[np.lexsort((place_V[found], -counts_V[found]))]
+            without = self.order_V[counts_V[self.order_V] == 0]
+            row_R[:] = np.concatenate([leading_L.astype(np.int64), found, without])[:most]
+        return ranked
 
     def name_candidates(
         self, cluster_E: NDArray[Any], starts_E: NDArray[np.int64], k_E: NDArray[Any]
@@ -89,10 +107,11 @@ class DitherTables:
 
     def name_ranks(self, cluster_E: NDArray[Any], rank_E: NDArray[np.int64]) -> NDArray[Any]:
         """Return the tokens at ranks, (E,)."""
-        leading = self.leading_CR.shape[1]
-        places_E = cluster_E.astype(np.int64) * leading + np.minimum(rank_E, leading - 1)
-        later_E = self.order_V.take(np.maximum(rank_E - leading, 0))
-        return np.where(rank_E < leading, self.leading_CR.reshape(-1).take(places_E), later_E)
+        ranked = self.ranked_CR.shape[1]
+        places_E = cluster_E.astype(np.int64) * ranked + np.minimum(rank_E, ranked - 1)
+        later_E = self.order_V.take(np.maximum(rank_E - ranked, 0))
+        ids_E = np.where(rank_E < ranked, self.ranked_CR.reshape(-1).take(places_E), later_E)
+        return ids_E.astype(choose_id_dtype(self.vocabulary_size))
 
     def find_ranks(self, cluster_E: NDArray[Any], ids_E: NDArray[Any]) -> NDArray[np.int64]:
         """Return the ranks of tokens, (E,); the inverse of ``name_ranks``."""
@@ -104,15 +123,12 @@ class DitherTables:
 
     @cached_property
     def _lookup(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Keys of cluster and leading token in order, the rank of each, and the later ranks."""
-        clusters, leading = self.leading_CR.shape
-        keys = np.arange(clusters)[:, None] * self.vocabulary_size + self.leading_CR.astype(
-            np.int64
-        )
+        """Keys of cluster and ranked token in order, the rank of each, and the later ranks."""
+        clusters, ranked = self.ranked_CR.shape
+        keys = np.arange(clusters)[:, None] * self.vocabulary_size + self.ranked_CR
         order = np.argsort(keys, axis=None)
-        later_V = np.empty(self.vocabulary_size, np.int64)
-        later_V[self.order_V] = np.arange(self.vocabulary_size) + leading
-        return keys.reshape(-1)[order], order % leading, later_V
+        later_V = np.argsort(self.order_V) + ranked
+        return keys.reshape(-1)[order], order % ranked, later_V
 
 
 def choose_leading(vocabulary_size: int) -> int:

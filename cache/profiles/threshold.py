@@ -4,7 +4,8 @@ column       type    meaning
 cluster      uint8   the position's table of ``cache.dither``
 head_count   uint8, or uint16  entries of the head
 head_ids     id      tokens that are sampled by themselves: all with p above a unit, few others
-head_units   uint16  twice the units of the token, and 1 more if it is the teacher's best token
+head_units   uint16  twice the units of the token, and 1 more if it is marked: it is the teacher's
+                     best token although a reader expects another one, or the other way round
 tail_count   uint8, or uint16  sampled from all others; each weighs a unit
 tail_ids     id
 tail_k       uint16  the candidate that brought the token, or 0 for a token without one
@@ -68,7 +69,7 @@ def count_units(known_mass: Any, threshold: float) -> tuple[Any, Any]:
 class UnitSample(Reading):
     """A sample of the teacher at N positions, in the columns of the records.
 
-    ``head_units`` counts each unit twice, plus 1 for the best token.
+    ``head_units`` counts each unit twice, plus 1 for a marked head.
     """
 
     cluster: NDArray[Any]

@@ -36,11 +36,12 @@ from torch import Tensor
 
 from cache.codec import Codec
 from cache.dither import PATIENCE, DitherTables, hash_positions, hash_slots, hash_tokens
-from cache.profiles.threshold import KNOWN_STEPS, count_units, list_known_masses
+from cache.profiles.threshold import KNOWN_STEPS, WHOLE, count_units, list_known_masses
 from cache.random import PURPOSE_KNOWN_ROUNDING, PURPOSE_TAIL, draw_uniforms
 from cache.rounding import KNOWN_STEP, UNKNOWN
 from kd.capture.host_copy import copy_to_device
 from kd.capture.sampling import BLOCK, Sampler, TokenSizes
+from kd.loss.sparse_targets import expect_best_heads, pick_smallest
 
 #: The bits of ``hash_tokens``.
 _TOKEN_BITS = 52
@@ -145,6 +146,18 @@ def find_nearest(centres_CD: Tensor, hidden_ND: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class _ReaderView:
+    """What a reader finds in the codes of known ids, (N,) each.
+
+    The number of units, the weight of one, and the probability of the heaviest known id.
+    """
+
+    number_N: Tensor
+    share_N: Tensor
+    known_N: Tensor
+
+
+@dataclass(frozen=True)
 class _Heads:
     """Heads (H,) with p and units, and of each position the units and the mass of its tail."""
 
@@ -155,9 +168,19 @@ class _Heads:
     tail_count_N: Tensor
     tail_mass_N: Tensor
 
-    def find_best(self, top_N: Tensor, known_N: Tensor) -> Tensor:
-        """Return which heads are the teacher's best token, (H,): none where a known id is."""
-        return (self.p_H >= top_N[self.rows_H]) & (self.p_H > known_N[self.rows_H])
+    def mark(self, top_N: Tensor, known_N: Tensor, reader: _ReaderView) -> Tensor:
+        """Return which heads are marked, (H,): those that a reader would not take for the best.
+
+        ``top_N`` is the largest p of each position, ``known_N`` that of its known ids. If a known
+        id is the best, the head that a reader would take for it is marked.
+        """
+        rows_H = self.rows_H
+        heads = (rows_H, self.ids_H, self.units_H)
+        is_expected_H = expect_best_heads(*heads, reader.share_N, reader.known_N)
+        is_best_H = (self.p_H >= top_N[rows_H]) & (self.p_H > known_N[rows_H])
+        has_best_N = pick_smallest(rows_H, self.ids_H, is_best_H, len(top_N)) >= 0
+        right_N = pick_smallest(rows_H, self.ids_H, is_best_H & is_expected_H, len(top_N)) >= 0
+        return torch.where(has_best_N[rows_H], is_best_H & ~right_N[rows_H], is_expected_H)
 
 
 @dataclass(frozen=True)
@@ -197,9 +220,8 @@ class UnitSampler(Sampler):
         # Where nothing is beside the known ids no unit may be left: a reader gives the rest, which
         # is rounding, to the next token.
         codes_NA[:, 0].masked_fill_(mass_N <= 0, 0)
-        heads = separate_heads(
-            sizes, mass_N, self._count_units(codes_NA, known_NA), chance.uniform_N
-        )
+        reader = self._read_known(codes_NA, known_NA)
+        heads = separate_heads(sizes, mass_N, reader.number_N, chance.uniform_N)
         # Sizes are 0 outside the tail now.
         self.tails = sizes
         count_N = heads.tail_count_N
@@ -214,20 +236,19 @@ class UnitSampler(Sampler):
             "head_count": heads_N,
             "head_ids": heads.ids_H,
             "head_units": 2 * heads.units_H
-            + heads.find_best(sizes.largest_NQ.amax(1), best_known_N),
+            + heads.mark(sizes.largest_NQ.amax(1), best_known_N, reader),
             "tail_count": count_N,
             "tail_ids": tails.ids_M,
             "tail_k": tails.k_M,
         }
 
-    def _count_units(self, codes_NA: Tensor, known_NA: Tensor) -> Tensor:
-        """Return the number of units of each position, (N,), as a reader counts them."""
-        masses = list_masses_on(codes_NA.device)
-        mass_NA = masses[codes_NA]
+    def _read_known(self, codes_NA: Tensor, known_NA: Tensor) -> _ReaderView:
+        mass_NA = list_masses_on(codes_NA.device)[codes_NA]
         # A next token that is always kept counts once.
         mass_NA[:, 1:].masked_fill_(known_NA[:, 1:] == known_NA[:, :1], 0)
-        number_N: Tensor = count_units(mass_NA.sum(1), self.codec.threshold)[1]
-        return number_N
+        rest_N, number_N = count_units(mass_NA.sum(1), self.codec.threshold)
+        share_N = rest_N.double() / (number_N.clamp(min=1) * WHOLE)
+        return _ReaderView(number_N, share_N, mass_NA.amax(1).double() / WHOLE)
 
     def _draw_tails(
         self, p_NV: Tensor, heads: _Heads, cluster_N: Tensor, starts_N: Tensor

@@ -164,7 +164,7 @@ def decode_units(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget
     entropy_N = decode_entropies(columns["entropy"], unknown=0.0)
     leads_N = known_NA.amax(1) > codec.threshold
     target = entries.make_target(weights, entropy_N, leads_N)
-    best_N = entries.find_marked(twice_H & 1 > 0, entries.find_best_known(known_NA, leads_N))
+    best_N = entries.find_best_of_units(known_NA, twice_H, share_N, leads_N)
     return replace(target, normalized=True, best_N=best_N)
 
 
@@ -217,6 +217,29 @@ def decode_tempered(
     return entries.make_target((known_NA, head_H, tail_M), entropy_N, best_N > codec.threshold)
 
 
+def pick_smallest(rows_H: Tensor, ids_H: Tensor, chosen_H: Tensor, positions: int) -> Tensor:
+    """The smallest chosen id of each position, (N,), -1 without one."""
+    none = torch.iinfo(torch.int64).max
+    least_N = torch.full((positions,), none, device=ids_H.device)
+    least_N.scatter_reduce_(0, rows_H, ids_H.masked_fill(~chosen_H, none), "amin")
+    return least_N.masked_fill(least_N == none, -1)
+
+
+def expect_best_heads(
+    rows_H: Tensor, ids_H: Tensor, units_H: Tensor, share_N: Tensor, known_N: Tensor
+) -> Tensor:
+    """Which heads a reader of units takes for the teacher's best tokens, (H,).
+
+    The head of most units, of equals the smallest id, if it has at least two units and is heavier
+    than ``known_N``, the heaviest known id. ``share_N`` is the weight of a unit.
+    """
+    most_N = torch.zeros_like(share_N, dtype=torch.int64)
+    most_N.scatter_reduce_(0, rows_H, units_H, "amax")
+    leads_N = (most_N > 1) & (most_N * share_N > known_N)
+    has_most_H = (units_H == most_N[rows_H]) & leads_N[rows_H]
+    return has_most_H & (ids_H == pick_smallest(rows_H, ids_H, has_most_H, len(share_N))[rows_H])
+
+
 @dataclass(frozen=True)
 class _SampledEntries:
     """The decoded entries of sampled records: log-probabilities of known ids and head, ids of all.
@@ -252,17 +275,24 @@ class _SampledEntries:
             tail_count_N=columns["tail_count"].long(),
         )
 
-    def find_best_known(self, known_NA: Tensor, leads_N: Tensor) -> Tensor:
-        """The heaviest known id of positions where it leads, and -1 of others, (N,)."""
-        best_N = self.ids_NA.gather(1, known_NA.argmax(1, keepdim=True))[:, 0]
-        return best_N.masked_fill(~leads_N, -1)
+    def find_best_of_units(
+        self, known_NA: Tensor, twice_H: Tensor, share_N: Tensor, leads_N: Tensor
+    ) -> Tensor:
+        """The teacher's best token, (N,), -1 if it is not known.
 
-    def find_marked(self, marked_H: Tensor, others_N: Tensor) -> Tensor:
-        """The marked head of each position, of several the smallest id; else ``others_N``."""
-        none = torch.iinfo(torch.int64).max
-        ids_H = self.head_ids_H.masked_fill(~marked_H, none)
-        found_N = torch.full_like(others_N, none).scatter_reduce(0, self._row_H, ids_H, "amin")
-        return torch.where(found_N == none, others_N, found_N)
+        It is the head that ``expect_best_heads`` names, or the heaviest known id above the
+        threshold. A marked head (an odd number in ``twice_H``) exchanges them: it is the best
+        itself, unless it is expected to be: then a known id is.
+        """
+        rows_H = self._row_H
+        heads = (rows_H, self.head_ids_H, twice_H >> 1)
+        is_expected_H = expect_best_heads(*heads, share_N, known_NA.amax(1))
+        expected_N = pick_smallest(rows_H, self.head_ids_H, is_expected_H, len(share_N))
+        marked_N = pick_smallest(rows_H, self.head_ids_H, twice_H & 1 > 0, len(share_N))
+        known_N = self.ids_NA.gather(1, known_NA.argmax(1, keepdim=True))[:, 0]
+        other_N = torch.where(expected_N < 0, known_N.masked_fill(~leads_N, -1), expected_N)
+        exchanged_N = torch.where(marked_N == expected_N, known_N, marked_N)
+        return torch.where(marked_N < 0, other_N, exchanged_N)
 
     @property
     def has_tail_N(self) -> Tensor:
