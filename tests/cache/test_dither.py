@@ -142,6 +142,9 @@ def test_ranks_and_names_are_inverse(vocabulary):
     cluster_E = rng.integers(0, 3, 5000)
     rank_E = tables.find_ranks(cluster_E, ids_E)
     assert (tables.name_ranks(cluster_E, rank_E) == ids_E).all()
+    first = tables.ranks - vocabulary
+    ends = tables.name_ranks(np.zeros(3, int), np.array([first - 1, first, tables.ranks - 1]))
+    assert ends.tolist() == [tables.leading_CR[0, -1], tables.order_V[0], tables.order_V[-1]]
     # The leading tokens of a cluster have the first ranks, and no token has two.
     for cluster in range(3):
         every = tables.find_ranks(np.full(vocabulary, cluster), np.arange(vocabulary))
