@@ -66,7 +66,7 @@ class DitherTables:
     @property
     def ranks(self) -> int:
         """Number of ranks, R + V."""
-        return self.leading_CR.shape[1] + len(self.order_V)
+        return int(self.leading_CR.shape[1]) + len(self.order_V)
 
     def name_candidates(
         self, cluster_E: NDArray[Any], starts_E: NDArray[np.int64], k_E: NDArray[Any]
@@ -75,14 +75,16 @@ class DitherTables:
         size = self.slots_CZ.shape[1]
         places_E = hash_slots(starts_E, k_E.astype(np.int64), size)
         places_E += cluster_E.astype(np.int64) * size
-        return self.slots_CZ.reshape(-1).take(places_E)
+        tokens_E: NDArray[Any] = self.slots_CZ.reshape(-1).take(places_E)
+        return tokens_E
 
     def name_ranks(self, cluster_E: NDArray[Any], rank_E: NDArray[np.int64]) -> NDArray[Any]:
         """Return the tokens at ranks, (E,)."""
         leading = self.leading_CR.shape[1]
         places_E = cluster_E.astype(np.int64) * leading + np.minimum(rank_E, leading - 1)
         later_E = self.order_V.take(np.maximum(rank_E - leading, 0))
-        return np.where(rank_E < leading, self.leading_CR.reshape(-1).take(places_E), later_E)
+        tokens_E: NDArray[Any] = self.leading_CR.reshape(-1).take(places_E)
+        return np.where(rank_E < leading, tokens_E, later_E)
 
     def find_ranks(self, cluster_E: NDArray[Any], ids_E: NDArray[Any]) -> NDArray[np.int64]:
         """Return the ranks of tokens, (E,); the inverse of ``name_ranks``."""
