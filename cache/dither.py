@@ -103,7 +103,8 @@ class DitherTables:
         size = self.slots_CZ.shape[1]
         places_E = hash_slots(starts_E, k_E.astype(np.int64), size)
         places_E += cluster_E.astype(np.int64) * size
-        return self.slots_CZ.reshape(-1).take(places_E)
+        tokens_E: NDArray[Any] = self.slots_CZ.reshape(-1).take(places_E)
+        return tokens_E
 
     def name_ranks(self, cluster_E: NDArray[Any], rank_E: NDArray[np.int64]) -> NDArray[Any]:
         """Return the tokens at ranks, (E,)."""

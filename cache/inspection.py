@@ -340,6 +340,7 @@ def _list_bytes(opened: Cache, arrays: dict[str, int]) -> dict[str, int]:
         "token_map": manifest.token_map.bytes,
         "tail_mean": manifest.tail_mean.bytes,
         "first_tails": manifest.first_tails.bytes,
+        "dither": manifest.dither.bytes,
     }
     named = dict(sorted(arrays.items(), key=lambda item: -item[1]))
     named |= {name: size for name, size in folders.items() if size}

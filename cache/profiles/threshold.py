@@ -50,7 +50,8 @@ MOST_CLUSTERS = 256
 @functools.cache
 def list_known_masses() -> NDArray[np.int64]:
     """List the mass of each code of ``known``, in parts of ``WHOLE``; that of ``UNKNOWN`` is 0."""
-    masses = np.rint(np.exp(-KNOWN_STEP * np.arange(UNKNOWN + 1)) * WHOLE).astype(np.int64)
+    exact = np.exp(-KNOWN_STEP * np.arange(UNKNOWN + 1)) * WHOLE
+    masses: NDArray[np.int64] = np.rint(exact).astype(np.int64)
     masses[UNKNOWN] = 0
     return masses
 

@@ -275,8 +275,12 @@ class CacheWriter:
     def write_tables(self, tables: DitherTables) -> DitherTables:
         """Write and seal the tables of the dither, unless they are sealed; return the sealed ones.
 
-        Every shard needs them, so they are written before the first.
+        Every shard needs them, so they are written before the first. Shards that were written with
+        damaged ones are missing from then on: no other tables name their tokens.
         """
+        if self.read_tables() is None and self._read_own_seal(DITHER) is not None:
+            for index in range(self.identity.shard_count):
+                self._renounce(name_shard(index))
         self._write_once(DITHER, tables.to_arrays())
         found = self.read_tables()
         assert found is not None, "just written"

@@ -12,6 +12,7 @@ from bench.support.small.caches import make_codec, make_identity, make_records
 from cache.codec import Codec
 from cache.profiles.sampled import SMALLEST_THRESHOLD, Sample
 from cache.profiles.table import PROFILES
+from cache.profiles.threshold import UnitSample
 from cache.profiles.topk import TopReading
 from cache.profiles.whole import DenseReading, HiddenReading
 from cache.random import PURPOSE_ROUNDING, draw_uniforms
@@ -29,6 +30,7 @@ from cache.rounding import (
     round_stochastically,
     round_to_bfloat16,
     round_to_fixed_point,
+    spread_entropy,
 )
 
 STEPS = [KNOWN_STEP, TAIL_STEP, 2.0**-6, -math.log(0.04) / 127, -math.log(SMALLEST_THRESHOLD) / 127]
@@ -37,6 +39,12 @@ REDRAWS = 10_000
 
 def codec_of(profile: str, vocabulary_size: int = 300, **options) -> Codec:
     return make_identity(vocabulary_size, codec=make_codec(profile, **options)).record_codec()
+
+
+def exact_codec_of(profile: str, *shape: int, **options) -> Codec:
+    """Return a codec of heads with logarithms: tempered, or threshold of version 0.2.0."""
+    options |= {"clusters": 0, "fitted": 0} if profile == "threshold" else {}
+    return codec_of(profile, *shape, **options)
 
 
 def places(positions: int, first: int = 0) -> RecordPositions:
@@ -60,6 +68,21 @@ def sample(
         tail_ids=np.tile(np.arange(50, 50 + tails), positions)[:, None] + np.arange(draws) * 10,
         tail_logprobs=np.full((positions * tails, draws), -7.3) if tempered else None,
         partition=np.full((positions, 4, 2), -1.23456) if tempered else None,
+    )
+
+
+def units(positions: int, heads: int = 1, tails: int = 2) -> UnitSample:
+    """Make the same record in units at every position: heads of two units, tails of one."""
+    return UnitSample(
+        known_logprobs=np.full((positions, 1), math.log(0.01)),
+        entropy=np.full(positions, 2.03),
+        cluster=np.ones(positions, np.int64),
+        head_count=np.full(positions, heads),
+        head_ids=np.tile(np.arange(1, 1 + heads), positions),
+        head_units=np.full(positions * heads, 4),
+        tail_count=np.full(positions, tails),
+        tail_ids=np.tile(np.arange(50, 50 + tails), positions),
+        tail_k=np.tile(np.arange(1, 1 + tails), positions),
     )
 
 
@@ -104,7 +127,8 @@ def z_of(values: np.ndarray, exact: float) -> float:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_known_probabilities_and_entropies_are_unbiased_over_redraws(profile):
-    codec = codec_of(profile, k=1) if profile == "topk" else codec_of(profile)
+    options = {"topk": {"k": 1}, "threshold": {"entropies": True}}.get(profile, {})
+    codec = codec_of(profile, **options)
     entropies = [0.0, 0.001, 2.03, 0.99 * ENTROPY_STEP, 10.61]
     for logprob, entropy in zip([-1e-4, -0.3, -2.001, -8.77, -20.0], entropies, strict=True):
         known = np.full((REDRAWS, 1), logprob)
@@ -118,9 +142,10 @@ def test_known_probabilities_and_entropies_are_unbiased_over_redraws(profile):
         elif profile == "hidden":
             states = HiddenReading(**common, states=np.zeros((REDRAWS, 3)))
             records = codec.encode(states, places(REDRAWS))
+        elif profile == "threshold":
+            records = codec.encode(replace(units(REDRAWS), **common), places(REDRAWS))
         else:
-            found = sample(REDRAWS, [0.5], tempered=profile == "tempered")
-            found = replace(found, **common)
+            found = replace(sample(REDRAWS, [0.5], tempered=True), **common)
             records = codec.encode(found, places(REDRAWS))
         decoded = np.exp(records["known"][:, 0] * -KNOWN_STEP)
         assert abs(z_of(decoded, math.exp(logprob))) < 5
@@ -131,7 +156,7 @@ def test_known_probabilities_and_entropies_are_unbiased_over_redraws(profile):
 @pytest.mark.parametrize("profile", ["threshold", "tempered"])
 def test_head_probabilities_are_unbiased_over_redraws_and_rounded_independently(profile):
     head = [0.0401, 0.05, 0.123, 0.3]
-    codec = codec_of(profile)
+    codec = exact_codec_of(profile)
     records = codec.encode(sample(REDRAWS, head, tempered=profile == "tempered"), places(REDRAWS))
     decoded = np.exp(records["head_logprobs"].reshape(REDRAWS, 4) * -codec.head_step)
     for column, p in zip(decoded.T, head, strict=True):
@@ -154,7 +179,7 @@ def test_tail_values_are_unbiased_over_redraws_in_every_draw():
 
 def test_rounding_of_different_columns_is_independent():
     """Known, head and entropy of one position must not share a draw."""
-    codec = codec_of("threshold")
+    codec = exact_codec_of("threshold")
     half = math.log((1 + math.exp(-codec.head_step)) / 2)
     found = replace(
         sample(REDRAWS, [0.5]),
@@ -171,7 +196,7 @@ def test_rounding_of_different_columns_is_independent():
 
 def test_the_draws_of_a_rounding_are_those_on_record():
     """Another purpose or counter would change the bytes of a capture that is resumed."""
-    codec = codec_of("threshold", seed=5)
+    codec = exact_codec_of("threshold", seed=5)
     records = codec.encode(sample(30, [0.123, 0.3]), places(30))
     at = np.repeat(np.arange(30), 2)
     draws = draw_uniforms(5, PURPOSE_ROUNDING, at // 10, at % 10, np.tile([0, 1], 30))
@@ -192,7 +217,8 @@ def test_the_draws_of_a_rounding_are_those_on_record():
     profile=st.sampled_from(["threshold", "tempered"]),
 )
 def test_sampled_records_round_trip(seed, positions, vocabulary_size, threshold, draws, profile):
-    codec = codec_of(profile, vocabulary_size, threshold=threshold, draws=draws, always_keep=(5, 7))
+    options = {"threshold": threshold, "draws": draws, "always_keep": (5, 7)}
+    codec = exact_codec_of(profile, vocabulary_size, **options)
     records = make_records(seed, positions, codec)
     assert {
         name: (column.dtype, column.ndim) for name, column in records.columns.items()
@@ -210,6 +236,50 @@ def test_sampled_records_round_trip(seed, positions, vocabulary_size, threshold,
     for name, column in records.columns.items():
         apart = np.abs(again[name].astype(int) - column.astype(int)).max(initial=0)
         assert apart <= (1 if name == "head_logprobs" else 0), name
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 10**6),
+    positions=st.integers(0, 12),
+    vocabulary_size=st.sampled_from([60, 300, 65536, 65537]),
+    threshold=st.sampled_from([SMALLEST_THRESHOLD, 0.04, 0.125, 0.5]),
+    entropies=st.booleans(),
+)
+def test_records_in_units_round_trip(seed, positions, vocabulary_size, threshold, entropies):
+    options = {"threshold": threshold, "entropies": entropies, "always_keep": (5, 7)}
+    codec = codec_of("threshold", vocabulary_size, **options)
+    records = make_records(seed, positions, codec)
+    assert {
+        name: (column.dtype, column.ndim) for name, column in records.columns.items()
+    } == codec.schema()
+    names = set(records.columns) - {"known", "entropy"}
+    found = UnitSample(
+        known_logprobs=records["known"] * -KNOWN_STEP,
+        entropy=records["entropy"] * ENTROPY_STEP,
+        **{name: records[name] for name in names},
+    )
+    sequence = RecordPositions(np.zeros(positions, np.int64), np.arange(positions))
+    again = codec.encode(found, sequence)
+    for name, column in records.columns.items():
+        assert again[name].tolist() == column.tolist(), name
+
+
+def test_the_mean_entropy_of_a_sequence_is_spread_over_its_positions():
+    rng = np.random.default_rng(2)
+    sequence_N = rng.permutation(np.repeat([7, 2, 30], [40, 1, 9]))
+    entropy = rng.uniform(0, 9, 50)
+    codes = spread_entropy(entropy, RecordPositions(sequence_N, np.arange(50)))
+    for number in (7, 2, 30):
+        own = codes[sequence_N == number]
+        total = entropy[sequence_N == number].sum()
+        assert abs(own.sum() * ENTROPY_STEP - total) <= ENTROPY_STEP / 2
+        # The larger codes come first, so that the column takes no space.
+        assert np.ptp(own) <= 1 and (np.diff(own.astype(int)) <= 0).all()
+    high = spread_entropy(np.full(3, 40.0), RecordPositions(np.zeros(3, int), np.arange(3)))
+    assert high.tolist() == [UNKNOWN_ENTROPY - 1] * 3
+    nothing = spread_entropy(np.zeros(0), RecordPositions(np.zeros(0, int), np.zeros(0, int)))
+    assert (nothing.shape, nothing.dtype) == ((0,), np.uint8)
 
 
 def test_rounding_stays_within_a_step():
@@ -293,7 +363,7 @@ def test_numbers_beyond_the_grids_saturate_and_unknown_ones_say_so():
     found = replace(
         sample(4, [0.5]), known_logprobs=known, entropy=np.array([17.0, -1e-6, 12.5, np.nan])
     )
-    records = codec_of("threshold").encode(found, places(4))
+    records = exact_codec_of("threshold").encode(found, places(4))
     assert records["known"][:, 0].tolist() == [UNKNOWN - 1, UNKNOWN - 1, 0, UNKNOWN]
     assert records["entropy"].tolist() == [UNKNOWN_ENTROPY - 1, 0, 200, UNKNOWN_ENTROPY]
     tempered = replace(sample(1, [0.5], tempered=True), tail_logprobs=np.array([[-100.0], [-0.5]]))
@@ -311,7 +381,7 @@ def test_numbers_beyond_the_grids_saturate_and_unknown_ones_say_so():
 
 @pytest.mark.parametrize("profile", ["threshold", "tempered"])
 def test_codes_depend_on_seed_sequence_and_position_and_not_on_what_is_encoded_together(profile):
-    codec = codec_of(profile, draws=2, seed=7)
+    codec = exact_codec_of(profile, draws=2, seed=7)
     found = sample(30, [0.123, 0.3], draws=2, tempered=profile == "tempered")
     whole = codec.encode(found, places(30))
     part = sample(3, [0.123, 0.3], draws=2, tempered=profile == "tempered")
@@ -325,6 +395,20 @@ def test_codes_depend_on_seed_sequence_and_position_and_not_on_what_is_encoded_t
         "head_logprobs",
         *(["tail_logprobs"] if profile == "tempered" else []),
     ):
+        assert (other[name] != whole[name]).any()
+        assert (elsewhere[name] != whole[name]).any()
+
+
+def test_codes_in_units_depend_on_seed_sequence_and_position_and_not_on_what_is_encoded_together():
+    codec = codec_of("threshold", seed=7, entropies=True)
+    whole = codec.encode(units(30), places(30))
+    parts = Records.concatenate(
+        codec.encode(units(3), places(3, start)) for start in range(0, 30, 3)
+    )
+    assert all(np.array_equal(parts[name], column) for name, column in whole.columns.items())
+    other = replace(codec, seed=8).encode(units(30), places(30))
+    elsewhere = codec.encode(units(30), places(30, 100))
+    for name in ("known", "entropy"):
         assert (other[name] != whole[name]).any()
         assert (elsewhere[name] != whole[name]).any()
 
@@ -345,6 +429,7 @@ def test_ids_take_two_bytes_up_to_65536_words():
     assert [choose_id_dtype(size).itemsize for size in (2, 65536, 65537, 262144)] == [2, 2, 4, 4]
 
 
+@pytest.mark.parametrize("clusters", [0, 2])
 @pytest.mark.parametrize("name", ["head_ids", "tail_ids"])
 @pytest.mark.parametrize(
     "value,message",
@@ -354,12 +439,14 @@ def test_ids_take_two_bytes_up_to_65536_words():
         (-1, "not be negative"),
     ],
 )
-def test_an_id_outside_the_vocabulary_is_refused_instead_of_wrapped(name, value, message):
-    found = sample(3, [0.5])
+def test_an_id_outside_the_vocabulary_is_refused_instead_of_wrapped(name, value, message, clusters):
+    found = units(3) if clusters else sample(3, [0.5])
     ids = getattr(found, name).copy()
     ids[-1] = value
     with pytest.raises(ValueError, match=f"{name} must .*{message}"):
-        codec_of("threshold").encode(replace(found, **{name: ids}), places(3))
+        codec_of("threshold", clusters=clusters, fitted=clusters).encode(
+            replace(found, **{name: ids}), places(3)
+        )
 
 
 @pytest.mark.parametrize("value", [-7, 300, 65536])
@@ -390,7 +477,7 @@ def test_a_head_outside_the_grid_is_refused(profile, logprob):
         head_logprobs=np.array([-1.0, logprob]),
     )
     with pytest.raises(ValueError, match="head_logprobs must lie in"):
-        codec_of(profile).encode(found, places(1))
+        exact_codec_of(profile).encode(found, places(1))
 
 
 @pytest.mark.parametrize("profile", PROFILES)

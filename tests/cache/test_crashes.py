@@ -34,11 +34,14 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 from cache.writing.writer import open_writer
-from bench.support.small.caches import PROVENANCE, make_identity, make_shard, make_token_map
+from bench.support.small.caches import (
+    PROVENANCE, make_identity, make_shard, make_token_map, write_folders
+)
 
 waits = []
 with open_writer(Path(sys.argv[1]), make_identity(), lambda: waits.append(1)) as writer:
     began = time.monotonic()
+    write_folders(writer)
     writer.write_token_map(make_token_map(writer.identity.tokenizer.vocabulary_size))
     missing = list(writer.find_missing_shards())
     for index in missing:
@@ -156,7 +159,7 @@ def test_a_waiting_capture_calls_back_and_may_give_up(tmp_path):
 
 
 def test_a_damaged_shard_is_captured_again_and_not_trusted(plain, plain_copy):
-    flip(plain_copy / "shards/000001/tail_0_symbols/c.0", 7)
+    flip(plain_copy / "shards/000001/gap_symbols/c.0", 7)
     flip(plain_copy / "seals/000002.json", 99)
     with open_writer(plain_copy.parent, IDENTITY) as writer:
         assert list(writer.find_missing_shards()) == [1, 2]
@@ -171,7 +174,7 @@ def test_a_shard_whose_new_capture_failed_is_not_sealed_any_more(plain_copy, mon
     def refuse(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    flip(plain_copy / "shards/000001/tail_0_symbols/c.0", 7)
+    flip(plain_copy / "shards/000001/gap_symbols/c.0", 7)
     with open_writer(plain_copy.parent, IDENTITY) as writer:
         monkeypatch.setattr("cache.writing.writer.write_arrays", refuse)
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):

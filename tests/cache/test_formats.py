@@ -20,7 +20,8 @@ from bench.support.small.caches import (
     make_shard,
     make_token_map,
 )
-from cache.manifest import FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION
+from cache.dither import DitherTables
+from cache.manifest import FIRST_TAILS_FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION, CodecIdentity
 from cache.records import Records, Sequences, TailSums
 from cache.shard import make_shard_arrays, write_arrays
 from cache.shards import entries as shard_entries
@@ -32,11 +33,13 @@ from tests.support.formats.page_reader import (
     read_entry,
     read_manifest,
     read_sequence,
+    weigh_units,
 )
 
 PAGE = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
 CODECS: dict[str, dict[str, Any]] = {
-    "threshold": {"draws": 2},
+    "threshold": {"always_keep": (3, 9)},
+    "earlier": {"draws": 2, "clusters": 0, "fitted": 0},
     "tempered": {"draws": 2, "always_keep": (3, 9)},
     "topk": {},
     "dense": {},
@@ -54,6 +57,11 @@ def test_the_page_reads_what_the_store_reads(profile: str, tmp_path: Path) -> No
     require_equal_reading(profile, 300, (0, 3, 4, 9), tmp_path)
 
 
+def make_named(name: str) -> CodecIdentity:
+    """Make a codec of ``CODECS``; "earlier" is profile threshold of version 0.2.0."""
+    return make_codec("threshold" if name == "earlier" else name, **CODECS[name])
+
+
 @pytest.mark.parametrize("profile", ["threshold", "topk"])
 def test_the_page_reads_ids_of_32_bits(profile: str, tmp_path: Path) -> None:
     require_equal_reading(profile, 70_000, (9,), tmp_path)
@@ -62,7 +70,7 @@ def test_the_page_reads_ids_of_32_bits(profile: str, tmp_path: Path) -> None:
 def require_equal_reading(
     profile: str, vocabulary: int, numbers: tuple[int, ...], tmp_path: Path
 ) -> None:
-    codec = make_codec(profile, **CODECS[profile])
+    codec = make_named(profile)
     folder = make_cache(tmp_path, make_identity(vocabulary, codec=codec))
     store = open_cache(folder)
     for number in numbers:
@@ -79,15 +87,16 @@ def require_equal_reading(
 
 @pytest.mark.parametrize("profile", CODECS)
 def test_the_page_verifies_digests_and_fingerprint(profile: str, tmp_path: Path) -> None:
-    folder = make_cache(tmp_path, make_identity(codec=make_codec(profile, **CODECS[profile])))
+    folder = make_cache(tmp_path, make_identity(codec=make_named(profile)))
     manifest = read_manifest(folder)
     assert manifest.genuine
     assert manifest.fingerprint == folder.name
     for number, entry in enumerate(manifest.content["shards"]):
         name = f"{number:06d}"
         assert check_seal(folder, f"shards/{name}", f"{name}.json", entry["digest"])
-    for name in ("head", "token_map"):
-        if digest := manifest.content[name]["digest"]:
+    assert ("dither" in manifest.content) == (profile == "threshold")
+    for name in ("head", "token_map", "dither"):
+        if digest := manifest.content.get(name, {"digest": ""})["digest"]:
             assert check_seal(folder, name, f"{name}.json", digest)
     # A changed byte shows.
     path = folder / "shards" / "000000" / "tokens" / "c.0.0"
@@ -97,7 +106,7 @@ def test_the_page_verifies_digests_and_fingerprint(profile: str, tmp_path: Path)
 
 
 def test_the_page_reads_the_mean_tail(tmp_path: Path) -> None:
-    identity = make_identity()
+    identity = make_identity(codec=make_named("earlier"))
     size = identity.tokenizer.vocabulary_size
     rng = np.random.default_rng(1)
     with open_writer(tmp_path, identity) as writer:
@@ -123,9 +132,17 @@ def test_the_page_reads_head_and_token_map(tmp_path: Path) -> None:
             assert read_array(folder / name / each).rows == values.tolist()
 
 
+EXAMPLE_TABLES = DitherTables(
+    slots_CZ=np.array([[100] * 4 + [101, 102, 103, 104], [7] * 4 + [40, 41, 42, 43]]),
+    leading_CR=np.array([[40, 7], [100, 101]]),
+    order_V=np.arange(300),
+    centres_CD=np.zeros((2, 1), np.float32),
+)
+
+
 def make_example() -> dict[str, np.ndarray]:
-    """The arrays of the worked example: one sequence with three records."""
-    identity = make_identity(300, 4, 1, 0, make_codec("threshold", threshold=0.1))
+    """The arrays of the worked example: one sequence with three records, and its tables."""
+    identity = make_identity(300, 4, 1, 0, make_codec("threshold", threshold=0.1, seed=5))
     sequences = Sequences(
         np.array([[5, 6, 8, 9]], np.uint32),
         np.array([[True, False, False, False]]),
@@ -133,30 +150,33 @@ def make_example() -> dict[str, np.ndarray]:
     )
     records = Records(
         {
-            "known": np.array([[256], [512], [128]], np.uint16),
-            "entropy": np.array([16, 8, 24], np.uint8),
-            "head_count": np.array([2, 1, 0], np.uint8),
-            "head_ids": np.array([40, 7, 7], np.uint16),
-            "head_logprobs": np.array([100, 50, 20], np.uint8),
-            "tail_count": np.array([20, 1, 1], np.uint8),
-            "tail_ids": np.array([*range(100, 120), 130, 131], np.uint16)[:, None],
+            "known": np.array([[256], [512], [0]], np.uint16),
+            "entropy": np.array([18, 17, 17], np.uint8),
+            "cluster": np.array([0, 0, 1], np.uint8),
+            "head_count": np.array([2, 2, 0], np.uint8),
+            "head_ids": np.array([7, 40, 60, 7], np.uint16),
+            "head_units": np.array([2, 9, 2, 15], np.uint16),
+            "tail_count": np.array([2, 1, 0], np.uint8),
+            "tail_ids": np.array([270, 102, 101], np.uint16),
+            "tail_k": np.array([0, 9, 33], np.uint16),
         }
     )
-    return make_shard_arrays(sequences, records, identity.record_codec())
+    codec = identity.record_codec()
+    return make_shard_arrays(sequences, records, codec, EXAMPLE_TABLES)
 
 
 def describe_example() -> str:
     lines = []
-    for name, values in make_example().items():
-        if name == "token_classes":
-            tokens = {each: np.flatnonzero(values == each) for each in (2, 1)}
-            shown = "; ".join(f"{each} at {' '.join(map(str, at))}" for each, at in tokens.items())
-            lines.append(f"{name:14} uint8  (300,)   {shown}; else 0")
+    tables = {f"dither/{name}": each for name, each in EXAMPLE_TABLES.to_arrays().items()}
+    for name, values in (make_example() | tables).items():
+        if name == "dither/order":
+            lines.append(f"{name:14} uint16 (300,)   0 1 2 ... 299")
             continue
         raw = np.ascontiguousarray(values).tobytes().hex()
         width = 2 * values.itemsize
         shown = " ".join(raw[place : place + width] for place in range(0, len(raw), width))
-        lines.append(f"{name:14} {values.dtype!s:6} {values.shape!s:8} {shown}".rstrip())
+        if name != "dither/centres":
+            lines.append(f"{name:14} {values.dtype!s:6} {values.shape!s:8} {shown}".rstrip())
     return "\n".join(lines) + "\n"
 
 
@@ -167,14 +187,24 @@ def test_the_worked_example_is_what_the_code_writes() -> None:
 def test_the_page_reads_its_own_example(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     write_arrays(folder / "shards" / "000000", make_example())
-    codec = {"shard_sequences": 1, "profile": "threshold"}
+    write_arrays(folder / "dither", EXAMPLE_TABLES.to_arrays())
+    codec = {
+        "shard_sequences": 1,
+        "profile": "threshold",
+        "clusters": 2,
+        "threshold": 0.1,
+        "always_keep": [],
+        "seed": 5,
+    }
     content = {"digest": "", "identity": {"codec": codec}}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     (folder / "manifest.json").write_text(text)
     found = read_sequence(folder, 0)
-    assert found["head_ids"] == [7, 40, 7]
-    assert found["head_logprobs"] == [50, 100, 20]
-    assert found["tail_ids"] == [*range(100, 120), 130, 131]
+    assert found["head_ids"] == [40, 7, 7, 60]
+    assert found["head_units"] == [9, 2, 15, 2]
+    assert found["tail_ids"] == [270, 102, 101]
+    assert found["tail_k"] == [0, 9, 33]
+    assert [sum(weight for _, weight in each) for each in weigh_units(found, codec)] == [1.0] * 3
 
 
 def test_the_page_reads_entries_in_the_manifest_and_in_pieces(
@@ -195,7 +225,8 @@ def test_the_page_reads_the_sums_of_the_first_tails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cache.writing.writer.FIRST_TAILS_SHARE", 100.0)
-    identity = make_identity(train_sequences=12, validation_sequences=2)
+    codec = make_named("earlier")
+    identity = make_identity(train_sequences=12, validation_sequences=2, codec=codec)
     size = identity.tokenizer.vocabulary_size
     with open_writer(tmp_path, identity) as writer:
         for index in range(identity.shard_count):
@@ -203,7 +234,7 @@ def test_the_page_reads_the_sums_of_the_first_tails(
             writer.write_shard(index, *make_shard(identity, index), sums)
         writer.finish(PROVENANCE)
     content = read_manifest(writer.folder).content
-    assert content["version"] == FORMAT_VERSION
+    assert content["version"] == FIRST_TAILS_FORMAT_VERSION
     first = writer.folder / "first_tails"
     count = identity.lasting_shards
     assert read_array(first / "counts").rows == [3 * count, 20 * count]

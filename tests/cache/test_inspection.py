@@ -15,15 +15,17 @@ from bench.support.small.caches import (
     make_cache,
     make_codec,
     make_identity,
-    make_lm_head,
     make_records,
     make_shard,
+    read_units,
+    write_folders,
 )
 from cache.disk import list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.inspection import compare_caches, compute_cache_stats, find_same_records
 from cache.manifest import CacheIdentity
 from cache.profiles.sampled import Sample
+from cache.profiles.threshold import count_rest, find_counted
 from cache.reading.arrays import ArrayFolder
 from cache.records import Records, find_axis
 from cache.rounding import (
@@ -39,14 +41,20 @@ from cache.writing.writer import open_writer
 
 KEEP = (0, 5, 7)
 SAMPLED = {"draws": 2, "always_keep": KEEP}
-PROFILES = {"threshold": SAMPLED, "tempered": SAMPLED, "topk": {}, "dense": {}, "hidden": {}}
+#: Profile threshold of version 0.2.0.
+EARLIER = make_codec("threshold", clusters=0, fitted=0, **SAMPLED)
+CODECS = {
+    "threshold": make_codec("threshold", always_keep=KEEP),
+    "earlier": EARLIER,
+    "tempered": make_codec("tempered", **SAMPLED),
+    **{name: make_codec(name) for name in ("topk", "dense", "hidden")},
+}
 
 
 def make_altered(root: Path, identity: CacheIdentity, alter, provenance=PROVENANCE) -> Cache:
     """Make a cache of the usual content, whose records ``alter(index, records)`` changes."""
     with open_writer(root, identity) as writer:
-        if identity.codec.profile == "hidden":
-            writer.write_lm_head(make_lm_head(identity.tokenizer.vocabulary_size))
+        write_folders(writer)
         for index in range(identity.shard_count):
             sequences, records = make_shard(identity, index)
             writer.write_shard(index, sequences, alter(index, records))
@@ -58,12 +66,9 @@ def make_altered(root: Path, identity: CacheIdentity, alter, provenance=PROVENAN
 def opened(tmp_path_factory) -> dict[str, Cache]:
     """A cache of each profile; the vocabulary is small, so some gold tokens are always_keep ids."""
     root = tmp_path_factory.mktemp("caches")
-    identities = {
-        profile: make_identity(vocabulary_size=40, codec=make_codec(profile, **options))
-        for profile, options in PROFILES.items()
-    }
     return {
-        profile: open_cache(make_cache(root, identity)) for profile, identity in identities.items()
+        name: open_cache(make_cache(root, make_identity(vocabulary_size=40, codec=codec)))
+        for name, codec in CODECS.items()
     }
 
 
@@ -92,17 +97,22 @@ def counted(store: Cache) -> tuple[list[float], list[int]]:
             }
             known[gold] = math.exp(-KNOWN_STEP * codes[0])
             heads, tails = (int(records[name][row]) for name in ("head_count", "tail_count"))
-            codes = records["head_logprobs"][head : head + heads].tolist()
-            masses.append(
-                sum(known.values()) + sum(math.exp(-store.codec.head_step * code) for code in codes)
-            )
+            if store.codec.rules.dithered:
+                units = sum(each // 2 for each in records["head_units"][head : head + heads])
+                # Every unit of the rest has one weight.
+                share = (1 - sum(known.values())) / max(units + tails, 1)
+                masses.append(sum(known.values()) + units * share)
+            else:
+                codes = records["head_logprobs"][head : head + heads].tolist()
+                in_head = (math.exp(-store.codec.head_step * code) for code in codes)
+                masses.append(sum(known.values()) + sum(in_head))
             entries.append(len(known) + heads + tails)
             head += heads
     return masses, entries
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", CODECS)
 def test_kept_mass_and_entries_are_those_of_the_records(opened, profile):
     found = compute_cache_stats(opened[profile])
     masses, entries = counted(opened[profile])
@@ -130,7 +140,7 @@ def test_a_gold_token_that_is_always_kept_is_counted_once(opened):
     )
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", CODECS)
 def test_entropy_and_perplexity_are_those_of_the_records(opened, profile):
     store = opened[profile]
     found = compute_cache_stats(store)
@@ -145,7 +155,7 @@ def test_entropy_and_perplexity_are_those_of_the_records(opened, profile):
         assert found.gold[split].perplexity == pytest.approx(math.exp(-logprobs.mean()))
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", CODECS)
 def test_bytes_by_array_add_up_to_the_folder(opened, profile):
     store = opened[profile]
     found = compute_cache_stats(store)
@@ -158,7 +168,8 @@ def test_bytes_by_array_add_up_to_the_folder(opened, profile):
 
 def test_small_thresholds_keep_more_entries_than_a_byte_counts(tmp_path):
     """Shards are summed up too where some records hold nearly every token and others few."""
-    identity = make_identity(vocabulary_size=900, codec=make_codec("threshold", threshold=0.001))
+    options = {"clusters": 0, "fitted": 0, "threshold": 0.001}
+    identity = make_identity(vocabulary_size=900, codec=make_codec("threshold", **options))
     codec = identity.record_codec()
     p_V = np.where(np.arange(900) < 880, 1.0, 0.5) / 890.0
     with open_writer(tmp_path, identity) as writer:
@@ -184,6 +195,30 @@ def test_small_thresholds_keep_more_entries_than_a_byte_counts(tmp_path):
     assert (found.max, found.p50 < 500) == (1 + 879 + 10, True)
 
 
+def test_small_units_keep_more_entries_than_a_byte_counts(tmp_path):
+    identity = make_identity(vocabulary_size=900, codec=make_codec("threshold", threshold=0.001))
+    codec = identity.record_codec()
+    logp_V = np.log(np.where(np.arange(900) < 880, 1.0, 0.5) / 890.0)
+    with open_writer(tmp_path, identity) as writer:
+        write_folders(writer)
+        for index in writer.find_missing_shards():
+            sequences, records = make_shard(identity, index)
+            if index == 1:
+                rows, position_N = np.nonzero(sequences.target_mask)
+                places = RecordPositions(rows + 4, position_N)
+                logp_NV = np.tile(logp_V, (len(rows), 1))
+                reading = read_units(codec, logp_NV, sequences.find_gold_ids(), places)
+                records = codec.encode(reading, places)
+            writer.write_shard(index, sequences, records)
+        writer.finish(PROVENANCE)
+    store = open_cache(tmp_path / identity.fingerprint)
+    found = compute_cache_stats(store)
+    masses, entries = counted(store)
+    assert found.entries.max == max(entries) > 880
+    assert found.entries.p50 < 500
+    assert found.kept_mass.mean == pytest.approx(np.mean(masses), abs=1e-12)
+
+
 def test_what_an_import_does_not_know_is_left_out(tmp_path):
     def forget(index: int, records: Records) -> Records:
         known = records["known"].copy()
@@ -192,7 +227,9 @@ def test_what_an_import_does_not_know_is_left_out(tmp_path):
         entropy[::2] = UNKNOWN_ENTROPY
         return Records({**records.columns, "known": known, "entropy": entropy})
 
-    store = make_altered(tmp_path, make_identity(train_sequences=4, validation_sequences=0), forget)
+    codec = make_codec("threshold", clusters=0, fitted=0)
+    identity = make_identity(train_sequences=4, validation_sequences=0, codec=codec)
+    store = make_altered(tmp_path, identity, forget)
     found = compute_cache_stats(store)
     _, records = store.read(range(4))
     assert found.entropy.unknown == (len(records) + 1) // 2
@@ -215,6 +252,7 @@ def test_a_cache_without_any_record_has_statistics(tmp_path):
     sequences, records = make_shard(identity, 0)
     sequences = replace(sequences, target_mask=np.zeros_like(sequences.target_mask))
     with open_writer(tmp_path, identity) as writer:
+        write_folders(writer)
         writer.write_shard(0, sequences, records.slice(0, 0))
         writer.finish(PROVENANCE)
     found = compute_cache_stats(open_cache(tmp_path / identity.fingerprint))
@@ -227,7 +265,7 @@ def test_a_cache_without_any_record_has_statistics(tmp_path):
     assert found.gold["train"].logprob is None
 
 
-@pytest.mark.parametrize("profile", ["threshold", "dense", "hidden"])
+@pytest.mark.parametrize("profile", ["threshold", "earlier", "dense", "hidden"])
 def test_only_what_is_needed_is_decoded_and_one_shard_after_the_other(opened, profile, monkeypatch):
     decoded: list[tuple[str, str]] = []
     decode = ArrayFolder._decode
@@ -239,12 +277,13 @@ def test_only_what_is_needed_is_decoded_and_one_shard_after_the_other(opened, pr
     monkeypatch.setattr(ArrayFolder, "_decode", watched)
     compute_cache_stats(opened[profile])
     assert [shard for shard, _ in decoded] == sorted(shard for shard, _ in decoded)
-    sampled = (
-        {"head_count", "head_logprobs", "tail_count", "tokens", "target_mask"}
-        if profile == "threshold"
-        else set()
-    )
-    assert {name for _, name in decoded} == {"entropy", "known", "offsets", *sampled}
+    sampled = {"head_count", "tokens", "target_mask"}
+    own = {
+        "threshold": sampled | {"head_units"},
+        "earlier": sampled | {"head_logprobs", "tail_count"},
+    }
+    needed = {"entropy", "known", "offsets"} | own.get(profile, set())
+    assert {name for _, name in decoded} == needed
 
 
 def test_statistics_of_damaged_bytes_are_refused(opened, tmp_path):
@@ -302,14 +341,31 @@ def with_other_teacher(identity: CacheIdentity) -> CacheIdentity:
     return replace(identity, teacher=replace(identity.teacher, model_sha256="e" * 64))
 
 
+def choose_rows(store: Cache, records: Records, gold_N: np.ndarray, steps: int) -> np.ndarray:
+    """Choose ten records that have the same number of units if the next token is less probable."""
+    rows = np.arange(len(records))
+    if store.codec.rules.dithered:
+        known_NK = records["known"].copy()
+        counted_NK = find_counted(store.codec, known_NK, gold_N)
+        _, before_N = count_rest(store.codec, known_NK, counted_NK)
+        known_NK[:, 0] += steps
+        _, after_N = count_rest(store.codec, known_NK, counted_NK)
+        rows = np.flatnonzero(before_N == after_N)
+    return rows[:10]
+
+
 @pytest.mark.long
 def test_records_of_the_same_sequences_are_compared(opened, tmp_path):
-    def shift(index: int, records: Records) -> Records:
-        known = records["known"].copy()
-        known[:10, 0] += 64 * (index == 1)  # a quarter of a nat
-        return Records({**records.columns, "known": known})
-
     for store in opened.values():
+        sequences, records = make_shard(store.identity, 1)
+        rows = choose_rows(store, records, sequences.find_gold_ids(), 64)
+
+        def shift(index: int, records: Records, rows=rows) -> Records:
+            known = records["known"].copy()
+            if index == 1:
+                known[rows, 0] += 64  # a quarter of a nat
+            return Records({**records.columns, "known": known})
+
         other = make_altered(tmp_path, with_other_teacher(store.identity), shift)
         found = compare_caches(store, other)
         assert (found.records.equal_shards, found.records.shards) == (2, 3)
@@ -349,7 +405,7 @@ def test_of_a_large_cache_a_spread_sample_is_compared(opened, tmp_path, monkeypa
     assert found.records.same == 0.0
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", CODECS)
 def test_any_change_of_any_column_is_a_difference_of_one_record(opened, profile):
     records = opened[profile].read(range(10))[1]
     assert find_same_records(records, records).all()

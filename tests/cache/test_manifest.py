@@ -44,6 +44,9 @@ OTHER_VALUES = {
     "codec.temperatures": (0.5, 2.0),
     "codec.always_keep": (2,),
     "codec.draws": 3,
+    "codec.clusters": 3,
+    "codec.fitted": 2,
+    "codec.entropies": True,
     "codec.k": 5,
     "codec.bits": 16,
     "codec.seed": 1,
@@ -52,8 +55,11 @@ OTHER_VALUES = {
 }
 
 
-def changed(**names: object) -> CacheIdentity:
-    identity = IDENTITY
+#: Of profile threshold as version 0.2.0 captured it, the only one that has draws without a range.
+EARLIER = make_identity(codec=make_codec(clusters=0, fitted=0))
+
+
+def changed(identity: CacheIdentity = IDENTITY, **names: object) -> CacheIdentity:
     for name, value in names.items():
         section, field = name.split(".")
         identity = replace(
@@ -91,11 +97,12 @@ def test_other_values_cover_every_field():
     "name,value", [(name, value) for name, value in OTHER_VALUES.items() if name != "codec.profile"]
 )
 def test_every_field_changes_the_fingerprint_and_is_named(name, value):
-    other = changed(**{name: value})
-    assert other.fingerprint != IDENTITY.fingerprint
+    identity = EARLIER if name == "codec.draws" else IDENTITY
+    other = changed(identity, **{name: value})
+    assert other.fingerprint != identity.fingerprint
     section, field = name.split(".")
-    original = getattr(getattr(IDENTITY, section), field)
-    assert list_differences(IDENTITY, other) == [f"{name}: expected {original}, got {value}"]
+    original = getattr(getattr(identity, section), field)
+    assert list_differences(identity, other) == [f"{name}: expected {original}, got {value}"]
 
 
 def test_every_profile_has_a_fingerprint_of_its_own():
@@ -118,12 +125,22 @@ def test_all_differing_fields_are_named_together():
 
 def test_the_fingerprint_is_32_hex_digits_that_never_change():
     # These must not change: no cache of today would be found again.
-    assert IDENTITY.fingerprint == "0eec6647f0cac57011a11f56c8e362e2"
+    assert IDENTITY.fingerprint == "be05f7cd834b779f98b300e98a29c077"
+    assert EARLIER.fingerprint == "0eec6647f0cac57011a11f56c8e362e2"
+
+
+def test_fields_that_earlier_versions_did_not_have_are_left_out_where_they_are_empty():
+    added = {"clusters", "fitted", "entropies"}
+    assert not added & set(EARLIER.to_json()["codec"])
+    own = replace(IDENTITY, codec=replace(IDENTITY.codec, entropies=True))
+    document = json.loads(encode_canonical_json(own.to_json()))
+    assert added <= set(document["codec"]) and CacheIdentity.from_json(document) == own
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_identity_and_json_are_inverses(profile):
-    identity = make_identity(codec=make_codec(profile, draws=2, always_keep=(0, 7)))
+    draws = 2 if "draws" in PROFILES[profile].options else 1
+    identity = make_identity(codec=make_codec(profile, draws=draws, always_keep=(0, 7)))
     assert (
         CacheIdentity.from_json(json.loads(encode_canonical_json(identity.to_json()))) == identity
     )
@@ -259,7 +276,7 @@ def test_wrong_content_is_refused_by_name(name):
 
 def test_a_newer_format_is_refused_whatever_else_it_holds():
     data = sign_json({"format": "potstill-cache", "version": FORMAT_VERSION + 1, "novelty": 1})
-    with pytest.raises(CacheMismatch, match="format version 8 is newer than 7") as refusal:
+    with pytest.raises(CacheMismatch, match="format version 9 is newer than 8") as refusal:
         Manifest.from_bytes(data, "manifest.json")
     assert "Upgrade" in refusal.value.remedy
 
@@ -328,6 +345,9 @@ WRONG_CODECS = [
     ("hidden", {"bits": 32}, "bits"),
     ("hidden", {"seed": -1}, "seed"),
     ("hidden", {"seed": 1 << 64}, "seed"),
+    ("threshold", {"clusters": -1}, "clusters must lie in"),
+    ("threshold", {"clusters": 257}, "clusters must lie in"),
+    ("threshold", {"draws": 2}, "draws must be 1"),
     ("threshold", {"draws": 0}, "draws"),
     ("threshold", {"draws": 65}, "draws"),
     ("threshold", {"always_keep": (-1,)}, "always_keep"),

@@ -57,7 +57,7 @@ def parts(tmp_path_factory) -> list[Path]:
     root = tmp_path_factory.mktemp("parts")
     counts = {1: (7, 3), 2: (5, 0), 3: (0, 2)}
     return [
-        make_cache(root, identity_of(seed, pair, draws=3, always_keep=(0, 5)))
+        make_cache(root, identity_of(seed, pair, always_keep=(0, 5)))
         for seed, pair in counts.items()
     ]
 

@@ -8,19 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.support.small.caches import make_codec, make_identity, make_records, make_sequences
+from bench.support.small.caches import make_records, make_sequences
 from cache.codec import Codec
 from cache.errors import CacheError
 from cache.layout import encode_arrays
 from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences, compute_offsets
-
-V = 300
+from tests.support.caches import V, identity_of
 
 
 def codec_of(profile: str) -> Codec:
-    sampled = {"draws": 3, "always_keep": (5, 7)} if PROFILES[profile].sampled else {}
-    return make_identity(V, codec=make_codec(profile, **sampled)).record_codec()
+    return identity_of(profile).record_codec()
 
 
 def same(left: Records, right: Records) -> bool:

@@ -10,14 +10,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.support.small.caches import PROVENANCE, make_codec, make_identity, make_shard
+from bench.support.small.caches import (
+    PROVENANCE,
+    make_codec,
+    make_identity,
+    make_shard,
+    write_folders,
+)
 from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheIncomplete
-from cache.manifest import PLAIN_FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION
+from cache.manifest import (
+    FORMAT_VERSION,
+    PLAIN_FORMAT_VERSION,
+    TAIL_MEAN_FORMAT_VERSION,
+    CacheIdentity,
+)
 from cache.records import TailSums, decode_tail_mean, encode_tail_mean
 from cache.shards.names import TAIL_SUMS
 from cache.store import Cache, open_cache
 from cache.writing.writer import open_writer
+from tests.support.caches import EARLIER
 
 IDENTITY = make_identity(train_sequences=7, codec=make_codec(seed=0))
 VOCABULARY = IDENTITY.tokenizer.vocabulary_size
@@ -30,13 +42,20 @@ def make_sums(index: int) -> TailSums:
     return TailSums(2 + index, 30, sum_V, sum_V**2 * (1 + index))
 
 
-def write_cache(root: Path, without: int | None = None) -> Cache:
-    with open_writer(root, IDENTITY) as writer:
-        for index in range(IDENTITY.shard_count):
+def write_cache(
+    root: Path, without: int | None = None, identity: CacheIdentity = IDENTITY
+) -> Cache:
+    with open_writer(root, identity) as writer:
+        write_folders(writer)
+        for index in range(identity.shard_count):
             sums = None if index == without else make_sums(index)
-            writer.write_shard(index, *make_shard(IDENTITY, index), sums)
+            writer.write_shard(index, *make_shard(identity, index), sums)
         writer.finish(PROVENANCE)
-    return open_cache(writer.folder, IDENTITY)
+    return open_cache(writer.folder, identity)
+
+
+def read_version(store: Cache) -> int:
+    return int(json.loads((store.folder / "manifest.json").read_bytes())["version"])
 
 
 def test_a_cache_holds_the_mean_of_the_sums_of_its_shards(tmp_path: Path) -> None:
@@ -57,8 +76,8 @@ def test_a_cache_holds_the_mean_of_the_sums_of_its_shards(tmp_path: Path) -> Non
     assert found["share"][0] == 0
     assert verify_cache(store.folder) == []
     assert not (store.folder / TAIL_SUMS).exists()
-    manifest = json.loads((store.folder / "manifest.json").read_bytes())
-    assert manifest["version"] == TAIL_MEAN_FORMAT_VERSION
+    assert read_version(store) == FORMAT_VERSION
+    assert read_version(write_cache(tmp_path, identity=EARLIER)) == TAIL_MEAN_FORMAT_VERSION
 
 
 def test_a_mean_of_zero_and_the_least_one_are_kept() -> None:
@@ -80,9 +99,9 @@ def test_without_the_sums_of_a_shard_there_is_no_mean(tmp_path: Path) -> None:
     store = write_cache(tmp_path, without=1)
     assert store.tail_mean() is None
     assert verify_cache(store.folder) == []
-    manifest = json.loads((store.folder / "manifest.json").read_bytes())
-    assert manifest["version"] == PLAIN_FORMAT_VERSION
-    assert "tail_mean" not in manifest
+    earlier = write_cache(tmp_path, without=1, identity=EARLIER)
+    assert (read_version(store), read_version(earlier)) == (FORMAT_VERSION, PLAIN_FORMAT_VERSION)
+    assert "tail_mean" not in json.loads((store.folder / "manifest.json").read_bytes())
 
 
 def test_a_writer_goes_on_with_the_sums_of_an_earlier_one(tmp_path: Path) -> None:
@@ -90,6 +109,7 @@ def test_a_writer_goes_on_with_the_sums_of_an_earlier_one(tmp_path: Path) -> Non
     for index in range(IDENTITY.shard_count):
         with open_writer(tmp_path / "cut", IDENTITY) as writer:
             assert index in writer.find_missing_shards()
+            write_folders(writer)
             writer.write_shard(index, *make_shard(IDENTITY, index), make_sums(index))
     with open_writer(tmp_path / "cut", IDENTITY) as writer:
         writer.finish(PROVENANCE)
@@ -112,6 +132,7 @@ def test_a_shard_that_is_captured_again_keeps_the_mean(tmp_path: Path) -> None:
 
 def test_damaged_sums_are_not_used(tmp_path: Path) -> None:
     with open_writer(tmp_path, IDENTITY) as writer:
+        write_folders(writer)
         for index in range(IDENTITY.shard_count):
             writer.write_shard(index, *make_shard(IDENTITY, index), make_sums(index))
         (chunk,) = (writer.folder / TAIL_SUMS / "tails-000001/sums").glob("c*")
@@ -134,6 +155,7 @@ def test_damage_of_the_mean_is_found(tmp_path: Path, name: str) -> None:
 
 def test_an_unsealed_shard_leaves_the_sums_in_place(tmp_path: Path) -> None:
     with open_writer(tmp_path, IDENTITY) as writer:
+        write_folders(writer)
         writer.write_shard(0, *make_shard(IDENTITY, 0), make_sums(0))
         with pytest.raises(CacheIncomplete):
             writer.finish(PROVENANCE)

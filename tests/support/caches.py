@@ -13,7 +13,7 @@ from bench.support.small.caches import make_codec, make_identity, make_shard
 from cache.disk import list_file_sizes
 from cache.manifest import CacheIdentity
 from cache.profiles.table import PROFILES
-from cache.records import Records, Sequences
+from cache.records import Records, Sequences, find_axis
 
 #: The vocabulary of the caches.
 V = 300
@@ -22,7 +22,7 @@ V = 300
 def identity_of(profile: str, *shape: int, **options: Any) -> CacheIdentity:
     """Return the identity of a small cache.
 
-    Profiles that sample get three draws and two ids that are always kept.
+    Profiles that sample get two ids that are always kept, and three draws if they have draws.
     """
     rules = PROFILES[profile]
     sampled: dict[str, Any] = {"always_keep": (5, 7)} if rules.sampled else {}
@@ -33,6 +33,8 @@ def identity_of(profile: str, *shape: int, **options: Any) -> CacheIdentity:
 
 IDENTITIES = {profile: identity_of(profile) for profile in PROFILES}
 IDENTITY = make_identity()
+#: Profile threshold of version 0.2.0, which is read and not captured any more.
+EARLIER = identity_of("threshold", clusters=0, fitted=0, draws=3)
 
 
 def child(code: str, *arguments: object) -> subprocess.Popen:
@@ -66,9 +68,7 @@ def in_one_order(records: Records) -> dict[str, np.ndarray]:
         rows = np.repeat(np.arange(len(records)), columns[f"{part}_count"])
         order = np.lexsort((columns[f"{part}_ids"], rows))
         columns |= {
-            name: columns[name][order]
-            for name in (f"{part}_ids", f"{part}_logprobs")
-            if name in columns
+            name: column[order] for name, column in columns.items() if find_axis(name) == part
         }
     return columns
 

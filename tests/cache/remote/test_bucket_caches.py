@@ -17,7 +17,9 @@ from bench.support.small.caches import (
     make_cache,
     make_identity,
     make_shard,
+    make_tables,
     make_token_map,
+    write_folders,
 )
 from cache.checking.listing import list_caches, summarise_cache
 from cache.checking.verify import find_extras, find_missing, verify_cache
@@ -30,16 +32,19 @@ from cache.remote.bucket import Bucket
 from cache.remote.mirror import name_data
 from cache.store import has_manifest, open_cache, replace_fidelity
 from cache.writing.writer import open_writer
-from tests.support.caches import IDENTITIES, IDENTITY, child, content, equal
+from tests.support.caches import IDENTITIES, IDENTITY, captured, child, content, equal
 
 #: A writer in a process of its own, which says when it begins a shard.
 WRITER = """
 import sys
 from pathlib import Path
 from cache.writing.writer import open_writer
-from bench.support.small.caches import PROVENANCE, make_identity, make_shard, make_token_map
+from bench.support.small.caches import (
+    PROVENANCE, make_identity, make_shard, make_token_map, write_folders
+)
 identity = make_identity(train_sequences=int(sys.argv[2]))
 with open_writer(Path(sys.argv[1]), identity) as writer:
+    write_folders(writer)
     writer.write_token_map(make_token_map(identity.tokenizer.vocabulary_size))
     for index in writer.find_missing_shards():
         print(index, flush=True)
@@ -104,6 +109,7 @@ def test_opening_checks_the_identity_and_finds_what_is_missing(root, elsewhere, 
         open_cache(root / identity.fingerprint)
     assert not has_manifest(root / identity.fingerprint)
     with open_writer(root, identity) as writer:
+        write_folders(writer)
         writer.write_shard(0, *make_shard(identity, 0))
         with pytest.raises(CacheIncomplete, match="2 of 3 shards are not sealed, the first is 1"):
             writer.finish(PROVENANCE)
@@ -226,6 +232,7 @@ def test_of_two_writers_with_different_bytes_the_first_wins_and_both_end_right(
     identity = make_identity()
     with open_writer(root, identity) as first, open_writer(elsewhere, identity) as second:
         for writer in (first, second):
+            write_folders(writer)
             writer.write_token_map(make_token_map(300))
         assert list(second.find_missing_shards()) == [0, 1, 2]
         for index in range(3):
@@ -241,6 +248,25 @@ def test_of_two_writers_with_different_bytes_the_first_wins_and_both_end_right(
     assert verify_cache(root / identity.fingerprint) == []
 
 
+def test_of_two_writers_with_different_tables_the_first_wins(root, elsewhere) -> None:
+    identity = make_identity()
+    tables = make_tables(300, 2)
+    others = replace(tables, order_V=tables.order_V[::-1])
+    with open_writer(root, identity) as first, open_writer(elsewhere, identity) as second:
+        assert first.read_tables() is second.read_tables() is None
+        sealed = [first.write_tables(tables), second.write_tables(others), second.read_tables()]
+        for each in sealed:
+            for name, array in each.to_arrays().items():
+                assert np.array_equal(array, tables.to_arrays()[name]), name
+        # So each reads what the other wrote.
+        first.write_shard(0, *make_shard(identity, 0))
+        for writer in (second, first):
+            fill_cache(writer)
+    whole = open_cache(elsewhere / identity.fingerprint).read(range(10))
+    assert equal(whole, captured(identity))
+    assert verify_cache(root / identity.fingerprint) == []
+
+
 def make_other_codec():
     return replace(make_identity().codec, seed=5)
 
@@ -253,6 +279,7 @@ def test_many_threads_that_seal_one_shard_agree_on_one(tmp_path, address) -> Non
         number, root = place
         codec = replace(identity.codec, seed=number)
         with open_writer(root, identity) as writer:
+            write_folders(writer)
             writer.write_shard(0, *make_shard(replace(identity, codec=codec), 0))
             seal = writer._read_shard_seal(0)
             assert seal is not None
@@ -291,7 +318,7 @@ def test_statistics_fetch_only_the_arrays_that_they_need(root, elsewhere) -> Non
     folder = make_cache(root)
     compute_cache_stats(open_cache(elsewhere / folder.name))
     fetched = {path.parent.name for path in (elsewhere / folder.name / "shards").rglob("c.*")}
-    counted = {"head_count", "head_logprobs", "tail_count"}
+    counted = {"head_count", "head_units"}
     assert fetched == {"entropy", "known", "offsets", "tokens", "target_mask", *counted}
 
 
@@ -324,7 +351,7 @@ def test_seals_and_manifest_have_the_bytes_of_a_folder(tmp_path, root, address) 
     plain = make_cache(tmp_path / "plain")
     bucket, names = find_objects(address, ".json")
     seals = [name for name in names if "/seals/" in name or name.endswith("/manifest.json")]
-    assert len(seals) == 5
+    assert len(seals) == 6
     for name in seals:
         assert bucket.get(name) == (plain / name.removeprefix(f"{folder.name}/")).read_bytes()
     digest = hashlib.sha256((plain / "seals/000000.json").read_bytes()).hexdigest()

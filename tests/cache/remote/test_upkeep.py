@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.support.small.caches import make_cache, make_identity, make_shard
+from bench.support.small.caches import make_cache, make_identity, make_shard, write_folders
 from cache.checking.verify import verify_cache
 from cache.errors import CacheError, CacheNotFound
 from cache.operations import find_garbage, remove_cache, remove_garbage
@@ -38,6 +38,7 @@ def find_stored(root, age: float):
 def test_an_unfinished_capture_goes_when_it_is_old(root, elsewhere, objects) -> None:
     identity = make_identity()
     with open_writer(root, identity) as writer:
+        write_folders(writer)
         writer.write_shard(0, *make_shard(identity, 0))
         assert find_stored(elsewhere, -1.0) == []  # it is in use
     assert find_stored(elsewhere, DAY) == []

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.small.caches import PROVENANCE, fill_cache, make_cache, make_identity, make_shard
+from bench.support.small.caches import (
+    PROVENANCE,
+    fill_cache,
+    make_cache,
+    make_identity,
+    make_shard,
+    write_folders,
+)
 from cache.checking.listing import list_caches
 from cache.checking.verify import find_extras, verify_cache
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch
@@ -29,7 +36,7 @@ from cache.shards.names import MANIFEST
 from cache.shards.shard_runs import ShardRuns
 from cache.store import measure_cache_bytes, open_cache, read_manifest, replace_fidelity
 from cache.writing.writer import open_writer
-from tests.support.caches import captured, child, content, equal, flip
+from tests.support.caches import EARLIER, captured, child, content, equal, flip
 
 #: Six shards of four sequences, the last one short, in pieces of two.
 IDENTITY = make_identity(train_sequences=17, validation_sequences=5)
@@ -60,9 +67,22 @@ def test_only_the_manifest_of_many_shards_has_pieces(listed: Path, pieced: Path)
     }
     plain = json.loads(theirs.pop(MANIFEST))
     document = json.loads(ours.pop(MANIFEST))
-    assert (plain["version"], document["version"]) == (PLAIN_FORMAT_VERSION, PIECES_FORMAT_VERSION)
+    assert (plain["version"], document["version"]) == (FORMAT_VERSION, FORMAT_VERSION)
     assert "pieces" not in plain and "shards" not in document
     assert {name: ours[name] for name in theirs} == theirs, "everything else is the same"
+
+
+def test_pieces_have_a_format_of_their_own_in_caches_of_earlier_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_version(root: str) -> int:
+        folder = make_cache(tmp_path / root, EARLIER)
+        assert equal(open_cache(folder).read(range(10)), captured(EARLIER))
+        return int(json.loads((folder / MANIFEST).read_bytes())["version"])
+
+    assert read_version("listed") == PLAIN_FORMAT_VERSION
+    monkeypatch.setattr("cache.shards.entries.PIECE_SHARDS", 2)
+    assert read_version("pieced") == PIECES_FORMAT_VERSION
 
 
 def test_it_reads_as_the_cache_that_lists_its_shards(listed: Path, pieced: Path) -> None:
@@ -184,6 +204,7 @@ def test_a_lost_shard_is_found_when_it_is_read(pieced: Path) -> None:
 @pytest.mark.long
 def test_a_capture_resumes(pieced: Path, tmp_path: Path) -> None:
     with open_writer(tmp_path / "begun", IDENTITY) as writer:
+        write_folders(writer)
         for index in (0, 1, 4):
             writer.write_shard(index, *make_shard(IDENTITY, index))
         with pytest.raises(CacheIncomplete, match="3 of 6 shards are not sealed, the first is 2"):

@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.support.small.caches import fill_cache, make_cache, make_codec, make_identity, make_shard
+from bench.support.small.caches import (
+    fill_cache,
+    make_cache,
+    make_codec,
+    make_identity,
+    make_shard,
+    write_folders,
+)
 from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.inspection import compute_cache_stats
@@ -23,14 +30,20 @@ from cache.writing.writer import open_writer
 
 KEEP = (0, 5, 7)
 SAMPLED = {"draws": 2, "always_keep": KEEP}
-PROFILES = {"threshold": SAMPLED, "tempered": SAMPLED, "topk": {}, "dense": {}, "hidden": {}}
+CODECS = {
+    "threshold": make_codec("threshold", always_keep=KEEP),
+    # Of version 0.2.0.
+    "earlier": make_codec("threshold", clusters=0, fitted=0, **SAMPLED),
+    "tempered": make_codec("tempered", **SAMPLED),
+    **{name: make_codec(name) for name in ("topk", "dense", "hidden")},
+}
 
 
 def make_opened(root: Path, profile: str, sequences: int = 10) -> Cache:
     identity = make_identity(
         vocabulary_size=40,
         train_sequences=sequences - 3,
-        codec=make_codec(profile, **PROFILES[profile]),
+        codec=CODECS[profile],
     )
     return open_cache(make_cache(root, identity))
 
@@ -38,7 +51,7 @@ def make_opened(root: Path, profile: str, sequences: int = 10) -> Cache:
 # ---- the sample
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", CODECS)
 def test_a_small_cache_is_sampled_whole(tmp_path, profile):
     store = make_opened(tmp_path, profile)
     every = compute_cache_stats(store)
@@ -52,7 +65,7 @@ def test_a_small_cache_is_sampled_whole(tmp_path, profile):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", CODECS)
 def test_a_sample_counts_what_its_sequences_hold(tmp_path, profile):
     store = make_opened(tmp_path, profile, 100)
     runs = choose_runs(store, 3, 300)
@@ -143,6 +156,7 @@ def test_damage_is_seen_by_names_by_sizes_and_by_a_verification(tmp_path):
 def test_the_shards_of_a_capture_are_sealed_in_work_or_missing(tmp_path):
     identity = make_identity(train_sequences=17)
     with open_writer(tmp_path, identity) as writer:
+        write_folders(writer)
         writer.write_shard(0, *make_shard(identity, 0))
         writer.write_shard(2, *make_shard(identity, 2))
         writer.begin_shard(1)
@@ -216,7 +230,7 @@ def test_tokens_of_each_kind_of_tokenizer_become_text(tokens, expected):
 # ---- pages of records
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", CODECS)
 def test_a_page_shows_what_the_records_hold(tmp_path, profile):
     store = make_opened(tmp_path, profile)
     sequences, records = store.read([8])
@@ -241,7 +255,7 @@ def test_a_page_shows_what_the_records_hold(tmp_path, profile):
         ids = [entry.id for entry in record.head]
         assert len(ids) == len(set(ids))
         assert [entry.text for entry in record.head] == [f"token {each}" for each in ids]
-        if profile in ("threshold", "tempered"):
+        if profile in ("threshold", "earlier", "tempered"):
             known = {record.said_id, *KEEP}
             assert record.entries == len(known) + records["head_count"][row]
             assert known <= set(ids)

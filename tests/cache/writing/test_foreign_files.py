@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.small.caches import PROVENANCE, fill_cache, make_cache, make_shard
+from bench.support.small.caches import (
+    PROVENANCE,
+    fill_cache,
+    make_cache,
+    make_shard,
+    write_folders,
+)
 from cache.checking.verify import find_extras, verify_cache
 from cache.disk import list_file_sizes, remove_path, storage_errors
 from cache.errors import StorageError
@@ -52,6 +58,8 @@ def test_a_file_that_comes_while_a_shard_is_written_is_not_sealed(
 ) -> None:
     from cache.writing import writer as module
 
+    with open_writer(tmp_path, IDENTITY) as writer:
+        write_folders(writer)
     write = module.write_arrays
 
     def write_beside_a_file_manager(folder: Path, arrays: dict) -> None:  # type: ignore[type-arg]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.small.caches import PROVENANCE, fill_cache, make_shard
+from bench.support.small.caches import PROVENANCE, fill_cache, make_shard, write_folders
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.checking.verify import verify_cache
 from cache.errors import CacheError
@@ -23,7 +23,7 @@ from tests.support.caches import IDENTITY, child, content, flip
 HELPER = """
 import random, sys
 from pathlib import Path
-from bench.support.small.caches import make_identity, make_shard
+from bench.support.small.caches import make_identity, make_shard, write_folders
 from cache.writing.writer import open_helper
 
 identity = make_identity()
@@ -31,6 +31,7 @@ shards = list(range(identity.shard_count))
 chance = random.Random(int(sys.argv[2]))
 with open_helper(Path(sys.argv[1]), identity) as writer:
     print("begun", flush=True)
+    write_folders(writer)
     for _ in range(int(sys.argv[3])):
         chance.shuffle(shards)
         for index in shards:
@@ -87,6 +88,7 @@ def test_helpers_that_are_killed_leave_nothing_that_counts(
     with open_writer(root, IDENTITY) as writer:
         folder = writer.folder
         assert not list(folder.rglob(".tmp-*")), "the first writer cleans up"
+        write_folders(writer)
         for index in writer.find_missing_shards():
             writer.write_shard(index, *make_shard(IDENTITY, index))
         fill_cache(writer)
@@ -113,7 +115,7 @@ def test_a_helper_repairs_a_damaged_shard(tmp_path: Path, alone: dict[str, bytes
     root = tmp_path / "together"
     with open_writer(root, IDENTITY) as writer:
         fill_cache(writer)
-    flip(writer.folder / "shards/000001/tail_0_symbols/c.0", 7)
+    flip(writer.folder / "shards/000001/gap_symbols/c.0", 7)
     with open_writer(root, IDENTITY, shared=True) as leading, open_helper(root, IDENTITY) as helper:
         assert list(helper.find_missing_shards(range(2))) == [1]
         helper.write_shard(1, *make_shard(IDENTITY, 1))

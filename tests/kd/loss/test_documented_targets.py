@@ -21,6 +21,7 @@ from tests.support.formats.page_reader import (
     weigh_tempered,
     weigh_threshold,
     weigh_top,
+    weigh_units,
 )
 
 
@@ -50,8 +51,21 @@ def require_equal(target: SparseTarget, expected: list[Weights], tolerance: floa
             assert found[token] == pytest.approx(weight, rel=tolerance)
 
 
-def test_threshold(tmp_path: Path) -> None:
-    path, codec, columns, gold_N = open_small(tmp_path, "threshold", always_keep=(3, 9))
+@pytest.mark.parametrize("threshold", [0.02, 0.3])
+def test_threshold(tmp_path: Path, threshold: float) -> None:
+    options = {"threshold": threshold, "always_keep": (3, 9)}
+    path, codec, columns, gold_N = open_small(tmp_path, "threshold", **options)
+    about = read_manifest(path).content["identity"]["codec"]
+    expected = weigh_units(read_sequence(path, 2), about)
+    assert [sum(weight for _, weight in each) for each in expected] == pytest.approx(
+        [1.0] * len(expected), abs=1e-12
+    )
+    require_equal(decode_threshold(codec, columns, gold_N), expected, 1e-9)
+
+
+def test_threshold_of_version_020(tmp_path: Path) -> None:
+    options = {"clusters": 0, "fitted": 0, "always_keep": (3, 9)}
+    path, codec, columns, gold_N = open_small(tmp_path, "threshold", **options)
     about = read_manifest(path).content["identity"]["codec"]
     records = list_records(read_sequence(path, 2), about)
     expected = [weigh_threshold(record) for record in records]

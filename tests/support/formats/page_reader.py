@@ -30,6 +30,11 @@ TYPES = {
     "float64": "d",
 }
 SAMPLED = ("threshold", "tempered")
+#: The constants of the hash of candidates, and the mass of a record.
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+TABLES = ("slots", "leading", "order")
+WORD = (1 << 64) - 1
+WHOLE = 1 << 40
 
 
 @dataclass
@@ -127,8 +132,8 @@ def read_entry(folder: Path, shard: int) -> dict[str, Any]:
 
 def read_sequence(folder: Path, number: int, draw: int = 0) -> dict[str, list[Any]]:
     """The stored numbers of a sequence: its tokens, and the columns of its records."""
-    identity = read_manifest(folder).content["identity"]
-    size = identity["codec"]["shard_sequences"]
+    codec = read_manifest(folder).content["identity"]["codec"]
+    size = codec["shard_sequences"]
     shard = folder / "shards" / f"{number // size:06d}"
     place = number % size
     names = [each.name for each in shard.iterdir() if each.is_dir()]
@@ -138,12 +143,22 @@ def read_sequence(folder: Path, number: int, draw: int = 0) -> dict[str, list[An
     found = {
         name: arrays.pop(name).rows[place] for name in ("tokens", "document_start", "target_mask")
     }
-    if identity["codec"]["profile"] not in SAMPLED:
+    if codec["profile"] not in SAMPLED:
         return found | {name: each.rows[first[0] : last[0]] for name, each in arrays.items()}
+    if codec.get("clusters", 0):
+        tables = {name: read_array(folder / "dither" / name).rows for name in TABLES}
+        return found | read_units(arrays, first, last, tables, found, codec, number)
+    return found | read_logarithms(arrays, first, last, draw)
+
+
+def read_logarithms(
+    arrays: dict[str, Array], first: list[int], last: list[int], draw: int
+) -> dict[str, list[Any]]:
+    """The columns of profile tempered, and of threshold in caches of version 0.2.0."""
     coded = {name for name in arrays if name.startswith(("head_", "tail_"))}
     coded -= {"head_count", "tail_count"}
     order = order_tokens(arrays.pop("token_classes").rows)
-    found |= {name: arrays[name].rows[first[0] : last[0]] for name in arrays if name not in coded}
+    found = {name: arrays[name].rows[first[0] : last[0]] for name in arrays if name not in coded}
     for part, stored, entries, bits in (
         ("head", "head", 1, 3),
         ("tail", f"tail_{draw}", 2, 4 + draw),
@@ -158,6 +173,86 @@ def read_sequence(folder: Path, number: int, draw: int = 0) -> dict[str, list[An
             rows = arrays[f"{stored}_logprobs"].rows
             found[f"{part}_logprobs"] = rows[first[entries] : last[entries]]
     return found
+
+
+def read_units(
+    arrays: dict[str, Array],
+    first: list[int],
+    last: list[int],
+    tables: dict[str, list[Any]],
+    found: dict[str, list[Any]],
+    codec: dict[str, Any],
+    number: int,
+) -> dict[str, list[Any]]:
+    """The columns of profile threshold: units of heads, and the ids of heads and drawn tokens."""
+    plain = ("known", "entropy", "cluster", "head_count")
+    columns = {name: arrays[name].rows[first[0] : last[0]] for name in plain}
+    others = arrays["other_count"].rows[first[0] : last[0]]
+    columns["head_units"] = arrays["head_units"].rows[first[1] : last[1]]
+    rests = list_rests(found, columns["known"], codec)
+    given, accepted = 0, []
+    for (_, units), heads, other in zip(rests, columns["head_count"], others, strict=True):
+        taken = sum(each // 2 for each in columns["head_units"][given : given + heads])
+        accepted.append(units - taken - other)
+        given += heads
+    ranks = {}
+    counts = {"head": columns["head_count"], "gap": accepted, "other": others}
+    for column, (part, count) in enumerate(counts.items(), 1):
+        symbols = arrays[f"{part}_symbols"].rows[first[column] : last[column]]
+        bits = arrays[f"{part}_bits"].rows[first[column + 3] : last[column + 3]]
+        ranks[part] = iter(decode_ranks(symbols, bits, count))
+    places = [place for place, target in enumerate(found["target_mask"]) if target]
+    columns |= {"head_ids": [], "tail_count": [], "tail_ids": [], "tail_k": []}
+    for row, place in enumerate(places):
+        cluster = columns["cluster"][row]
+        ids = tables["leading"][cluster] + tables["order"]
+        slots = tables["slots"][cluster]
+        columns["head_ids"] += [ids[next(ranks["head"])] for _ in range(counts["head"][row])]
+        columns["tail_ids"] += [ids[next(ranks["other"])] for _ in range(others[row])]
+        candidates = [next(ranks["gap"]) for _ in range(accepted[row])]
+        columns["tail_ids"] += [
+            slots[hash_candidate(codec["seed"], number, place, k) & (len(slots) - 1)]
+            for k in candidates
+        ]
+        columns["tail_k"] += [0] * others[row] + candidates
+        columns["tail_count"].append(others[row] + accepted[row])
+    return columns
+
+
+def list_rests(
+    found: dict[str, list[Any]], known: list[list[int]], codec: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """The mass that the known tokens of each record leave, in 2^-40, and its number of units."""
+    unit = round(codec["threshold"] * WHOLE)
+    rests = []
+    for codes, golds in zip(known, list_known_ids(found, codec), strict=True):
+        rest = WHOLE - sum(measure_code(codes[place]) for place in golds.values())
+        rests.append((rest, max(-(-rest // unit), 0)))
+    return rests
+
+
+def list_known_ids(found: dict[str, list[Any]], codec: dict[str, Any]) -> list[dict[int, int]]:
+    """The known tokens of each record, each with its place: the gold token comes first."""
+    golds = [
+        found["tokens"][place + 1] for place, target in enumerate(found["target_mask"]) if target
+    ]
+    kept = {token: place for place, token in enumerate(codec["always_keep"], 1)}
+    return [{**kept, gold: 0} for gold in golds]
+
+
+def measure_code(code: int) -> int:
+    return 0 if code == 65535 else round(math.exp(-code / 256) * WHOLE)
+
+
+def mix(word: int) -> int:
+    word = (word ^ (word >> 30)) * FIRST & WORD
+    word = (word ^ (word >> 27)) * SECOND & WORD
+    return word ^ (word >> 31)
+
+
+def hash_candidate(seed: int, sequence: int, position: int, k: int) -> int:
+    start = mix(mix((sequence * STEP + seed) & WORD) ^ position)
+    return mix((start + k * STEP) & WORD)
 
 
 def order_tokens(classes: list[int]) -> list[int]:
@@ -188,7 +283,7 @@ def decode_ranks(symbols: list[int], bits: list[int], counts: list[int]) -> list
 
 @dataclass
 class Record:
-    """One record of a profile with a sampled tail: log-probabilities in nats."""
+    """One record of tempered, or of threshold of version 0.2.0: log-probabilities in nats."""
 
     known: list[tuple[int, float]]
     head: list[tuple[int, float]]
@@ -228,6 +323,29 @@ def list_records(found: dict[str, list[Any]], codec: dict[str, Any]) -> list[Rec
         )
         head, tail = head + heads, tail + tails
     return records
+
+
+def weigh_units(found: dict[str, list[Any]], codec: dict[str, Any]) -> list[Weights]:
+    """The weights of each record of profile threshold, which sum to 1."""
+    result, head, tail = [], 0, 0
+    known = list_known_ids(found, codec)
+    for row, (rest, units) in enumerate(list_rests(found, found["known"], codec)):
+        codes = found["known"][row]
+        weights = [
+            (token, measure_code(codes[place]) / WHOLE) for token, place in known[row].items()
+        ]
+        if not units:
+            gold = next(token for token, place in known[row].items() if place == 0)
+            weights.append((gold, rest / WHOLE))
+        share = rest / WHOLE / max(units, 1)
+        for _ in range(found["head_count"][row]):
+            weights.append((found["head_ids"][head], found["head_units"][head] // 2 * share))
+            head += 1
+        for _ in range(found["tail_count"][row]):
+            weights.append((found["tail_ids"][tail], share))
+            tail += 1
+        result.append(weights)
+    return result
 
 
 def weigh_threshold(record: Record) -> Weights:
