@@ -36,7 +36,7 @@ from torch import Tensor
 
 from cache.codec import Codec
 from cache.dither import PATIENCE, DitherTables, hash_positions, hash_slots, hash_tokens
-from cache.profiles.threshold import KNOWN_STEPS, count_units, list_known_masses
+from cache.profiles.threshold import KNOWN_STEPS, WHOLE, count_units, list_known_masses
 from cache.random import PURPOSE_KNOWN_ROUNDING, PURPOSE_TAIL, draw_uniforms
 from cache.rounding import KNOWN_STEP, UNKNOWN
 from kd.capture.host_copy import copy_to_device
@@ -52,6 +52,8 @@ BOUND = 8.0
 #: Chances are cut to this, so that log(1 + BOUND odds(pi)) is below ``_SLACK`` BOUND pi.
 _MOST_CHANCE = 1.0 - 4e-4
 _SLACK = 1.25
+#: The largest prior whose -log(1 - b) is a number.
+_MOST_PRIOR = 1.0 - 2.0**-53
 #: A number above that of every candidate: PATIENCE times the most units.
 _LIMIT = 1 << 17
 
@@ -193,7 +195,9 @@ class UnitSampler(Sampler):
         best_known_N = p_NV.gather(1, known_NA).amax(1)
         p_NV.scatter_(1, known_NA, 0.0)
         mass_N = sizes.sums_NQ.sum(1, dtype=torch.float64)
-        codes_NA = round_known(s_NV.gather(1, known_NA) - sizes.lse_N[:, None], chance.rounding_NA)
+        codes_NA = self._round_known(
+            s_NV.gather(1, known_NA) - sizes.lse_N[:, None], known_NA, chance.rounding_NA
+        )
         # Where nothing is beside the known ids no unit may be left: a reader gives the rest, which
         # is rounding, to the next token.
         codes_NA[:, 0].masked_fill_(mass_N <= 0, 0)
@@ -220,13 +224,19 @@ class UnitSampler(Sampler):
             "tail_k": tails.k_M,
         }
 
+    def _round_known(self, logp_NA: Tensor, known_NA: Tensor, uniform_NA: Tensor) -> Tensor:
+        """Round the known tokens to codes, (N, A): the next token in what the others leave."""
+        codes_NA = round_known(logp_NA, uniform_NA)
+        if self.codec.always_keep:
+            kept_N = _weigh_known(codes_NA, known_NA)[:, 1:].sum(1)
+            room_N1 = (1.0 - kept_N.double() / WHOLE).clamp(min=0.0)[:, None]
+            codes_NA[:, :1] = round_known(logp_NA[:, :1], uniform_NA[:, :1], room_N1)
+        return codes_NA
+
     def _count_units(self, codes_NA: Tensor, known_NA: Tensor) -> Tensor:
         """Return the number of units of each position, (N,), as a reader counts them."""
-        masses = list_masses_on(codes_NA.device)
-        mass_NA = masses[codes_NA]
-        # A next token that is always kept counts once.
-        mass_NA[:, 1:].masked_fill_(known_NA[:, 1:] == known_NA[:, :1], 0)
-        number_N: Tensor = count_units(mass_NA.sum(1), self.codec.threshold)[1]
+        mass_N = _weigh_known(codes_NA, known_NA).sum(1)
+        number_N: Tensor = count_units(mass_N, self.codec.threshold)[1]
         return number_N
 
     def _draw_tails(
@@ -235,10 +245,12 @@ class UnitSampler(Sampler):
         """Draw the tokens of tails, which have ``p_NV`` above 0."""
         count_N, mass_N = heads.tail_count_N, heads.tail_mass_N
         most = int(count_N.max()) if len(count_N) else 0
+        if not most:
+            return _Tails(count_N.new_empty(0), count_N.new_empty(0))
         tables = put_on_device(self._tables, p_NV.device)
         step = max(CANDIDATES[p_NV.device.type] // (PATIENCE * max(most, 1)), 1)
-        parts = [torch.empty(0, most, 2, dtype=torch.int64, device=p_NV.device)]
-        for start in range(0, len(p_NV) if most else 0, step):
+        parts = []
+        for start in range(0, len(p_NV), step):
             rows = slice(start, start + step)
             race = _Race(
                 p_NV[rows], mass_N[rows], count_N[rows], cluster_N[rows], starts_N[rows], tables
@@ -336,7 +348,7 @@ class _Race:
         rows_B, place_B = wins_NK.nonzero(as_tuple=True)
         ids_B, prior_B = token_NK[rows_B, place_B], prior_NK[rows_B, place_B].double()
         uniform_B = _draw_uniforms(self.starts_N[rows_B], ids_B)
-        wait_B = place_B * -torch.log1p(-prior_B) - torch.log1p(-prior_B * uniform_B)
+        wait_B = place_B * _wait_one(prior_B) - torch.log1p(-prior_B * uniform_B)
         return _Entrants(rows_B, ids_B, place_B + 1, wait_B)
 
     @cached_property
@@ -385,7 +397,7 @@ class _Race:
     def _make_late(self, rows_B: Tensor, ids_B: Tensor, more_B: Tensor) -> _Entrants:
         """Return tokens that wait ``more_B`` than their K candidates."""
         prior_B = self.tables.prior_CV[self.cluster_N[rows_B], ids_B].double()
-        wait_B = self._limit_N1[rows_B, 0] * -torch.log1p(-prior_B) + more_B
+        wait_B = self._limit_N1[rows_B, 0] * _wait_one(prior_B) + more_B
         return _Entrants(rows_B, ids_B, torch.zeros_like(ids_B), wait_B)
 
     def _find_all_late(self) -> _Entrants:
@@ -424,17 +436,32 @@ def _draw_uniforms(starts: Tensor, counters: Tensor) -> Tensor:
     return (hash_tokens(starts, counters).double() + 0.5) * 2.0**-_TOKEN_BITS
 
 
-def round_known(logp_NA: Tensor, uniform_NA: Tensor) -> Tensor:
+def _wait_one(prior_B: Tensor) -> Tensor:
+    """Return -log(1 - b): how long a candidate takes. A token may have all slots of its table."""
+    return -torch.log1p(-prior_B.clamp(max=_MOST_PRIOR))
+
+
+def round_known(logp_NA: Tensor, uniform_NA: Tensor, room_N1: float | Tensor = 1.0) -> Tensor:
     """Round log-probabilities at random to the codes of ``known``, without bias in p, (N, A).
 
-    As ``cache.rounding.round_stochastically`` does, in steps of ``KNOWN_STEPS``.
+    As ``cache.rounding.round_stochastically`` does, in steps of ``KNOWN_STEPS``. A code above
+    ``room_N1`` weighs the room: a reader takes what is too much from the next token.
     """
-    steps_NA = logp_NA.double().clamp(max=0.0) / -_STEP
-    upper_NA = steps_NA.floor()
-    bottom = math.exp(-_STEP)
-    takes_upper_NA = uniform_NA < (((upper_NA - steps_NA) * _STEP).exp() - bottom) / (1.0 - bottom)
+    logp_NA = logp_NA.double().clamp(-UNKNOWN * KNOWN_STEP, 0.0)  # -inf has no code
+    upper_NA = (logp_NA / -_STEP).floor()
+    room_NA = torch.as_tensor(room_N1, dtype=logp_NA.dtype, device=logp_NA.device)
+    high_NA = torch.minimum((upper_NA * -_STEP).exp(), room_NA)
+    low_NA = torch.minimum(((upper_NA + 1) * -_STEP).exp(), room_NA)
+    takes_upper_NA = uniform_NA * (high_NA - low_NA) < logp_NA.exp() - low_NA
     steps_NA = upper_NA.long() + ~takes_upper_NA
     return (steps_NA * KNOWN_STEPS).clamp_(max=UNKNOWN - KNOWN_STEPS + 1)
+
+
+def _weigh_known(codes_NA: Tensor, known_NA: Tensor) -> Tensor:
+    """Return the mass of each known token, (N, A): a next token that is always kept counts once."""
+    mass_NA: Tensor = list_masses_on(codes_NA.device)[codes_NA]
+    mass_NA[:, 1:].masked_fill_(known_NA[:, 1:] == known_NA[:, :1], 0)
+    return mass_NA
 
 
 @functools.lru_cache(maxsize=8)

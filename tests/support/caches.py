@@ -67,7 +67,7 @@ def in_one_order(records: Records) -> dict[str, np.ndarray]:
         order = np.lexsort((columns[f"{part}_ids"], rows))
         columns |= {
             name: columns[name][order]
-            for name in (f"{part}_ids", f"{part}_logprobs")
+            for name in (f"{part}_ids", f"{part}_logprobs", f"{part}_units", f"{part}_k")
             if name in columns
         }
     return columns
