@@ -539,7 +539,9 @@ def make_teacher(model: LlamaForCausalLM, identity: CacheIdentity, sequences: Se
     recorder = Recorder(head, identity.record_codec(), meter=meter)
     teacher = Teacher(model, recorder, len(identity.shard_range(0)))
     if recorder.codec.rules.dithered:
-        return replace(teacher, recorder=replace(recorder, tables=fit_own_tables(teacher, sequences)))
+        return replace(
+            teacher, recorder=replace(recorder, tables=fit_own_tables(teacher, sequences))
+        )
     if profile != "tempered":
         return teacher
     return replace(

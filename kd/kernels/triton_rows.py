@@ -61,7 +61,9 @@ def reduce_rows(
     total: bool = False,
     mean: bool = False,
 ) -> RowSums:
-    """Return the sums of each row. ``z_NV`` is x Wᵀ, before the LM head's bias, scale and soft cap.
+    """Return the sums of each row.
+
+    ``z_NV`` is x Wᵀ, before the LM head's bias, scale and soft cap.
     """
     lse_N, soft_lse_N, total_N, mean_N = z_NV.new_empty((4, len(z_NV)), dtype=torch.float32)
     tempered = temperature != 1.0 or mean  # the kernel sums E_q[s] with the tempered softmax

@@ -83,7 +83,7 @@ def stop_after(reads: int) -> Monitor:
 
 @pytest.fixture
 def keep_recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Let captures from now on have the recipe of a cache: that of a text may change as it grows."""
+    """Let captures have the recipe of a cache: that of a text may change as it grows."""
 
     def keep(folder: Path) -> None:
         known = open_cache(folder).identity.codec

@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.support.small.caches import PROVENANCE, make_codec, make_identity, make_tables
+from bench.support.small.caches import PROVENANCE, make_codec, make_identity
 from cache.checking.verify import verify_cache
-from cache.codec import Codec
 from cache.manifest import CacheIdentity, DataIdentity
 from cache.profiles.table import PROFILES
 from cache.profiles.threshold import KNOWN_STEPS
@@ -36,6 +35,7 @@ from kd.loss.whole_targets import HiddenTarget, TopTarget, decode_lm_head
 from kd.models.lm_head import LMHead
 from kd.text.batches import make_batch
 from tests.support.caches import in_one_order, picked
+from tests.support.kd.samples import make_recorder
 
 CPU = torch.device("cpu")
 KNOTS = 4
@@ -55,7 +55,9 @@ class Case:
 
     @property
     def recorder(self) -> Recorder:
-        return make_recorder(self.head, self.identity.record_codec(), self.hidden_SLD.shape[2])
+        return make_recorder(
+            self.head, self.identity.record_codec(), self.hidden_SLD.shape[2], KNOTS
+        )
 
     def parts(self, number: int) -> tuple[Tensor, Tensor, np.ndarray]:
         """Return hidden states, gold tokens and places of the targets of a sequence."""
@@ -88,13 +90,6 @@ class Case:
         return self.head.compute_logits(
             self.hidden_SLD[torch.from_numpy(self.sequences.target_mask)]
         )
-
-
-def make_recorder(head: LMHead, codec: Codec, width: int) -> Recorder:
-    """Make a recorder, for profile threshold with random tables for states of ``width``."""
-    dithered = codec.rules.dithered
-    tables = make_tables(codec.vocabulary_size, codec.clusters, width) if dithered else None
-    return Recorder(head, codec, KNOTS, tables=tables)
 
 
 def make_case(
@@ -354,7 +349,7 @@ def test_records_are_the_same_bits_however_they_are_cut(
     gold = [torch.from_numpy(rng.integers(0, vocabulary, len(each))) for each in states]
 
     def read(order: tuple[int, ...]) -> list[Records]:
-        recorder = make_recorder(head, codec, 1)
+        recorder = make_recorder(head, codec, 1, KNOTS)
         found = {
             n: recorder.record(states[n], gold[n], n + 70, np.arange(len(gold[n]))) for n in order
         }
@@ -374,7 +369,9 @@ def test_records_are_the_same_bits_however_they_are_cut(
             for name, column in theirs.columns.items():
                 assert np.array_equal(mine[name], column), (name, chunk, rows, threads)
     torch.set_num_threads(1)
-    part = make_recorder(head, codec, 1).record(states[0][5:9], gold[0][5:9], 70, np.arange(5, 9))
+    part = make_recorder(head, codec, 1, KNOTS).record(
+        states[0][5:9], gold[0][5:9], 70, np.arange(5, 9)
+    )
     for name, column in whole[0].slice(5, 9).columns.items():
         assert np.array_equal(part[name], column), name
 

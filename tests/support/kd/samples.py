@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,11 +19,13 @@ from cache.profiles.threshold import WHOLE, UnitSample, count_rest, find_counted
 from cache.records import Records
 from cache.rounding import RecordPositions
 from kd.capture.host_copy import HostCopy
+from kd.capture.recording import Recorder, TailMeter
 from kd.capture.sampling import Randomness, Sampler, make_sample
 from kd.capture.units import UnitRandomness, UnitSampler
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import Columns
+from kd.models.lm_head import LMHead
 
 KNOTS = 5
 #: The temperatures that a tempered codec of the tests serves.
@@ -67,6 +70,36 @@ def sample_units(
     cluster_N = torch.arange(len(gold_N)) % codec.clusters
     found = UnitSampler(codec, tables).draw_units(logits_NV, gold_N, cluster_N, chance)
     return make_sample([HostCopy.start(found).wait()], UnitSample)
+
+
+def make_recorder(
+    head: LMHead, codec: Codec, width: int, knots: int = 0, meter: TailMeter | None = None
+) -> Recorder:
+    """Make a recorder; for records in units with random tables, for states of ``width``."""
+    tables = None
+    if codec.rules.dithered:
+        tables = make_tables(codec.vocabulary_size, codec.clusters, width)
+    return Recorder(head, codec, knots, meter, tables)
+
+
+def stop_chance(patch: pytest.MonkeyPatch) -> None:
+    """Let samples be no longer random: their tails are always the same, as is each unit."""
+    fair, fair_units = Randomness.of_each, UnitRandomness.of_each
+
+    def of_each(*arguments: Any) -> list[Randomness]:
+        return [
+            replace(each, uniform_NR=each.uniform_NR * 0.0, order_Q=torch.arange(len(each.order_Q)))
+            for each in fair(*arguments)
+        ]
+
+    def of_each_unit(*arguments: Any) -> list[UnitRandomness]:
+        return [
+            replace(each, uniform_N=each.uniform_N * 0.0, starts_N=each.starts_N * 0)
+            for each in fair_units(*arguments)
+        ]
+
+    patch.setattr(Randomness, "of_each", of_each)
+    patch.setattr(UnitRandomness, "of_each", of_each_unit)
 
 
 def encode(codec: Codec, found: Sample | UnitSample, sequence: int = 0) -> Records:

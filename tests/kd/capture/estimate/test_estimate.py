@@ -48,7 +48,7 @@ from kd.stages.capture import run_precompute
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "threshold": {"threshold": 0.02, "always_keep": [0, 7], "draws": 3},
+    "threshold": {"threshold": 0.02, "always_keep": [0, 7]},
     "tempered": {"profile": "tempered", "threshold": 0.1},
     "topk": {"profile": "topk", "k": 16},
     "dense": {"profile": "dense"},
