@@ -1,9 +1,10 @@
 """Measure the bias of sampled records: draw, round and decode them again and again.
 
 Every round records the same positions as another sequence, so with other random numbers, and takes
-several draws: those of a record, or for profile threshold the records of several sequences. Sums of the decoded weights over tokens of similar probability should be the sums of
-p_T. Only tokens of the tail are summed: the others are in every record. Rounds are independent of
-each other, so their spread gives the standard error.
+several draws: those of a record, or for profile threshold the records of several sequences. Sums
+of the decoded weights over tokens of similar probability should be the sums of p_T. Only tokens of
+the tail are summed: the others are in every record. Rounds are independent of each other, so their
+spread gives the standard error.
 
 A mean over draws is unbiased where a weight is p over the chance of being drawn. Two parts of
 profile tempered are not: p / g, a ratio of rounded numbers (``bound_rounding``), and the tail's

@@ -258,7 +258,9 @@ class UnitSampler(Sampler):
             parts.append(race.draw(most))
         drawn_Nm2 = torch.cat(parts)
         taken_Nm = torch.arange(most, device=count_N.device) < count_N[:, None]
-        return _Tails(*drawn_Nm2[taken_Nm].unbind(1))
+        # Each in memory of its own: a copy to the host packs bytes.
+        ids_M, k_M = drawn_Nm2[taken_Nm].T.contiguous().unbind(0)
+        return _Tails(ids_M, k_M)
 
 
 @dataclass(frozen=True)
