@@ -36,11 +36,12 @@ from torch import Tensor
 
 from cache.codec import Codec
 from cache.dither import PATIENCE, DitherTables, hash_positions, hash_slots, hash_tokens
-from cache.profiles.threshold import KNOWN_STEPS, WHOLE, count_units, list_known_masses
+from cache.profiles.threshold import KNOWN_STEPS, WHOLE, count_units
 from cache.random import PURPOSE_KNOWN_ROUNDING, PURPOSE_TAIL, draw_uniforms
 from cache.rounding import KNOWN_STEP, UNKNOWN
 from kd.capture.host_copy import copy_to_device
 from kd.capture.sampling import BLOCK, Sampler, TokenSizes
+from kd.loss.sparse_targets import list_masses_on
 
 #: The bits of ``hash_tokens``.
 _TOKEN_BITS = 52
@@ -394,7 +395,8 @@ class _Race:
         keys_B = rows_B * self._vocabulary + ids_B
         first_B = torch.ones_like(keys_B, dtype=torch.bool)
         first_B[1:] = keys_B[1:] != keys_B[:-1]
-        return rows_B[first_B], ids_B[first_B], more_B[first_B]
+        kept = first_B.nonzero()[:, 0]
+        return rows_B[kept], ids_B[kept], more_B[kept]
 
     def _make_late(self, rows_B: Tensor, ids_B: Tensor, more_B: Tensor) -> _Entrants:
         """Return tokens that wait ``more_B`` than their K candidates."""
@@ -443,7 +445,7 @@ def _wait_one(prior_B: Tensor) -> Tensor:
     return -torch.log1p(-prior_B.clamp(max=_MOST_PRIOR))
 
 
-def round_known(logp_NA: Tensor, uniform_NA: Tensor, room_N1: float | Tensor = 1.0) -> Tensor:
+def round_known(logp_NA: Tensor, uniform_NA: Tensor, room_N1: Tensor | None = None) -> Tensor:
     """Round log-probabilities at random to the codes of ``known``, without bias in p, (N, A).
 
     As ``cache.rounding.round_stochastically`` does, in steps of ``KNOWN_STEPS``. A code above
@@ -451,9 +453,9 @@ def round_known(logp_NA: Tensor, uniform_NA: Tensor, room_N1: float | Tensor = 1
     """
     logp_NA = logp_NA.double().clamp(-UNKNOWN * KNOWN_STEP, 0.0)  # -inf has no code
     upper_NA = (logp_NA / -_STEP).floor()
-    room_NA = torch.as_tensor(room_N1, dtype=logp_NA.dtype, device=logp_NA.device)
-    high_NA = torch.minimum((upper_NA * -_STEP).exp(), room_NA)
-    low_NA = torch.minimum(((upper_NA + 1) * -_STEP).exp(), room_NA)
+    high_NA, low_NA = (upper_NA * -_STEP).exp(), ((upper_NA + 1) * -_STEP).exp()
+    if room_N1 is not None:
+        high_NA, low_NA = high_NA.clamp(max=room_N1), low_NA.clamp(max=room_N1)
     takes_upper_NA = uniform_NA * (high_NA - low_NA) < logp_NA.exp() - low_NA
     steps_NA = upper_NA.long() + ~takes_upper_NA
     return (steps_NA * KNOWN_STEPS).clamp_(max=UNKNOWN - KNOWN_STEPS + 1)
@@ -464,12 +466,6 @@ def _weigh_known(codes_NA: Tensor, known_NA: Tensor) -> Tensor:
     mass_NA: Tensor = list_masses_on(codes_NA.device)[codes_NA]
     mass_NA[:, 1:].masked_fill_(known_NA[:, 1:] == known_NA[:, :1], 0)
     return mass_NA
-
-
-@functools.lru_cache(maxsize=8)
-def list_masses_on(device: torch.device) -> Tensor:
-    """Return the masses of the codes of known ids on ``device``."""
-    return torch.from_numpy(list_known_masses()).to(device)
 
 
 def separate_heads(
@@ -485,8 +481,9 @@ def separate_heads(
     which_X, place_X = (size_qU > 0.5 * unit_N[rows_q, None]).nonzero(as_tuple=True)
     rows_X, p_X = rows_q[which_X], size_qU[which_X, place_X]
     ids_X = blocks_q[which_X] * BLOCK + place_X
-    keeps_X = _choose_heads(rows_X, p_X, mass_N, unit_N)
-    rows_X, p_X, ids_X = rows_X[keeps_X], p_X[keeps_X], ids_X[keeps_X]
+    # A mask as an index would wait for a GPU each time.
+    kept = _choose_heads(rows_X, p_X, mass_N, unit_N).nonzero()[:, 0]
+    rows_X, p_X, ids_X = rows_X[kept], p_X[kept], ids_X[kept]
     sizes.size_NQU.flatten(1)[rows_X, ids_X] = 0.0
     rest_N = sizes.sums_NQ.sum(1, dtype=torch.float64)
     heads_N = torch.zeros_like(number_N).scatter_add_(0, rows_X, torch.ones_like(rows_X))
@@ -502,7 +499,7 @@ def separate_heads(
     ends = torch.floor(running * (number_N / whole_N)[:, None] + uniform_N[:, None]).long()
     ends = torch.where(is_last, number_N[:, None], torch.minimum(ends, number_N[:, None]))
     units_X = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))[rows_X, column_X]
-    drawn = units_X > 0
+    drawn = (units_X > 0).nonzero()[:, 0]
     return _Heads(
         rows_X[drawn], ids_X[drawn], p_X[drawn], units_X[drawn], number_N - ends[:, -1], rest_N
     )
