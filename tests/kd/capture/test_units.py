@@ -130,6 +130,7 @@ def test_redraws_average_to_any_distribution(case: Case) -> None:
     require_unbiased(case, 3000 if case.codec.threshold > 0.01 else 1000)
 
 
+@pytest.mark.long
 def test_redraws_average_to_the_distribution() -> None:
     codec = make_codec(UNITS, 200, 1 / 64, always_keep=(7, 150))
     case = Case(codec, make_logits("normal", 1, 200, 2.0, 3), torch.tensor([11]))
@@ -155,6 +156,7 @@ def test_kept_tokens_that_round_up_beside_a_likely_next_token_take_nothing_from_
     assert abs(others.mean() - 0.005) < 5 * error + 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("poor", [False, True])
 def test_tails_whose_least_ratios_are_above_the_bound_have_the_same_law(
     poor: bool, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +195,7 @@ def test_all_tokens_are_looked_at_rarely(monkeypatch: pytest.MonkeyPatch) -> Non
     assert short[0] < 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("poor", [False, True])
 def test_chances_are_those_of_a_sample_in_proportion_to_size(poor: bool) -> None:
     """Each token of a tail is drawn with the chance m p / R, but for Pareto's error."""
