@@ -427,5 +427,5 @@ def measure_cache_bytes(folder: Path, manifest: Manifest) -> int:
     """Return all bytes of a complete cache, from its manifest."""
     sealed = manifest.totals.bytes + (manifest.pieces.bytes if manifest.pieces else 0)
     sealed += manifest.head.bytes + manifest.token_map.bytes
-    sealed += manifest.tail_mean.bytes + manifest.first_tails.bytes
+    sealed += manifest.tail_mean.bytes + manifest.first_tails.bytes + manifest.dither.bytes
     return sealed + len(GROUP_METADATA) + (folder / MANIFEST).stat().st_size
