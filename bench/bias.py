@@ -34,7 +34,7 @@ from kd.models.loading import hide_progress_bars
 
 #: What is measured, and at which temperatures.
 CODECS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
-    ("threshold 0.04", {"profile": "threshold", "threshold": 0.04}, (1.0,)),
+    ("threshold 0.04", {"profile": "threshold", "threshold": 0.04, "clusters": 1}, (1.0,)),
     (
         "tempered 0.0155, T from 0.5 to 2",
         {"profile": "tempered", "threshold": 0.0155, "temperatures": (0.5, 2.0)},
@@ -58,7 +58,8 @@ def make_rows(
     arguments: argparse.Namespace,
 ) -> list[list[str]]:
     """Measure one codec; returns a row for each temperature."""
-    codec = Codec(vocabulary_size=truth.head.vocabulary, draws=arguments.draws, **options)
+    own = 1 if options["profile"] == "threshold" else arguments.draws
+    codec = Codec(vocabulary_size=truth.head.vocabulary, draws=own, **options)
     hidden_ND = torch.cat(truth.hidden)
     gold_N = torch.cat(truth.gold)
     chosen = np.linspace(0, len(gold_N) - 1, min(arguments.positions, len(gold_N))).astype(int)
@@ -66,7 +67,15 @@ def make_rows(
     knots = 0
     if codec.profile == "tempered":
         knots = choose_knots(truth.hidden[0], truth.gold[0], truth.head, codec).count
-    found = measure_bias(codec, logits_NV, gold_N[chosen], temperatures, arguments.rounds, knots)
+    found = measure_bias(
+        codec,
+        logits_NV,
+        gold_N[chosen],
+        temperatures,
+        arguments.rounds,
+        arguments.draws,
+        knots,
+    )
     return [[name, *make_cells(codec, row)] for row in found]
 
 

@@ -19,15 +19,16 @@ The last rate is more than the device could deliver: its row shows the limit of 
 The second table has the processor's time for a token by part, each measured alone on one thread,
 and beside it the floor: the time that the part would take if it did nothing but what it must.
 
-    random numbers  where the tail's points lie, for each position. Floor: Philox for each position,
-                    on blocks of numbers that stay in the processor's cache
-    encoding        random rounding to small integers. Floor: Philox for each number that is
-                    rounded, and one copy of the bytes that come in and go out
+    random numbers  where units and candidates begin, and the rounding of the next token, for each
+                    position. Floor: Philox for the first and the last, on blocks of numbers that
+                    stay in the processor's cache
+    encoding        counts, ids and units to small integers. Floor: one copy of the bytes that come
+                    in and go out
     sealing         ids to symbols and bits. Floor: one sort of the entries of a shard, as integers
     writing         compression, checksums, files. Floor: the compression alone, of the same bytes,
                     and their sha256
 
-The samples are made at random: counts and log-probabilities are those of a real draw from logits
+The samples are made at random: counts, units and candidates are those of a real draw from logits
 with a spread of 2.5 nats around a Zipf distribution, the ids are drawn from that distribution.
 """
 
@@ -53,17 +54,20 @@ from bench.speed import make_single_documents, read_cpu_name
 from bench.support.small.caches import make_codec, make_identity
 from cache.codec import Codec
 from cache.disk import list_file_sizes
+from cache.dither import DitherTables
 from cache.layout import encode_arrays
 from cache.manifest import CacheIdentity
-from cache.profiles.sampled import Sample
+from cache.profiles.threshold import UnitSample
 from cache.random import apply_philox
 from cache.records import Records, Sequences, compute_offsets
 from cache.rounding import RecordPositions
 from cache.shard import Seal, make_shard_arrays, write_arrays
 from cache.writing.writer import CacheWriter, open_writer
+from kd.capture.codec_identity import USUAL_CLUSTERS
+from kd.capture.fitting import make_tables
 from kd.capture.recording import TeacherReading
-from kd.capture.sampling import Randomness, Sampler
 from kd.capture.shards import ShardPipeline
+from kd.capture.units import UnitRandomness, UnitSampler
 
 CPU = torch.device("cpu")
 THRESHOLD = 0.04
@@ -97,37 +101,63 @@ QUICK = CaptureSizes(1000, 33, 16, 0.1, 1)
 # ---------------------------------------------------------------------- the device
 
 
-def draw_few(codec: Codec) -> Sample:
-    """Draw the sample of a few positions with the real sampler."""
+def make_logits(codec: Codec) -> torch.Tensor:
+    """Make the logits of a few positions."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.randn(DRAWN, codec.vocabulary_size, generator=generator) * 2.5
-    logits = spread - torch.arange(1, codec.vocabulary_size + 1).log()
+    return spread - torch.arange(1, codec.vocabulary_size + 1).log()
+
+
+def fit_device_tables(codec: Codec) -> DitherTables:
+    """Fit tables to the device's tails: all clusters have the same."""
+    p_V = torch.softmax(make_logits(codec).double(), 1)
+    tails_V = p_V.masked_fill(p_V > codec.threshold, 0.0).sum(0).numpy()
+    heads_V = (p_V > codec.threshold).sum(0).numpy()
+    found = make_tables(tails_V[None], heads_V[None], np.zeros((1, 1), np.float32))
+    arrays = (found.slots_CZ, found.leading_CR, found.centres_CD)
+    slots_CZ, leading_CR, centres_CD = (np.repeat(each, codec.clusters, axis=0) for each in arrays)
+    return DitherTables(slots_CZ, leading_CR, found.order_V, centres_CD)
+
+
+def draw_few(codec: Codec, tables: DitherTables) -> UnitSample:
+    """Draw the sample of a few positions with the real sampler."""
+    logits = make_logits(codec)
+    generator = torch.Generator().manual_seed(1)
     gold = torch.multinomial(torch.softmax(logits, 1), 1, generator=generator)[:, 0]
-    chance = Randomness.of(codec, 0, np.arange(DRAWN), CPU)
-    return Sampler(codec).sample(logits, gold, chance)
+    (chance,) = UnitRandomness.of_each(codec, [0], [np.arange(DRAWN)], CPU)
+    cluster = torch.randint(0, codec.clusters, (DRAWN,), generator=generator)
+    found = UnitSampler(codec, tables).draw_units(logits, gold, cluster, chance)
+    return UnitSample(**{name: each.numpy() for name, each in found.items()})
 
 
-def multiply_sample(few: Sample, codec: Codec, positions: int, seed: int) -> Sample:
+def multiply_sample(few: UnitSample, codec: Codec, positions: int, seed: int) -> UnitSample:
     """Make a sample of ``positions``: the counts and numbers of ``few``, and other ids."""
     random = np.random.default_rng(seed)
     rows = random.integers(0, DRAWN, positions)
-    heads = few.head_count[rows]
-    tails = few.tail_count[rows]
-    first = compute_offsets(few.head_count)[rows]
-    offset = np.arange(heads.sum()) - np.repeat(compute_offsets(heads)[:-1], heads)
+
+    def find_entries(counts: np.ndarray) -> np.ndarray:
+        first = compute_offsets(counts)[rows]
+        each = counts[rows]
+        offset = np.arange(each.sum()) - np.repeat(compute_offsets(each)[:-1], each)
+        return np.repeat(first, each) + offset
+
+    heads = find_entries(few.head_count)
+    tails = find_entries(few.tail_count)
 
     def draw_ids(count: int) -> np.ndarray:
         # Powers of V spread like 1 / rank, which is Zipf's distribution.
         return (codec.vocabulary_size ** random.random(count)).astype(np.int64) - 1
 
-    return Sample(
+    return UnitSample(
         known_logprobs=few.known_logprobs[rows],
         entropy=few.entropy[rows],
-        head_count=heads,
-        head_ids=draw_ids(int(heads.sum())),
-        head_logprobs=few.head_logprobs[np.repeat(first, heads) + offset],
-        tail_count=tails,
-        tail_ids=draw_ids(int(tails.sum()))[:, None],
+        cluster=few.cluster[rows],
+        head_count=few.head_count[rows],
+        head_ids=draw_ids(len(heads)),
+        head_units=few.head_units[heads],
+        tail_count=few.tail_count[rows],
+        tail_ids=draw_ids(len(tails)),
+        tail_k=few.tail_k[tails],
     )
 
 
@@ -136,16 +166,17 @@ class SimulatedDevice:
     """Delivers prepared samples at ``rate`` tokens a second, and sleeps in between."""
 
     codec: Codec
-    samples: list[Sample]
+    tables: DitherTables
+    samples: list[UnitSample]
 
     @classmethod
     def prepare(cls, sizes: CaptureSizes, codec: Codec) -> SimulatedDevice:
         """Prepare the samples of different micro-batches."""
-        few = draw_few(codec)
+        tables = fit_device_tables(codec)
+        few = draw_few(codec, tables)
         positions = BATCH * (sizes.length - 1)
-        return cls(
-            codec, [multiply_sample(few, codec, positions, seed) for seed in range(PREPARED)]
-        )
+        samples = [multiply_sample(few, codec, positions, seed) for seed in range(PREPARED)]
+        return cls(codec, tables, samples)
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -181,7 +212,7 @@ def make_random_numbers(codec: Codec, places: RecordPositions) -> None:
     """Make the random numbers that the device needs for a micro-batch."""
     numbers, first = np.unique(places.sequence_N, return_index=True)
     positions = np.split(places.position_N, first[1:])
-    Randomness.of_each(codec, numbers.tolist(), positions, CPU)
+    UnitRandomness.of_each(codec, numbers.tolist(), positions, CPU)
 
 
 # ---------------------------------------------------------------------- rates
@@ -199,7 +230,12 @@ class Paced:
 
 def make_shard_identity(sizes: CaptureSizes, shards: int) -> CacheIdentity:
     """Make the identity of a cache of so many shards."""
-    codec = make_codec("threshold", threshold=THRESHOLD, shard_sequences=sizes.shard_sequences)
+    codec = make_codec(
+        "threshold",
+        threshold=THRESHOLD,
+        shard_sequences=sizes.shard_sequences,
+        clusters=USUAL_CLUSTERS,
+    )
     return make_identity(sizes.vocabulary, sizes.length, shards * sizes.shard_sequences, 0, codec)
 
 
@@ -216,6 +252,7 @@ def run_overlapped(
     """Capture shards as a job does, and take the time."""
     sequences = make_texts(sizes)
     with open_writer(root, make_shard_identity(sizes, shards)) as writer:
+        writer.write_tables(device.tables)
         began = (time.perf_counter(), time.process_time())
         with ShardPipeline(writer) as pipeline:
             for index in range(shards):
@@ -235,6 +272,7 @@ def run_in_turn(
     """Read, encode and seal shards one after the other, and take the time."""
     sequences = make_texts(sizes)
     with open_writer(root, make_shard_identity(sizes, shards)) as writer:
+        writer.write_tables(device.tables)
         began = (time.perf_counter(), time.process_time())
         for index in range(shards):
             first = index * sizes.shard_sequences
@@ -297,7 +335,7 @@ def list_parts(device: SimulatedDevice, sizes: CaptureSizes, root: Path) -> list
     samples = [sample for sample, _ in zip(cycle(device.samples), all_places, strict=False)]
     pairs = list(zip(samples, all_places, strict=True))
     records = Records.concatenate(codec.encode(*pair) for pair in pairs)
-    arrays = make_shard_arrays(sequences, records, codec)
+    arrays = make_shard_arrays(sequences, records, codec, device.tables)
     offsets = compute_offsets(sequences.target_mask.sum(axis=1))
     keys = np.random.default_rng(0).permutation(records.length("head") + records.length("tail"))
     come = [value for sample in samples for value in vars(sample).values() if value is not None]
@@ -318,18 +356,17 @@ def list_parts(device: SimulatedDevice, sizes: CaptureSizes, root: Path) -> list
         for values in (*come, *go):
             values.copy()
 
-    def encode_floor() -> None:
-        run_philox(2 * len(records) + records.length("head"))
-        copy()
+    def seal() -> None:
+        encode_arrays(records, offsets, codec, device.tables)
 
     def draw() -> None:
         for places in all_places:
             make_random_numbers(codec, places)
 
     return [
-        Part("random numbers", draw, partial(run_philox, len(records))),
-        Part("encoding", lambda: [codec.encode(*pair) for pair in pairs], encode_floor),
-        Part("sealing", lambda: encode_arrays(records, offsets, codec), lambda: np.sort(keys)),
+        Part("random numbers", draw, partial(run_philox, 2 * len(records))),
+        Part("encoding", lambda: [codec.encode(*pair) for pair in pairs], copy),
+        Part("sealing", seal, lambda: np.sort(keys)),
         Part("writing", write, compress),
     ]
 
@@ -375,6 +412,7 @@ def describe_shard(device: SimulatedDevice, sizes: CaptureSizes) -> str:
 def seal_one(device: SimulatedDevice, sizes: CaptureSizes, root: Path) -> CacheWriter:
     """Seal one shard and return its writer."""
     with open_writer(root, make_shard_identity(sizes, 1)) as writer:
+        writer.write_tables(device.tables)
         sequences = make_texts(sizes)
         parts = [each.encode() for each in device.deliver(sequences, 0, math.inf)]
         writer.write_shard(0, sequences, Records.concatenate(parts))

@@ -55,13 +55,16 @@ from bench.speed import (
 from bench.support.small.caches import make_codec, make_identity, make_lm_head, make_records
 from cache.codec import Codec
 from cache.disk import list_file_sizes
+from cache.dither import DitherTables
 from cache.manifest import CacheIdentity, Provenance
+from cache.profiles.table import PROFILES
 from cache.profiles.topk import TopReading
 from cache.profiles.whole import HiddenReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
 from cache.store import Cache, open_cache
 from cache.writing.writer import open_writer
+from kd.capture.codec_identity import USUAL_CLUSTERS
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
 from kd.models.loading import hide_progress_bars
@@ -138,9 +141,19 @@ def repeat(sequences: Sequences, records: Records, times: int) -> tuple[Sequence
     return Sequences.concatenate([sequences] * times), Records.concatenate([records] * times)
 
 
-def seal_repeated(root: Path, identity: CacheIdentity, part: tuple[Sequences, Records]) -> Path:
-    """Seal a cache whose shards all hold ``part``; return its folder."""
+def seal_repeated(
+    root: Path,
+    identity: CacheIdentity,
+    part: tuple[Sequences, Records],
+    tables: DitherTables | None = None,
+) -> Path:
+    """Seal a cache whose shards all hold ``part``; return its folder.
+
+    A candidate is another token in another sequence, so copies have as many entries, not the same.
+    """
     with open_writer(root, identity) as writer:
+        if tables is not None:
+            writer.write_tables(tables)
         if identity.codec.profile == "hidden":
             head = make_lm_head(identity.tokenizer.vocabulary_size)
             writer.write_lm_head(head)
@@ -163,7 +176,8 @@ def make_sampled_cache(
     count = min(max(ORIGINAL_TOKENS // sizes.length, 1), rows)
     rows -= rows % count
     original = make_random_documents(sizes, count)
-    identity = make_cache_identity(sizes, original, profile)
+    options = {"clusters": USUAL_CLUSTERS} if PROFILES[profile].dithered else {}
+    identity = make_cache_identity(sizes, original, profile, **options)
     teacher = make_teacher(make_frozen_llama(sizes, SMALL), identity, original)
     records = Records.concatenate(each.encode() for each in teacher.deliver(original, 0))
     shards = max(tokens // (rows * sizes.length), 2)
@@ -172,7 +186,8 @@ def make_sampled_cache(
         codec=replace(identity.codec, shard_sequences=rows),
         data=replace(identity.data, train_sequences=shards * rows),
     )
-    return seal_repeated(root, identity, repeat(original, records, rows // count))
+    tables = teacher.recorder.tables
+    return seal_repeated(root, identity, repeat(original, records, rows // count), tables)
 
 
 def make_other_cache(root: Path, sizes: BenchmarkSizes, profile: str) -> Path:

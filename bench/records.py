@@ -46,6 +46,7 @@ from torch import Tensor
 from bench.support.paths import AUSTEN
 from bench.support.quality.methods import DISTILLKIT, make_compression
 from cache.codec import Codec
+from cache.dither import DitherTables
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
@@ -54,10 +55,12 @@ from cache.manifest import (
     TeacherIdentity,
     TokenizerIdentity,
 )
+from cache.profiles.table import PROFILES as RULES
 from cache.records import Records, Sequences
 from cache.rounding import round_to_bfloat16
 from cache.store import Cache, open_cache
 from cache.writing.writer import open_writer
+from kd.capture.fitting import Recipe, fit_tables
 from kd.capture.knots import choose_knots
 from kd.capture.recording import LOGIT_ELEMENTS, Recorder
 from kd.config.data import DataConfig
@@ -185,14 +188,29 @@ def make_cache_identity(truth: Truth, codec: CodecIdentity) -> CacheIdentity:
     )
 
 
+def make_codec_identity(options: dict[str, Any], truth: Truth) -> CodecIdentity:
+    """Make the identity of records; the tables of profile threshold have the recipe of a job."""
+    if not RULES[options["profile"]].dithered:
+        return CodecIdentity(**options)
+    recipe = Recipe.choose(truth.positions, len(truth.hidden))
+    return CodecIdentity(**options, clusters=recipe.clusters, fitted=recipe.sequences)
+
+
+def fit_own_tables(truth: Truth, codec: CodecIdentity) -> DitherTables:
+    """Fit the tables of profile threshold to the first sequences, as a capture does."""
+    first = zip(truth.hidden[: codec.fitted], truth.gold[: codec.fitted], strict=True)
+    return fit_tables(first, truth.head, codec.record_codec(truth.head.vocabulary), codec.clusters)
+
+
 @torch.no_grad()
 def keep_ours(name: str, options: dict[str, Any], truth: Truth, folder: Path) -> StorageMethod:
     """Capture a cache of one profile, and measure its rates."""
-    identity = make_cache_identity(truth, CodecIdentity(**options))
+    identity = make_cache_identity(truth, make_codec_identity(options, truth))
     codec = identity.record_codec()
     tempered = codec.profile == "tempered"
     knots = choose_knots(truth.hidden[0], truth.gold[0], truth.head, codec).count if tempered else 0
-    recorder = Recorder(truth.head, codec, knots)
+    tables = fit_own_tables(truth, identity.codec) if codec.rules.dithered else None
+    recorder = Recorder(truth.head, codec, knots, tables=tables)
     places = [np.flatnonzero(mask_L) for mask_L in truth.sequences.target_mask]
 
     encoding = 0.0
@@ -210,6 +228,8 @@ def keep_ours(name: str, options: dict[str, Any], truth: Truth, folder: Path) ->
     with open_writer(folder, identity) as writer:
         if codec.profile == "hidden":
             writer.write_lm_head(recorder.make_lm_head_arrays())
+        if tables is not None:
+            writer.write_tables(tables)
         writing, _ = time_fastest_run(
             lambda: writer.write_shard(0, truth.sequences, Records.concatenate(parts)), 1
         )

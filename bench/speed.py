@@ -55,6 +55,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -79,10 +80,12 @@ from bench.support.timing import (
     render_timings,
     time_run,
 )
+from cache.dither import DitherTables
 from cache.manifest import CacheIdentity, Provenance
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache
-from cache.writing.writer import open_writer
+from cache.writing.writer import CacheWriter, open_writer
+from kd.capture.fitting import fit_tables
 from kd.capture.recording import LOGIT_ELEMENTS, Recorder, TailMeter
 from kd.capture.teacher import Teacher
 from kd.config.cache import CacheConfig
@@ -191,6 +194,7 @@ def make_capture_task(sizes: BenchmarkSizes, folder: Path) -> Task:
         with open_writer(
             folder, make_cache_identity(sizes, sequences, "threshold", seed=next(seeds))
         ) as writer:
+            write_own_tables(writer, threshold)
             writer.write_shard(0, sequences, read(threshold), threshold.take_tail_sums())
 
     runs: dict[str, Runnable] = {
@@ -231,12 +235,17 @@ def measure_sealing(sizes: BenchmarkSizes, folder: Path, bare: Runnable) -> str:
     )
     records = Records.concatenate(each.encode() for each in teacher.deliver(sequences, 0))
 
+    def open_cache_of(seed: int) -> AbstractContextManager[CacheWriter]:
+        return open_writer(folder, make_cache_identity(sizes, sequences, "threshold", seed))
+
     def seal(seed: int) -> None:
-        with open_writer(
-            folder, make_cache_identity(sizes, sequences, "threshold", seed)
-        ) as writer:
+        with open_cache_of(seed) as writer:
             writer.write_shard(0, sequences, records)
 
+    for seed in range(3):
+        # Once in a cache, so it is no part of a shard.
+        with open_cache_of(seed) as writer:
+            write_own_tables(writer, teacher)
     taken = median(time_run(partial(seal, seed)) for seed in range(3))
     share = taken / (time_run(bare) * len(sequences) / sizes.batch)
     sealed = f"a shard of {len(sequences)} sequences is sealed in {taken:.2f} s"
@@ -521,18 +530,37 @@ def make_frozen_llama(sizes: BenchmarkSizes, shape: tuple[int, int]) -> LlamaFor
 def make_teacher(model: LlamaForCausalLM, identity: CacheIdentity, sequences: Sequences) -> Teacher:
     """Make ``model`` the teacher of a cache, as a capture does.
 
-    Profile threshold adds up its tails; tempered has as many knots as the cache needs.
+    Profile threshold adds up its tails and fits its tables; tempered has as many knots as the cache
+    needs.
     """
     head = find_lm_head(model, identity.tokenizer.vocabulary_size)
     profile = identity.codec.profile
     meter = TailMeter(identity.data.train_sequences) if profile == "threshold" else None
     recorder = Recorder(head, identity.record_codec(), meter=meter)
     teacher = Teacher(model, recorder, len(identity.shard_range(0)))
+    if recorder.codec.rules.dithered:
+        return replace(
+            teacher, recorder=replace(recorder, tables=fit_own_tables(teacher, sequences))
+        )
     if profile != "tempered":
         return teacher
     return replace(
         teacher, recorder=replace(teacher.recorder, knots=teacher.choose_knots(sequences).count)
     )
+
+
+def fit_own_tables(teacher: Teacher, sequences: Sequences) -> DitherTables:
+    """Fit the tables of profile threshold to the teacher's states of all sequences."""
+    recorder = teacher.recorder
+    with torch.no_grad():
+        states = teacher.read_states(sequences)
+        return fit_tables(states, recorder.lm_head, recorder.codec, recorder.codec.clusters)
+
+
+def write_own_tables(writer: CacheWriter, teacher: Teacher) -> None:
+    """Write the tables of the teacher's recorder, if it has any."""
+    if teacher.recorder.tables is not None:
+        writer.write_tables(teacher.recorder.tables)
 
 
 def seal_cache(
@@ -542,6 +570,7 @@ def seal_cache(
     identity = make_cache_identity(sizes, sequences, profile, **options)
     teacher = make_teacher(make_frozen_llama(sizes, SMALL), identity, sequences)
     with open_writer(folder, identity) as writer:
+        write_own_tables(writer, teacher)
         for index in range(identity.shard_count):
             numbers = identity.shard_range(index)
             part = sequences.select(np.asarray(numbers))

@@ -12,24 +12,27 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bench.concepts.passage import (
     ENDING,
     Passage,
     decode_records,
     make_codec,
     make_records,
+    make_tables,
     read_passage,
     show,
 )
 from bench.concepts.pictures import draw_pictures
+from cache.profiles.threshold import WHOLE, count_rest
+from cache.rounding import KNOWN_STEP, decode_masses
+from cache.unit_layout import encode_units
 from kd.models.loading import hide_progress_bars
 
 if TYPE_CHECKING:
     from cache.codec import Codec
     from cache.records import Records
-
-#: A drawn token of the example that the teacher finds improbable.
-RARE = " tri"
 
 
 def make_example(passage: Passage) -> list[str]:
@@ -41,14 +44,22 @@ def make_example(passage: Passage) -> list[str]:
     entries = target.find_entries(slice(row, row + 1))
     ids, weights = target.ids_E[entries].tolist(), target.weights_E[entries].tolist()
     p_V = passage.temper()[row]
-    heads = int(records["head_count"][row])
-    parts = ["next token", *["head"] * heads, *["tail"] * (len(ids) - 1 - heads)]
-    lines = ["| part | token | *p* | weight |", "|---|---|--:|--:|"]
-    for part, token, weight in zip(parts, ids, weights, strict=True):
-        lines.append(
-            f"| {part} | `{show(passage.words[token])}` | {p_V[token]:.4f} | {weight:.4f} |"
-        )
-    lines.append(f"| sum | {len(ids)} entries | {p_V[ids].sum():.4f} | {sum(weights):.4f} |")
+    record = records.slice(row, row + 1)
+    units = (record["head_units"] // 2).tolist()
+    tails = len(record["tail_ids"])
+    parts = ["next token", *["head"] * len(units), *["tail"] * tails]
+    counts = ["-", *units, *[1] * tails]
+    candidates = ["-"] * (1 + len(units)) + [str(k or "none") for k in record["tail_k"].tolist()]
+    lines = [
+        "| part | token | *p* | units | weight | candidate |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for part, token, weight, count, k in zip(parts, ids, weights, counts, candidates, strict=True):
+        word = show(passage.words[token])
+        lines.append(f"| {part} | `{word}` | {p_V[token]:.4f} | {count} | {weight:.4f} | {k} |")
+    total = sum(units) + tails
+    cells = ["sum", f"{len(ids)} entries", f"{p_V[ids].sum():.4f}", total, f"{sum(weights):.4f}"]
+    lines.append(f"| {' | '.join(map(str, cells))} | |")
     return lines
 
 
@@ -78,20 +89,28 @@ def make_facts(passage: Passage) -> dict[str, list[str]]:
 def _describe_record(passage: Passage, records: Records, codec: Codec) -> list[str]:
     row = passage.find(ENDING)
     p_V = passage.temper()[row]
-    gold = int(passage.gold_N[row])
-    heads, tails = int(records["head_count"][row]), int(records["tail_count"][row])
-    is_known_V = p_V > codec.threshold
-    is_known_V[gold] = True
-    known = float(p_V[is_known_V].sum())
-    rare = passage.words.index(RARE)
+    record = records.slice(row, row + 1)
+    known = decode_masses(KNOWN_STEP, record["known"])[0, 0]
+    rest_1, number_1 = count_rest(codec, record["known"], np.ones((1, 1), bool))
+    rest, number = float(rest_1[0]) / WHOLE, int(number_1[0])
+    heads = record["head_ids"].astype(int)
+    units = int((record["head_units"] // 2).sum())
+    drawn = record["tail_ids"].astype(int)
+    tail = float(1 - p_V[heads].sum() - p_V[passage.gold_N[row]])
+    rare = int(drawn[p_V[drawn].argmin()])
+    chance = len(drawn) * float(p_V[rare]) / tail
+    _, arrays = encode_units(record, np.array([0, 1]), make_tables(passage, codec))
     return [
         f"entropy is {-(p_V * p_V.log()).sum():.2f} nats",
-        f"{heads} tokens have *p* > {codec.threshold:g}",
-        f"R = 1 − {known:.4f} = {1 - known:.4f}",
-        f"m = ⌊{1 - known:.4f} / {codec.threshold:g}⌋ = {tails}",
-        f"{len(p_V):,} probabilities became {1 + heads + tails} entries",
-        f"about one of {(1 - known) / tails / float(p_V[rare]):.0f} such records",
-        f"5 + 3 · {heads} + 2 · {tails} = {5 + 3 * heads + 2 * tails} bytes",
+        f"1 − {known:.4f} = {rest:.4f}",
+        f"n = ⌈{rest:.4f} / {codec.threshold:g}⌉ = {number} units of {rest / number:.4f}",
+        f"{len(heads)} tokens have *p* above a unit, and get {units} units",
+        f"m = {number} − {units} = {len(drawn)} tokens are drawn",
+        f'"{passage.words[rare].strip()}" has far too much weight here: {rest / number:.4f}',
+        f"instead of {p_V[rare]:.4f}",
+        f"about one of {1 / chance:.0f} such records",
+        f"{len(p_V):,} probabilities became {1 + len(heads) + len(drawn)} entries",
+        f"{sum(each.nbytes for each in arrays.values())} bytes",
     ]
 
 

@@ -12,11 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.support.bias import fit_to_logits
 from bench.support.paths import AUSTEN
 from cache.codec import Codec
+from cache.dither import DitherTables
+from cache.profiles.threshold import UnitSample
 from cache.records import Records
 from cache.rounding import RecordPositions
-from kd.capture.sampling import Randomness, Sampler
+from kd.capture.units import UnitRandomness, UnitSampler
 from kd.config.jobfile import load_config
 from kd.loss.sparse_targets import SparseTarget, decode_threshold
 from kd.models.loading import load_model
@@ -79,21 +82,28 @@ def read_passage() -> Passage:
 def make_codec(vocabulary: int, seed: int = 0) -> Codec:
     """Make the codec of the demo's cache, with a seed."""
     threshold = load_config(AUSTEN / "job.yaml").cache.threshold
-    return Codec("threshold", vocabulary, seed=seed, threshold=threshold)
+    return Codec("threshold", vocabulary, seed=seed, threshold=threshold, clusters=1)
+
+
+def make_tables(passage: Passage, codec: Codec) -> DitherTables:
+    """Fit the table of the candidates to the passage itself."""
+    return fit_to_logits(codec, passage.logits_NV)
 
 
 def make_records(passage: Passage, codec: Codec) -> Records:
     """Make the records of all positions, as a capture does."""
     places = np.arange(len(passage.gold_N))
-    chance = Randomness.of(codec, 0, places, torch.device("cpu"))
-    sample = Sampler(codec).sample(passage.logits_NV, passage.gold_N, chance)
+    (chance,) = UnitRandomness.of_each(codec, [0], [places], torch.device("cpu"))
+    sampler = UnitSampler(codec, make_tables(passage, codec))
+    clusters = torch.zeros_like(passage.gold_N)
+    found = sampler.draw_units(passage.logits_NV, passage.gold_N, clusters, chance)
+    sample = UnitSample(**{name: each.numpy() for name, each in found.items()})
     return codec.encode(sample, RecordPositions(np.zeros_like(places), places))
 
 
 def decode_records(passage: Passage, codec: Codec, records: Records) -> SparseTarget:
     """Decode records to ids and weights, as a training does."""
     columns = {name: torch.from_numpy(column) for name, column in records.columns.items()}
-    columns["tail_ids"] = columns["tail_ids"][:, 0]
     return decode_threshold(codec, columns, passage.gold_N)
 
 

@@ -33,22 +33,25 @@ def draw_record(passage: Passage) -> Figure:
     """The most probable tokens of the worked example, and which of them the record keeps."""
     codec = make_codec(len(passage.words))
     row = passage.find(ENDING)
-    target = decode_records(passage, codec, make_records(passage, codec))
+    records = make_records(passage, codec)
+    target = decode_records(passage, codec, records)
     weights_V = spread_weights(target, codec.vocabulary_size)[row]
+    # Each token of the tail weighs a unit.
+    unit = float(weights_V[int(records.slice(row, row + 1)["tail_ids"][0])])
     p_V = passage.temper()[row]
     shown = p_V.topk(36).indices
     figure, axes = make_figure(8, 3.2)
-    heads = p_V[shown] > codec.threshold
+    heads = p_V[shown] > unit
     axes.bar(
         range(len(shown)), p_V[shown].tolist(), color=[HEAD if head else OTHER for head in heads]
     )
-    kept = [place for place, each in enumerate(shown) if weights_V[each] > 0 and not heads[place]]
+    kept = [place for place, each in enumerate(shown) if weights_V[each] > 0]
     axes.plot(kept, weights_V[shown[kept]].tolist(), "o", color=TAIL, markersize=5)
-    axes.axhline(codec.threshold, color=EDGE, linewidth=0.8, linestyle="--")
-    axes.text(35.4, codec.threshold + 0.008, f"threshold {codec.threshold:g}", ha="right")
-    axes.bar([0], [0], color=HEAD, label="head: kept with its probability")
+    axes.axhline(unit, color=EDGE, linewidth=0.8, linestyle="--")
+    axes.text(35.4, unit + 0.008, f"a unit, {unit:.4f}", ha="right")
+    axes.bar([0], [0], color=HEAD, label="head: probability of the teacher")
     axes.bar([0], [0], color=OTHER, label="tail: probability of the teacher")
-    axes.plot([], [], "o", color=TAIL, label="sampled, or the next token: weight in the record")
+    axes.plot([], [], "o", color=TAIL, label="weight in the record")
     axes.legend(frameon=False)
     axes.set_xticks(
         range(len(shown)), [show(passage.words[each]) for each in shown], rotation=90, fontsize=7

@@ -36,12 +36,12 @@ class PacedReader:
     """A teacher that delivers at ``rate`` tokens a second."""
 
     def __init__(self, identity: CacheIdentity, rate: float) -> None:
-        self._device = SimulatedDevice.prepare(SIZES, identity.record_codec())
+        self.device = SimulatedDevice.prepare(SIZES, identity.record_codec())
         self._rate = rate
 
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
         """Yield what the device delivers of each micro-batch."""
-        return self._device.deliver(sequences, first, self._rate)
+        return self.device.deliver(sequences, first, self._rate)
 
     def take_tail_sums(self) -> TailSums | None:
         """The simulated samples have no tails that a mean could be made of."""
@@ -94,6 +94,7 @@ def run_stage(
         return {}
     monitor.emit("plan", fingerprint=identity.fingerprint)
     with open_writer(root, identity, shared=True) as writer:
+        writer.write_tables(reader.device.tables)
         ranges.open(
             SharedCapture(identity.fingerprint), shards, lambda: monitor.check("before a shard")
         )

@@ -50,7 +50,7 @@ from cache.rounding import (
     round_entropy,
     round_stochastically,
 )
-from kd.capture.block_sizes import BLOCK
+from kd.capture.sampling import BLOCK
 from kd.models.loading import hide_progress_bars
 
 CHUNK = 64

@@ -9,7 +9,6 @@ results come with triton.
 
     loss      the rows of ``kd.loss.student_rows``; "full" is a head with bias, scale and soft cap,
               at T = 2, with label smoothing and a learned temperature
-    capture   the rows of ``kd.capture.recording``
     loads     of a thread, for one block of logits: count x bytes. Rows are read fastest in loads of
               16 bytes.
     spilled   bytes of a thread's stack and local memory: registers that did not suffice
@@ -43,9 +42,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from kd.capture.block_sizes import BLOCK, LOWEST
 from kd.kernels import triton_rows
-from kd.kernels.padded_rows import make_rows
 from kd.loss.student_rows import StudentRows
 from kd.models.lm_head import LMHead
 
@@ -120,19 +117,11 @@ def launch_loss(head: LMHead, dtype: torch.dtype, temperature: float, full: bool
     rows.turn_into_gradient_(0.1, 0.9, 0.1, 0.1 if full else 0.0)
 
 
-def launch_capture(dtype: torch.dtype, vocabulary: int) -> None:
-    """Launch the kernels of a chunk of a capture."""
-    logits_NV = make_rows(torch.zeros(0), ROWS, vocabulary, dtype).zero_()
-    rows = triton_rows.reduce_rows(logits_NV, mean=True, least=LOWEST)
-    triton_rows.reduce_blocks(logits_NV, rows.lse_N, BLOCK, LOWEST)
-
-
 LAUNCHES: dict[str, Callable[[torch.dtype, int], None]] = {
     "loss": launch_plain_loss,
     "loss, full": launch_full_loss,
-    "capture": launch_capture,
 }
-KERNELS = ("_reduce_rows_kernel", "_reduce_blocks_kernel", "_write_gradient_kernel")
+KERNELS = ("_reduce_rows_kernel", "_write_gradient_kernel")
 
 
 # ---------------------------------------------------------------------- compilation

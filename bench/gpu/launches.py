@@ -35,7 +35,7 @@ import transformers
 
 from bench.speed import QUICK, make_llama, make_random_documents
 from bench.support.launches import DeviceWork, as_on_a_gpu, count_device_work
-from bench.support.small.caches import make_codec, make_identity
+from bench.support.small.caches import make_codec, make_identity, make_tables
 from bench.support.training import KEPT, prepare_run, step_by_hand
 from cache.profiles.table import PROFILES
 from kd.capture.recording import Recorder, SequenceStates, TailMeter
@@ -60,6 +60,7 @@ def count_capture_chunk(profile: str, sequences: int = 1) -> DeviceWork:
         codec,
         5 if profile == "tempered" else 0,
         TailMeter(sequences) if profile == "threshold" else None,
+        make_tables(VOCABULARY, codec.clusters, WIDTH) if codec.rules.dithered else None,
     )
     rows = [
         SequenceStates(

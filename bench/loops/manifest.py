@@ -40,6 +40,7 @@ from bench.support.small.caches import (
     make_identity,
     make_records,
     make_sequences,
+    make_tables,
 )
 from cache.manifest import CacheIdentity
 from cache.shards.entries import ShardEntry
@@ -90,6 +91,7 @@ def write_cache(root: Path, identity: CacheIdentity) -> Path:
     small = replace(identity, data=replace(identity.data, train_sequences=SHARD_SEQUENCES))
     small = replace(small, data=replace(small.data, validation_sequences=0))
     with open_writer(root / "small", small) as writer:
+        writer.write_tables(make_tables(VOCABULARY, identity.codec.clusters))
         writer.write_shard(0, whole, records)
         manifest = writer.finish(PROVENANCE)
     folder = root / identity.fingerprint

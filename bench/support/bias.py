@@ -1,14 +1,15 @@
 """Measure the bias of sampled records: draw, round and decode them again and again.
 
 Every round records the same positions as another sequence, so with other random numbers, and takes
-several draws. Sums of the decoded weights over tokens of similar probability should be the sums of
-p_T. Only tokens of the tail are summed: the others are in every record. Rounds are independent of
-each other, so their spread gives the standard error.
+several draws: those of a record, or for profile threshold the records of several sequences. Sums
+of the decoded weights over tokens of similar probability should be the sums of p_T. Only tokens of
+the tail are summed: the others are in every record. Rounds are independent of each other, so their
+spread gives the standard error.
 
 A mean over draws is unbiased where a weight is p over the chance of being drawn. Two parts of
 profile tempered are not: p / g, a ratio of rounded numbers (``bound_rounding``), and the tail's
 log-partition, which is interpolated (``kd.capture.knots.LARGEST_LOG_MASS_ERROR`` at most, in the
-mean).
+mean). The chances of profile threshold differ by 1e-3 at most (``kd.capture.units``).
 
 Shapes: N positions, V vocabulary, R draws of a round, E entries, D decades of probability.
 """
@@ -23,9 +24,13 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
+from cache.dither import DitherTables
+from cache.profiles.threshold import UnitSample
 from cache.records import Records, find_axis
 from cache.rounding import RecordPositions
+from kd.capture.fitting import make_tables
 from kd.capture.sampling import Randomness, Sampler
+from kd.capture.units import UnitRandomness, UnitSampler
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 
@@ -66,18 +71,27 @@ def measure_bias(
     gold_N: Tensor,
     temperatures: Sequence[float],
     rounds: int,
+    draws: int,
     knots: int = 0,
 ) -> list[BiasRow]:
-    """Measure the bias of ``codec`` at each temperature; a round has ``codec.draws`` draws."""
+    """Measure the bias of ``codec`` at each temperature; a round has so many ``draws``.
+
+    They are the codec's own, except for profile threshold, whose records have one.
+    """
+    tables = fit_to_logits(codec, logits_NV) if codec.rules.dithered else None
+    repeated_N = gold_N.repeat(draws)
     decade_NV = find_tail_decades(codec, logits_NV, gold_N)
     sums = {temperature: [] for temperature in temperatures}  # type: dict[float, list[Tensor]]
     for number in range(rounds):
-        records = _record(codec, logits_NV, gold_N, knots, number)
-        repeated, repeated_N = _repeat_draws(records, gold_N, codec.draws)
+        if tables is None:
+            repeated = _repeat_draws(_record(codec, logits_NV, gold_N, knots, number), draws)
+        else:
+            numbers = range(number * draws, (number + 1) * draws)
+            repeated = _record_units(codec, logits_NV, gold_N, tables, numbers)
         for temperature, found in sums.items():
             target = TargetDecoder(codec).decode(repeated_N, repeated, temperature).teacher
             assert isinstance(target, SparseTarget)
-            found.append(_sum_by_decade(target, decade_NV, codec.draws))
+            found.append(_sum_by_decade(target, decade_NV, draws))
     return [
         _make_row(temperature, torch.stack(found), logits_NV, decade_NV)
         for temperature, found in sums.items()
@@ -121,13 +135,46 @@ def _record(codec: Codec, logits_NV: Tensor, gold_N: Tensor, knots: int, number:
     return codec.encode(Sampler(codec, knots).sample(logits_NV, gold_N, chance), places)
 
 
-def _repeat_draws(records: Records, gold_N: Tensor, draws: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return columns and gold tokens of R N records: those of the first draw, then the next."""
+def fit_to_logits(codec: Codec, logits_NV: Tensor) -> DitherTables:
+    """Fit the tables of profile threshold to these positions: each cluster has the same."""
+    p_NV = torch.softmax(logits_NV.double(), 1)
+    heads_NV = p_NV > codec.threshold
+    tails_V = p_NV.masked_fill(heads_NV, 0.0).sum(0).numpy()
+    shape = (codec.clusters, 1)
+    return make_tables(
+        np.tile(tails_V, shape),
+        np.tile(heads_NV.sum(0).numpy(), shape),
+        np.zeros(shape, np.float32),
+    )
+
+
+def _record_units(
+    codec: Codec, logits_NV: Tensor, gold_N: Tensor, tables: DitherTables, numbers: range
+) -> dict[str, Tensor]:
+    """Return the columns of the same positions as sequences ``numbers``, one after the other."""
+    sampler = UnitSampler(codec, tables)
+    positions_N = np.arange(len(gold_N))
+    cluster_N = torch.zeros_like(gold_N)
+    chances = UnitRandomness.of_each(
+        codec, list(numbers), [positions_N] * len(numbers), logits_NV.device
+    )
+    found = []
+    for number, chance in zip(numbers, chances, strict=True):
+        drawn = sampler.draw_units(logits_NV, gold_N, cluster_N, chance)
+        sample = UnitSample(**{name: each.numpy() for name, each in drawn.items()})
+        places = RecordPositions(np.full(len(gold_N), number), positions_N)
+        found.append(codec.encode(sample, places))
+    columns = Records.concatenate(found).columns
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+def _repeat_draws(records: Records, draws: int) -> dict[str, Tensor]:
+    """Return the columns of R N records: those of the first draw, then the next."""
     columns = {}
     for name, column in records.columns.items():
         each = (column[:, draw] if find_axis(name) == "tail" else column for draw in range(draws))
         columns[name] = torch.from_numpy(np.concatenate(list(each)))
-    return columns, gold_N.repeat(draws)
+    return columns
 
 
 def _sum_by_decade(target: SparseTarget, decade_NV: Tensor, draws: int) -> Tensor:

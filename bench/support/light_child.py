@@ -72,7 +72,8 @@ class LightWork:
     @property
     def identity(self) -> CacheIdentity:
         """The identity of the cache that the job captures and trains from."""
-        codec = make_codec(shard_sequences=SEQUENCES, seed=self.seed)
+        # Records of profile threshold are drawn by torch, which a light child does not import.
+        codec = make_codec("tempered", shard_sequences=SEQUENCES, seed=self.seed)
         return make_identity(
             train_sequences=SEQUENCES * self.shards - 1, validation_sequences=1, codec=codec
         )

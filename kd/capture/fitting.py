@@ -98,10 +98,10 @@ def find_centres(hidden_FD: Tensor, clusters: int) -> Tensor:
     There may be fewer states than clusters: then some centres are equal, and the first counts.
     """
     count = len(hidden_FD)
-    order_F = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    first_C = order_F.to(hidden_FD.device)[torch.arange(clusters) % max(count, 1)]
     if not count or clusters == 1:
         return hidden_FD.new_zeros(clusters, hidden_FD.shape[1])
+    order_F = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    first_C = order_F.to(hidden_FD.device)[torch.arange(clusters) % count]
     centres_CD = hidden_FD[first_C].clone()
     for _ in range(_ROUNDS):
         nearest_F = torch.cat([find_nearest(centres_CD, part) for part in hidden_FD.split(8192)])

@@ -174,8 +174,7 @@ class Sampler:
     def draw(self, logits_NV: Tensor, gold_N: Tensor, chance: Randomness) -> dict[str, Tensor]:
         """Draw the sample of N positions, as tensors on the device of the logits.
 
-        The names are those of ``Sample``. On a GPU whether the logits are finite is a tensor too,
-        ``finite``, which ``make_sample`` checks: reading it here would wait for the device.
+        The names are those of ``Sample``. Raises ``ModelError`` for NaN and +inf.
         """
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         known_NA = self.list_known(gold_N)

@@ -36,12 +36,12 @@ from torch import Tensor
 
 from cache.codec import Codec
 from cache.dither import PATIENCE, DitherTables, hash_positions, hash_slots, hash_tokens
-from cache.profiles.threshold import KNOWN_STEPS, WHOLE, count_units, list_known_masses
+from cache.profiles.threshold import KNOWN_STEPS, WHOLE, count_units
 from cache.random import PURPOSE_KNOWN_ROUNDING, PURPOSE_TAIL, draw_uniforms
 from cache.rounding import KNOWN_STEP, UNKNOWN
 from kd.capture.host_copy import copy_to_device
 from kd.capture.sampling import BLOCK, Sampler, TokenSizes
-from kd.loss.sparse_targets import expect_best_heads, pick_smallest
+from kd.loss.sparse_targets import expect_best_heads, list_masses_on, pick_smallest
 
 #: The bits of ``hash_tokens``.
 _TOKEN_BITS = 52
@@ -53,6 +53,8 @@ BOUND = 8.0
 #: Chances are cut to this, so that log(1 + BOUND odds(pi)) is below ``_SLACK`` BOUND pi.
 _MOST_CHANCE = 1.0 - 4e-4
 _SLACK = 1.25
+#: The largest prior whose -log(1 - b) is a number.
+_MOST_PRIOR = 1.0 - 2.0**-53
 #: A number above that of every candidate: PATIENCE times the most units.
 _LIMIT = 1 << 17
 
@@ -216,7 +218,9 @@ class UnitSampler(Sampler):
         best_known_N = p_NV.gather(1, known_NA).amax(1)
         p_NV.scatter_(1, known_NA, 0.0)
         mass_N = sizes.sums_NQ.sum(1, dtype=torch.float64)
-        codes_NA = round_known(s_NV.gather(1, known_NA) - sizes.lse_N[:, None], chance.rounding_NA)
+        codes_NA = self._round_known(
+            s_NV.gather(1, known_NA) - sizes.lse_N[:, None], known_NA, chance.rounding_NA
+        )
         # Where nothing is beside the known ids no unit may be left: a reader gives the rest, which
         # is rounding, to the next token.
         codes_NA[:, 0].masked_fill_(mass_N <= 0, 0)
@@ -242,10 +246,17 @@ class UnitSampler(Sampler):
             "tail_k": tails.k_M,
         }
 
+    def _round_known(self, logp_NA: Tensor, known_NA: Tensor, uniform_NA: Tensor) -> Tensor:
+        """Round the known tokens to codes, (N, A): the next token in what the others leave."""
+        codes_NA = round_known(logp_NA, uniform_NA)
+        if self.codec.always_keep:
+            kept_N = _weigh_known(codes_NA, known_NA)[:, 1:].sum(1)
+            room_N1 = (1.0 - kept_N.double() / WHOLE).clamp(min=0.0)[:, None]
+            codes_NA[:, :1] = round_known(logp_NA[:, :1], uniform_NA[:, :1], room_N1)
+        return codes_NA
+
     def _read_known(self, codes_NA: Tensor, known_NA: Tensor) -> _ReaderView:
-        mass_NA = list_masses_on(codes_NA.device)[codes_NA]
-        # A next token that is always kept counts once.
-        mass_NA[:, 1:].masked_fill_(known_NA[:, 1:] == known_NA[:, :1], 0)
+        mass_NA = _weigh_known(codes_NA, known_NA)
         rest_N, number_N = count_units(mass_NA.sum(1), self.codec.threshold)
         share_N = rest_N.double() / (number_N.clamp(min=1) * WHOLE)
         return _ReaderView(number_N, share_N, mass_NA.amax(1).double() / WHOLE)
@@ -256,10 +267,12 @@ class UnitSampler(Sampler):
         """Draw the tokens of tails, which have ``p_NV`` above 0."""
         count_N, mass_N = heads.tail_count_N, heads.tail_mass_N
         most = int(count_N.max()) if len(count_N) else 0
+        if not most:
+            return _Tails(count_N.new_empty(0), count_N.new_empty(0))
         tables = put_on_device(self._tables, p_NV.device)
         step = max(CANDIDATES[p_NV.device.type] // (PATIENCE * max(most, 1)), 1)
-        parts = [torch.empty(0, most, 2, dtype=torch.int64, device=p_NV.device)]
-        for start in range(0, len(p_NV) if most else 0, step):
+        parts = []
+        for start in range(0, len(p_NV), step):
             rows = slice(start, start + step)
             race = _Race(
                 p_NV[rows], mass_N[rows], count_N[rows], cluster_N[rows], starts_N[rows], tables
@@ -267,7 +280,9 @@ class UnitSampler(Sampler):
             parts.append(race.draw(most))
         drawn_Nm2 = torch.cat(parts)
         taken_Nm = torch.arange(most, device=count_N.device) < count_N[:, None]
-        return _Tails(*drawn_Nm2[taken_Nm].unbind(1))
+        # Each in memory of its own: a copy to the host packs bytes.
+        ids_M, k_M = drawn_Nm2[taken_Nm].T.contiguous().unbind(0)
+        return _Tails(ids_M, k_M)
 
 
 @dataclass(frozen=True)
@@ -357,7 +372,7 @@ class _Race:
         rows_B, place_B = wins_NK.nonzero(as_tuple=True)
         ids_B, prior_B = token_NK[rows_B, place_B], prior_NK[rows_B, place_B].double()
         uniform_B = _draw_uniforms(self.starts_N[rows_B], ids_B)
-        wait_B = place_B * -torch.log1p(-prior_B) - torch.log1p(-prior_B * uniform_B)
+        wait_B = place_B * _wait_one(prior_B) - torch.log1p(-prior_B * uniform_B)
         return _Entrants(rows_B, ids_B, place_B + 1, wait_B)
 
     @cached_property
@@ -401,12 +416,13 @@ class _Race:
         keys_B = rows_B * self._vocabulary + ids_B
         first_B = torch.ones_like(keys_B, dtype=torch.bool)
         first_B[1:] = keys_B[1:] != keys_B[:-1]
-        return rows_B[first_B], ids_B[first_B], more_B[first_B]
+        kept = first_B.nonzero()[:, 0]
+        return rows_B[kept], ids_B[kept], more_B[kept]
 
     def _make_late(self, rows_B: Tensor, ids_B: Tensor, more_B: Tensor) -> _Entrants:
         """Return tokens that wait ``more_B`` than their K candidates."""
         prior_B = self.tables.prior_CV[self.cluster_N[rows_B], ids_B].double()
-        wait_B = self._limit_N1[rows_B, 0] * -torch.log1p(-prior_B) + more_B
+        wait_B = self._limit_N1[rows_B, 0] * _wait_one(prior_B) + more_B
         return _Entrants(rows_B, ids_B, torch.zeros_like(ids_B), wait_B)
 
     def _find_all_late(self) -> _Entrants:
@@ -445,23 +461,32 @@ def _draw_uniforms(starts: Tensor, counters: Tensor) -> Tensor:
     return (hash_tokens(starts, counters).double() + 0.5) * 2.0**-_TOKEN_BITS
 
 
-def round_known(logp_NA: Tensor, uniform_NA: Tensor) -> Tensor:
+def _wait_one(prior_B: Tensor) -> Tensor:
+    """Return -log(1 - b): how long a candidate takes. A token may have all slots of its table."""
+    return -torch.log1p(-prior_B.clamp(max=_MOST_PRIOR))
+
+
+def round_known(logp_NA: Tensor, uniform_NA: Tensor, room_N1: Tensor | None = None) -> Tensor:
     """Round log-probabilities at random to the codes of ``known``, without bias in p, (N, A).
 
-    As ``cache.rounding.round_stochastically`` does, in steps of ``KNOWN_STEPS``.
+    As ``cache.rounding.round_stochastically`` does, in steps of ``KNOWN_STEPS``. A code above
+    ``room_N1`` weighs the room: a reader takes what is too much from the next token.
     """
-    steps_NA = logp_NA.double().clamp(max=0.0) / -_STEP
-    upper_NA = steps_NA.floor()
-    bottom = math.exp(-_STEP)
-    takes_upper_NA = uniform_NA < (((upper_NA - steps_NA) * _STEP).exp() - bottom) / (1.0 - bottom)
+    logp_NA = logp_NA.double().clamp(-UNKNOWN * KNOWN_STEP, 0.0)  # -inf has no code
+    upper_NA = (logp_NA / -_STEP).floor()
+    high_NA, low_NA = (upper_NA * -_STEP).exp(), ((upper_NA + 1) * -_STEP).exp()
+    if room_N1 is not None:
+        high_NA, low_NA = high_NA.clamp(max=room_N1), low_NA.clamp(max=room_N1)
+    takes_upper_NA = uniform_NA * (high_NA - low_NA) < logp_NA.exp() - low_NA
     steps_NA = upper_NA.long() + ~takes_upper_NA
     return (steps_NA * KNOWN_STEPS).clamp_(max=UNKNOWN - KNOWN_STEPS + 1)
 
 
-@functools.lru_cache(maxsize=8)
-def list_masses_on(device: torch.device) -> Tensor:
-    """Return the masses of the codes of known ids on ``device``."""
-    return torch.from_numpy(list_known_masses()).to(device)
+def _weigh_known(codes_NA: Tensor, known_NA: Tensor) -> Tensor:
+    """Return the mass of each known token, (N, A): a next token that is always kept counts once."""
+    mass_NA: Tensor = list_masses_on(codes_NA.device)[codes_NA]
+    mass_NA[:, 1:].masked_fill_(known_NA[:, 1:] == known_NA[:, :1], 0)
+    return mass_NA
 
 
 def separate_heads(
@@ -477,8 +502,9 @@ def separate_heads(
     which_X, place_X = (size_qU > 0.5 * unit_N[rows_q, None]).nonzero(as_tuple=True)
     rows_X, p_X = rows_q[which_X], size_qU[which_X, place_X]
     ids_X = blocks_q[which_X] * BLOCK + place_X
-    keeps_X = _choose_heads(rows_X, p_X, mass_N, unit_N)
-    rows_X, p_X, ids_X = rows_X[keeps_X], p_X[keeps_X], ids_X[keeps_X]
+    # A mask as an index would wait for a GPU each time.
+    kept = _choose_heads(rows_X, p_X, mass_N, unit_N).nonzero()[:, 0]
+    rows_X, p_X, ids_X = rows_X[kept], p_X[kept], ids_X[kept]
     sizes.size_NQU.flatten(1)[rows_X, ids_X] = 0.0
     rest_N = sizes.sums_NQ.sum(1, dtype=torch.float64)
     heads_N = torch.zeros_like(number_N).scatter_add_(0, rows_X, torch.ones_like(rows_X))
@@ -494,7 +520,7 @@ def separate_heads(
     ends = torch.floor(running * (number_N / whole_N)[:, None] + uniform_N[:, None]).long()
     ends = torch.where(is_last, number_N[:, None], torch.minimum(ends, number_N[:, None]))
     units_X = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))[rows_X, column_X]
-    drawn = units_X > 0
+    drawn = (units_X > 0).nonzero()[:, 0]
     return _Heads(
         rows_X[drawn], ids_X[drawn], p_X[drawn], units_X[drawn], number_N - ends[:, -1], rest_N
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from kd.errors import format_first_line
 #: How far a kernel's results may be from those of plain operations; GPUs approximate exp.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 TEMPERATURE = 2.0
-#: Tokens of a block of the vocabulary. The trials have six tokens, so that one block is not full.
-BLOCK = 4
 
 
 @dataclass(frozen=True)
@@ -92,16 +89,6 @@ def _try_reduce_rows(z_NV: Tensor) -> None:
     _require_close(rows.mean_N, (soft_NV.softmax(1) * s_NV).sum(1), z_NV.dtype)
 
 
-def _try_reduce_blocks(z_NV: Tensor) -> None:
-    from kd.kernels.triton_rows import reduce_blocks
-
-    s_NV = z_NV.float()
-    sums_NQ, largest_NQ = reduce_blocks(z_NV, s_NV.logsumexp(1), BLOCK, -math.inf)
-    blocks = s_NV.softmax(1).split(BLOCK, dim=1)
-    _require_close(sums_NQ, torch.stack([p.sum(1) for p in blocks], 1), z_NV.dtype)
-    _require_close(largest_NQ, torch.stack([p.amax(1) for p in blocks], 1), z_NV.dtype)
-
-
 def _try_write_gradient(z_NV: Tensor) -> None:
     from kd.kernels.triton_rows import PLAIN_LM_HEAD, RowSums, write_gradient_
 
@@ -118,7 +105,6 @@ def _try_write_gradient(z_NV: Tensor) -> None:
 
 _TRIALS: dict[str, Callable[[Tensor], None]] = {
     "reduce_rows": _try_reduce_rows,
-    "reduce_blocks": _try_reduce_blocks,
     "write_gradient": _try_write_gradient,
 }
 

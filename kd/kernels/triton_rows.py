@@ -1,8 +1,7 @@
-"""Triton kernels for rows of logits: their sums, their gradient, and sums of vocabulary blocks.
+"""Triton kernels for rows of the student's logits: their sums, and the gradient.
 
-The loss uses the sums of each row and the gradient that overwrites its logits; a capture uses the
-sums of rows and of blocks. The logits stay in the dtype of the matrix product that made them, are
-read twice and written once. All else is float32 in registers: the model's own transform of its
+The gradient overwrites the logits, which stay in the dtype of the matrix product that made them,
+are read twice and written once. All else is float32 in registers: the model's own transform of its
 logits (``kd.models.lm_head.LMHead``), both softmaxes, and their sums. The kernels do not handle a
 record's few entries: ``kd.loss.student_rows`` gathers their logits before and sets their gradients
 after.
@@ -14,12 +13,11 @@ Memory traffic in bfloat16 is 6 bytes for each logit: 2 read, then 2 read and 2 
 own operations move about 30. The kernels need triton, which CUDA builds of torch include. With
 ``TRITON_INTERPRET=1`` the same kernels run on a CPU, slowly.
 
-Shapes: N rows, V vocabulary, Q blocks of the vocabulary, U lanes of a program.
+Shapes: N rows, V vocabulary, U lanes of a program.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -62,11 +60,10 @@ def reduce_rows(
     temperature: float = 1.0,
     total: bool = False,
     mean: bool = False,
-    least: float = -math.inf,
 ) -> RowSums:
-    """Return the sums of each row. ``z_NV`` is x Wᵀ, before the LM head's bias, scale and soft cap.
+    """Return the sums of each row.
 
-    A logit below ``least`` counts as ``least``; ``mean`` needs that where a logit is -inf.
+    ``z_NV`` is x Wᵀ, before the LM head's bias, scale and soft cap.
     """
     lse_N, soft_lse_N, total_N, mean_N = z_NV.new_empty((4, len(z_NV)), dtype=torch.float32)
     tempered = temperature != 1.0 or mean  # the kernel sums E_q[s] with the tempered softmax
@@ -83,7 +80,6 @@ def reduce_rows(
         1.0 / temperature,
         lm_head.scale,
         lm_head.softcap or 1.0,
-        least,
         BIASED=lm_head.bias is not None,
         CAPPED=bool(lm_head.softcap),
         TEMPERED=tempered,
@@ -98,31 +94,6 @@ def reduce_rows(
         total_N if total else None,
         mean_N if mean else None,
     )
-
-
-def reduce_blocks(s_NV: Tensor, lse_N: Tensor, block: int, least: float) -> tuple[Tensor, Tensor]:
-    """Sum and maximum (N, Q) of softmax(s) over each ``block`` of tokens.
-
-    A logit below ``least`` counts as ``least``.
-    """
-    blocks = triton.cdiv(s_NV.shape[1], block)
-    sums_NQ, largest_NQ = s_NV.new_empty((2, len(s_NV), blocks), dtype=torch.float32)
-    grid = (len(s_NV), triton.cdiv(blocks * block, WRITE_BLOCK))
-    _reduce_blocks_kernel[grid](
-        s_NV,
-        lse_N,
-        sums_NQ,
-        largest_NQ,
-        s_NV.shape[1],
-        count_columns(s_NV),
-        s_NV.stride(0),
-        blocks,
-        least,
-        BLOCKS=max(WRITE_BLOCK // block, 1),
-        BLOCK=block,
-        num_warps=WARPS,
-    )
-    return sums_NQ, largest_NQ
 
 
 def write_gradient_(
@@ -199,7 +170,6 @@ def _reduce_rows_kernel(  # type: ignore[no-untyped-def]
     beta,
     scale,
     softcap,
-    least,
     BIASED: tl.constexpr,
     CAPPED: tl.constexpr,
     TEMPERED: tl.constexpr,
@@ -222,7 +192,6 @@ def _reduce_rows_kernel(  # type: ignore[no-untyped-def]
         inside = columns < vocabulary
         z = _load_logits(z_NV + row * stride, columns, inside, end)
         s = _transform_logits(z, bias_V, columns, inside, scale, softcap, BIASED, CAPPED)
-        s = tl.where(s < least, least, s)  # NaN stays NaN
         # Beyond the vocabulary -inf adds 0 to a sum of exponentials.
         s_or_none = tl.where(inside, s, -float("inf"))
         # A new maximum rescales the sums so far.
@@ -245,33 +214,6 @@ def _reduce_rows_kernel(  # type: ignore[no-untyped-def]
             tl.store(mean_N + row, tl.sum(product_U, 0) / soft)
     if TOTAL:
         tl.store(total_N + row, tl.sum(total_U, 0))
-
-
-@triton.jit
-def _reduce_blocks_kernel(  # type: ignore[no-untyped-def]
-    s_NV,
-    lse_N,
-    sums_NQ,
-    largest_NQ,
-    vocabulary,
-    end,
-    stride,
-    blocks,
-    least,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Each program reduces some blocks of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    columns = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = columns < vocabulary
-    s = _load_logits(s_NV + row * stride, columns, inside, end).to(tl.float32)
-    s = tl.where(s < least, least, s)
-    p = tl.where(inside, tl.exp(s - tl.load(lse_N + row)), 0.0)
-    place = row * blocks + block
-    tl.store(sums_NQ + place, tl.sum(p, 1), mask=block < blocks)
-    tl.store(largest_NQ + place, tl.max(p, 1), mask=block < blocks)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -140,6 +140,12 @@ class SparseTarget:
         return self.rows_E * vocabulary + self.ids_E
 
 
+@lru_cache(maxsize=8)
+def list_masses_on(device: torch.device) -> Tensor:
+    """Return the masses of the codes of known ids on ``device``."""
+    return torch.from_numpy(list_known_masses()).to(device)
+
+
 def decode_units(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget:
     """The target at T = 1 of profile threshold: heads and tails weigh their units.
 
@@ -149,8 +155,7 @@ def decode_units(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget
     twice_H = columns["head_units"].long()
     entries = _SampledEntries.of(codec, columns, gold_N)
     codes_NA = columns["known"].long()
-    masses = torch.from_numpy(list_known_masses()).to(codes_NA.device)
-    mass_NA = masses[codes_NA] * entries.counted_NA
+    mass_NA = list_masses_on(codes_NA.device)[codes_NA] * entries.counted_NA
     rest_N, number_N = count_units(mass_NA.sum(1), codec.threshold)
     share_N = rest_N.double() / (number_N.clamp(min=1) * WHOLE)
     known_NA = mass_NA.double() / WHOLE

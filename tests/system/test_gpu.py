@@ -24,15 +24,21 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from bench.support.paths import AUSTEN, DATA
-from bench.support.small.caches import make_codec, make_identity, make_records, make_sequences
+from bench.support.small.caches import (
+    make_codec,
+    make_identity,
+    make_records,
+    make_sequences,
+    make_tables,
+)
 from cache.checking.verify import verify_cache
 from cache.codec import Codec
 from cache.profiles.sampled import Sample
 from cache.profiles.whole import HiddenReading
 from cache.records import Records
 from cache.rounding import RecordPositions, make_cosine_basis
-from kd.capture.recording import Recorder
 from kd.capture.sampling import Randomness, Sampler
+from kd.capture.units import UnitRandomness, UnitSampler
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
@@ -53,6 +59,7 @@ from kd.pipeline import run_stages
 from kd.progress import Event, Monitor
 from kd.text.batches import Batch, make_batch
 from tests.support.kd.quantizers import needs_torchao
+from tests.support.kd.samples import make_recorder
 from tests.support.kd.students import save_teacher
 from tests.support.kd.targets import V, dense_loss, random_entries, random_targets, relative
 
@@ -88,11 +95,40 @@ def make_gpu_codec(profile: str, vocabulary: int, **options: Any) -> Codec:
 # ---------------------------------------------------------------------- records
 
 
-def sample(profile: str, logits_NV: Tensor, device: torch.device) -> Sample:
-    codec = make_gpu_codec(profile, logits_NV.shape[1])
+def sample(logits_NV: Tensor, device: torch.device) -> Sample:
+    """A sample of profile tempered."""
+    codec = make_gpu_codec("tempered", logits_NV.shape[1])
     gold_N = torch.arange(len(logits_NV), device=device)
     chance = Randomness.of(codec, 3, np.arange(len(logits_NV)), device)
     return Sampler(codec, KNOTS).sample(logits_NV.to(device), gold_N, chance)
+
+
+def list_units(logits_NV: Tensor, device: torch.device) -> list[list[np.ndarray]]:
+    """The columns of a sample in units, for each position."""
+    codec = make_gpu_codec("threshold", logits_NV.shape[1])
+    gold_N = torch.arange(len(logits_NV), device=device)
+    (chance,) = UnitRandomness.of_each(codec, [3], [np.arange(len(logits_NV))], device)
+    sampler = UnitSampler(codec, make_tables(logits_NV.shape[1], codec.clusters))
+    found = sampler.draw_units(logits_NV.to(device), gold_N, gold_N % codec.clusters, chance)
+    columns = {name: each.cpu().numpy() for name, each in found.items()}
+    heads, tails = (np.cumsum(columns[f"{part}_count"])[:-1] for part in ("head", "tail"))
+    parts = [np.split(columns[name], heads) for name in ("head_ids", "head_units")]
+    parts += [np.split(columns[name], tails) for name in ("tail_ids", "tail_k")]
+    parts += [list(columns["known_logprobs"])]
+    return [list(each) for each in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_units_of_given_logits_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    logits_NV = make_random_logits("threshold", dtype)
+    same_N = [
+        all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
+        for found, expected in zip(
+            list_units(logits_NV, GPU), list_units(logits_NV, CPU), strict=True
+        )
+    ]
+    # A point of the systematic sample may fall between the two rounded sums.
+    assert all(same_N) if dtype == torch.float64 else np.mean(same_N) > 0.9
 
 
 def make_random_logits(profile: str, dtype: torch.dtype) -> Tensor:
@@ -110,11 +146,10 @@ def make_random_logits(profile: str, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("profile", SAMPLED)
-def test_samples_of_given_logits_are_those_of_the_cpu(profile: str, dtype: torch.dtype) -> None:
-    logits_NV = make_random_logits(profile, dtype)
-    found = sample(profile, logits_NV, GPU)
-    expected = sample(profile, logits_NV, CPU)
+def test_samples_of_given_logits_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    logits_NV = make_random_logits("tempered", dtype)
+    found = sample(logits_NV, GPU)
+    expected = sample(logits_NV, CPU)
     assert np.array_equal(found.head_count, expected.head_count)
     assert np.array_equal(found.head_ids, expected.head_ids)
     np.testing.assert_allclose(found.head_logprobs, expected.head_logprobs, rtol=1e-5, atol=1e-5)
@@ -147,7 +182,7 @@ def record(codec: Codec, device: torch.device, positions: int = 70) -> tuple[Ten
     gold_N = torch.randint(0, codec.vocabulary_size, (positions,), generator=generator)
     gold_N[::9] = KEPT[1]
     head = LMHead(weight_VD.to(device), None, 0.7, None, codec.vocabulary_size)
-    recorder = Recorder(head, codec, KNOTS if codec.profile == "tempered" else 0)
+    recorder = make_recorder(head, codec, 16, KNOTS if codec.profile == "tempered" else 0)
     return gold_N, recorder.record(hidden_ND.to(device), gold_N.to(device), 3, np.arange(positions))
 
 
@@ -206,9 +241,15 @@ def test_a_split_head_is_as_exact_as_one_in_float32(stored: torch.dtype) -> None
 def make_random_batch(codec: Codec) -> Batch:
     """A batch of random columns with the tail of one draw, as a cache reads it."""
     sequences = make_sequences(5, 6, 16, codec.vocabulary_size)
-    columns = make_records(5, sequences.positions, codec).columns
-    drawn = {name: columns[name][:, 0] for name in ("tail_ids", "tail_logprobs") if name in columns}
-    return make_batch(sequences, Records(columns | drawn))
+    gold_N = sequences.find_gold_ids()
+    columns = make_records(5, sequences.positions, codec, gold_N).columns
+    return make_batch(sequences, Records(columns | pick_draw(columns)))
+
+
+def pick_draw(columns: dict[str, Any]) -> dict[str, Any]:
+    """The tails of the first draw, in records that may have several."""
+    names = {"tail_ids", "tail_logprobs"} & columns.keys()
+    return {name: columns[name][:, 0] for name in names if columns[name].ndim > 1}
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -244,10 +285,11 @@ def decode(codec: Codec, temperature: float, device: torch.device) -> Targets:
     columns = {
         name: torch.from_numpy(column).to(device) for name, column in records.columns.items()
     }
-    drawn = {name: columns[name][:, 0] for name in ("tail_ids", "tail_logprobs") if name in columns}
     weight_VD = torch.randn(codec.vocabulary_size, 16, generator=torch.Generator().manual_seed(6))
     head = LMHead(weight_VD.to(device), None, 0.7, 8.0, codec.vocabulary_size)
-    return TargetDecoder(codec, head).decode(gold_N.to(device), columns | drawn, temperature)
+    return TargetDecoder(codec, head).decode(
+        gold_N.to(device), columns | pick_draw(columns), temperature
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [300, 70_000])

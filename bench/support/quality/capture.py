@@ -99,10 +99,11 @@ def _capture_shards(
     any_plan = next(iter(plans.values()))
     loaded = Teacher.load(any_plan)
     head = SharedHead.of(loaded.recorder.lm_head)
-    shared = replace(loaded, recorder=replace(loaded.recorder, lm_head=head))
-    teachers = {
-        each: fit_recorder(shared, plan, writers[each], monitor) for each, plan in plans.items()
-    }
+    teachers = {}
+    for each, plan in plans.items():
+        # Tables are fitted with a head that keeps no logits: states are freed meanwhile.
+        teacher = fit_recorder(loaded, plan, writers[each], monitor)
+        teachers[each] = replace(teacher, recorder=replace(teacher.recorder, lm_head=head))
     meter = ProgressMeter(
         sum(len(any_plan.identity.shard_range(index)) for index in shards), "sequences"
     )
@@ -115,7 +116,7 @@ def _capture_shards(
         for row, number in enumerate(numbers):
             # Not after the last sequence: its shard is written first, so that it is not lost.
             monitor.check(f"in shard {index + 1} of {any_plan.identity.shard_count}")
-            ((hidden_ND, gold_N, positions_N),) = shared.read_rows(
+            ((hidden_ND, gold_N, positions_N),) = loaded.read_rows(
                 sequences.select(slice(row, row + 1))
             )
             head.forget()

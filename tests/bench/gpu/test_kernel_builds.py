@@ -22,13 +22,11 @@ pytestmark = pytest.mark.skipif(
 REGISTERS = {
     ("reduce_rows", "loss"): 64,
     ("reduce_rows", "loss, full"): 224,
-    ("reduce_rows", "capture"): 128,
-    ("reduce_blocks", "capture"): 48,
     ("write_gradient", "loss"): 32,
     ("write_gradient", "loss, full"): 48,
 }
 #: Logits of a thread: a block over 256 threads.
-LOGITS = {"reduce_rows": 16, "reduce_blocks": 8, "write_gradient": 8}
+LOGITS = {"reduce_rows": 16, "write_gradient": 8}
 BYTES = {"bfloat16": 2, "float32": 4}
 #: The vocabulary whose rows are padded. The bias of a head has no padding: it is read number by
 #: number there, one for each logit.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.support.small.caches import make_cache, make_codec, make_identity
 from cache.checking.verify import verify_cache
 from cache.disk import hash_file, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.manifest import FORMAT_VERSION
 from cache.store import measure_cache_bytes, open_cache
+from kd.capture.fitting import Recipe
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted
@@ -78,6 +81,19 @@ def stop_after(reads: int) -> Monitor:
     return Monitor(lambda event: seen.append(event.type), lambda: seen.count("progress") >= reads)
 
 
+@pytest.fixture
+def keep_recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Let captures have the recipe of a cache: that of a text may change as it grows."""
+
+    def keep(folder: Path) -> None:
+        known = open_cache(folder).identity.codec
+        if known.clusters:
+            recipe = Recipe(known.clusters, known.fitted)
+            monkeypatch.setattr(Recipe, "choose", lambda *_: recipe)
+
+    return keep
+
+
 def content(folder: Path) -> dict[str, str]:
     return {name: hash_file(folder / name) for name in list_file_sizes(folder)}
 
@@ -91,7 +107,12 @@ def content(folder: Path) -> dict[str, str]:
     ],
 )
 def test_it_has_the_bytes_of_a_cache_that_was_captured_whole(
-    profile: str, tiny_teacher: Path, tiny_text: Path, texts: tuple[Path, Path], tmp_path: Path
+    profile: str,
+    tiny_teacher: Path,
+    tiny_text: Path,
+    texts: tuple[Path, Path],
+    tmp_path: Path,
+    keep_recipe: Callable[[Path], None],
 ) -> None:
     home = tmp_path / "home"
     before = capture(make_job(tiny_teacher, texts, profile=profile), home)
@@ -101,9 +122,13 @@ def test_it_has_the_bytes_of_a_cache_that_was_captured_whole(
     events: list[Event] = []
     extending = make_job(tiny_teacher, texts, profile=profile, extends=before.name)
     extended = capture(extending, home, Monitor(events.append))
+    keep_recipe(before)
     whole = capture(make_job(tiny_teacher, texts, profile=profile), tmp_path / "other")
 
     assert extended.name == whole.name != before.name
+    if profile == "threshold":
+        # Only what it takes from the cache tells that its tables are those of the first text.
+        assert content(before / "dither") == content(extended / "dither")
     assert content(extended) == content(whole)
     done = [event.data["done"] for event in events if event.type == "progress"]
     assert done[0] == lasting * 7 + 3, "what was captured before is not read by the teacher"
@@ -118,7 +143,7 @@ def test_it_has_the_bytes_of_a_cache_that_was_captured_whole(
 
 
 @pytest.mark.long
-def test_only_a_cache_with_sums_has_the_version_that_tells_of_them(
+def test_only_a_cache_with_sums_has_a_folder_of_them(
     tiny_teacher: Path,
     texts: tuple[Path, Path],
     tmp_path: Path,
@@ -130,7 +155,7 @@ def test_only_a_cache_with_sums_has_the_version_that_tells_of_them(
     versions = [
         json.loads((each / "manifest.json").read_bytes())["version"] for each in (kept, small)
     ]
-    assert versions[0] == FORMAT_VERSION > versions[1]
+    assert versions == [FORMAT_VERSION] * 2, "both have tables of dither"
     assert (kept / "first_tails").is_dir() and not (small / "first_tails").exists()
     sizes = [sum(list_file_sizes(each).values()) for each in (kept, small)]
     for folder, size in zip((kept, small), sizes, strict=True):
@@ -143,7 +168,11 @@ def test_only_a_cache_with_sums_has_the_version_that_tells_of_them(
 
 @pytest.mark.long
 def test_caches_extend_one_another_and_a_capture_that_was_stopped_goes_on(
-    tiny_teacher: Path, tiny_text: Path, texts: tuple[Path, Path], tmp_path: Path
+    tiny_teacher: Path,
+    tiny_text: Path,
+    texts: tuple[Path, Path],
+    tmp_path: Path,
+    keep_recipe: Callable[[Path], None],
 ) -> None:
     home = tmp_path / "home"
     first = capture(make_job(tiny_teacher, texts), home)
@@ -158,6 +187,7 @@ def test_caches_extend_one_another_and_a_capture_that_was_stopped_goes_on(
         with pytest.raises(Interrupted):
             capture(job, home, stop_after(stop))
     third = capture(job, home)
+    keep_recipe(third)
     assert content(third) == content(capture(make_job(tiny_teacher, texts), tmp_path / "other"))
 
 
@@ -226,11 +256,16 @@ def test_other_settings_and_missing_or_damaged_caches_are_refused_by_name(
 
 @pytest.mark.long
 def test_a_student_of_it_is_that_of_a_cache_that_was_captured_whole(
-    tiny_teacher: Path, tiny_text: Path, texts: tuple[Path, Path], tmp_path: Path
+    tiny_teacher: Path,
+    tiny_text: Path,
+    texts: tuple[Path, Path],
+    tmp_path: Path,
+    keep_recipe: Callable[[Path], None],
 ) -> None:
     home = tmp_path / "home"
     before = capture(make_job(tiny_teacher, texts), home)
     grow(texts, tiny_text)
+    keep_recipe(before)
     students = []
     for place, cache in ((home, {"extends": before.name}), (tmp_path / "other", {})):
         job = make_job(tiny_teacher, texts, **cache).model_dump(mode="json")
@@ -242,3 +277,13 @@ def test_a_student_of_it_is_that_of_a_cache_that_was_captured_whole(
         run_stages(parse_config(job | changes), place, place / "student run")
         students.append(content(place / "student run" / "student"))
     assert students[0]["model.safetensors"] == students[1]["model.safetensors"]
+
+
+def test_a_cache_of_an_earlier_version_cannot_be_extended(
+    tiny_teacher: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    earlier = make_codec("threshold", clusters=0, fitted=0)
+    name = make_cache(home / "caches", make_identity(codec=earlier)).name
+    with pytest.raises(ConfigError, match="an earlier version captured it"):
+        capture(make_job(tiny_teacher, texts, extends=name), home)

@@ -27,7 +27,6 @@ from kd.capture.fidelity.bounds import LARGEST_Z
 from kd.capture.fidelity.live import LiveTeacher, TeacherLocation
 from kd.capture.fidelity.measure import FidelityMeasurement, choose_temperatures, measure_fidelity
 from kd.capture.fidelity.verdict import find_out_of_bounds, judge_fidelity
-from kd.capture.sampling import Randomness
 from kd.config.cache import CacheConfig
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
@@ -38,6 +37,7 @@ from kd.progress import SILENT, Event, Monitor
 from kd.stages.capture import run_precompute
 from tests.support.commands import kd
 from tests.support.kd.captures import PROFILES, capture, live
+from tests.support.kd.samples import stop_chance
 from tests.support.kd.zoo import write_gguf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -201,21 +201,9 @@ def test_a_biased_sampler_fails_the_capture(
     options: dict[str, Any],
 ) -> None:
     """Heads, gold tokens and entropies are right; only the tail is not drawn at random."""
-    fair = Randomness.of_each
-
-    def unfair(*arguments: Any) -> list[Randomness]:
-        return [
-            replace(
-                chance,
-                uniform_NR=chance.uniform_NR * 0.0,
-                order_Q=torch.arange(len(chance.order_Q)),
-            )
-            for chance in fair(*arguments)
-        ]
-
     events: list[Event] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Randomness, "of_each", unfair)
+        stop_chance(patch)
         with pytest.raises(FidelityError, match="bias_z"):
             capture(tiny_teacher, tiny_text, tmp_path, Monitor(events.append), **options)
     (folder,) = (path for path in (tmp_path / "caches").iterdir() if path.is_dir())

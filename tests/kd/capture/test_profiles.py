@@ -20,7 +20,7 @@ from tests.support.remote_server import RemoteServer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROFILES = [
-    ({"threshold": 0.1, "draws": 3, "always_keep": [0, 5]}, 1.0),
+    ({"threshold": 0.1, "always_keep": [0, 5]}, 1.0),
     ({"profile": "tempered", "temperatures": {"min": 1.0, "max": 3.0}, "draws": 2}, 2.5),
     ({"profile": "topk", "k": 12}, 1.0),
     ({"profile": "dense"}, 0.5),

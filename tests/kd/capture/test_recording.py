@@ -21,6 +21,7 @@ from bench.support.small.caches import PROVENANCE, make_codec, make_identity
 from cache.checking.verify import verify_cache
 from cache.manifest import CacheIdentity, DataIdentity
 from cache.profiles.table import PROFILES
+from cache.profiles.threshold import KNOWN_STEPS
 from cache.records import Records, Sequences
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, TOP_STEP, make_cosine_basis
 from cache.store import Cache, open_cache
@@ -34,6 +35,7 @@ from kd.loss.whole_targets import HiddenTarget, TopTarget, decode_lm_head
 from kd.models.lm_head import LMHead
 from kd.text.batches import make_batch
 from tests.support.caches import in_one_order, picked
+from tests.support.kd.samples import make_recorder
 
 CPU = torch.device("cpu")
 KNOTS = 4
@@ -53,7 +55,9 @@ class Case:
 
     @property
     def recorder(self) -> Recorder:
-        return Recorder(self.head, self.identity.record_codec(), KNOTS)
+        return make_recorder(
+            self.head, self.identity.record_codec(), self.hidden_SLD.shape[2], KNOTS
+        )
 
     def parts(self, number: int) -> tuple[Tensor, Tensor, np.ndarray]:
         """Return hidden states, gold tokens and places of the targets of a sequence."""
@@ -73,6 +77,8 @@ class Case:
         with open_writer(root, self.identity) as writer:
             if self.identity.codec.profile == "hidden":
                 writer.write_lm_head(self.recorder.make_lm_head_arrays())
+            if (tables := self.recorder.tables) is not None:
+                writer.write_tables(tables)
             writer.write_shard(0, self.sequences, self.records())
             writer.finish(PROVENANCE)
         assert verify_cache(writer.folder) == []
@@ -101,7 +107,9 @@ def make_case(
     starts[:, 0] = True
     tokens = rng.integers(0, vocabulary, (3, 12)).astype(np.uint32)
     tokens[1, 1] = KEPT[0]  # gold is an always_keep token
-    sampled = {"always_keep": KEPT, "draws": 2} if PROFILES[profile].sampled else {}
+    sampled: dict[str, Any] = {"always_keep": KEPT} if PROFILES[profile].sampled else {}
+    if "draws" in PROFILES[profile].options:
+        sampled["draws"] = 2
     codec = make_codec(profile, **{"shard_sequences": 3, "seed": seed} | sampled | options)
     identity = make_identity(vocabulary, 12, 3, 0, codec)
     hidden = torch.randn(3, 12, 7, generator=generator) * spread
@@ -205,7 +213,8 @@ def test_the_smallest_thresholds_count_all_their_entries(
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("seed", [0, 1, 3])
 def test_gold_probabilities_and_entropies_are_the_teachers(profile: str, seed: int) -> None:
-    case = make_case(profile, 300, seed, 3.0)
+    options = {"entropies": True} if profile == "threshold" else {}
+    case = make_case(profile, 300, seed, 3.0, **options)
     logp = torch.log_softmax(case.logits_NV.double(), 1).numpy()
     records = case.records()
     gold = case.sequences.find_gold_ids().astype(int)
@@ -213,11 +222,24 @@ def test_gold_probabilities_and_entropies_are_the_teachers(profile: str, seed: i
         [gold, *(np.full_like(gold, kept) for kept in case.identity.codec.always_keep)], 1
     )
     exact = np.take_along_axis(logp, ids, 1)
-    assert np.abs(records["known"] * -KNOWN_STEP - exact).max() <= KNOWN_STEP + 1e-4
+    step = KNOWN_STEPS * KNOWN_STEP if profile == "threshold" else KNOWN_STEP
+    assert np.abs(records["known"] * -KNOWN_STEP - exact).max() <= step + 1e-4
     assert (
         np.abs(records["entropy"] * ENTROPY_STEP + (np.exp(logp) * logp).sum(1)).max()
         <= ENTROPY_STEP + 1e-4
     )
+
+
+def test_where_each_position_has_the_entropy_of_its_sequence_the_mean_is_the_teachers() -> None:
+    case = make_case("threshold", 300, 3, 3.0)
+    found = case.records()["entropy"] * ENTROPY_STEP
+    logp = torch.log_softmax(case.logits_NV.double(), 1).numpy()
+    exact = -(np.exp(logp) * logp).sum(1)
+    starts = np.cumsum(case.sequences.target_mask.sum(1))[:-1]
+    assert len(found) == len(exact) == 6
+    for ours, theirs in zip(np.split(found, starts), np.split(exact, starts), strict=True):
+        assert len(ours) == 0 or abs(ours.sum() - theirs.sum()) <= ENTROPY_STEP / 2 + 1e-3
+        assert len(ours) == 0 or np.ptp(ours) <= ENTROPY_STEP
 
 
 def test_topk_is_the_best_in_order_and_the_rest_exactly() -> None:
@@ -318,7 +340,9 @@ def test_records_are_the_same_bits_however_they_are_cut(
     """Parts of logits, rows of a pass, threads, orders of sequences, and parts of a sequence may
     vary.
     """
-    case = make_case(profile, vocabulary, 2)
+    # The mean entropy of a sequence is not that of a part of it.
+    options = {"entropies": True} if profile == "threshold" else {}
+    case = make_case(profile, vocabulary, 2, **options)
     weight = torch.randn(vocabulary, 20, generator=torch.Generator().manual_seed(1)) * 3
     head = Exact(weight, None, 1.0, None, vocabulary)
     codec = case.identity.record_codec()
@@ -327,7 +351,7 @@ def test_records_are_the_same_bits_however_they_are_cut(
     gold = [torch.from_numpy(rng.integers(0, vocabulary, len(each))) for each in states]
 
     def read(order: tuple[int, ...]) -> list[Records]:
-        recorder = Recorder(head, codec, KNOTS)
+        recorder = make_recorder(head, codec, 1, KNOTS)
         found = {
             n: recorder.record(states[n], gold[n], n + 70, np.arange(len(gold[n]))) for n in order
         }
@@ -347,7 +371,9 @@ def test_records_are_the_same_bits_however_they_are_cut(
             for name, column in theirs.columns.items():
                 assert np.array_equal(mine[name], column), (name, chunk, rows, threads)
     torch.set_num_threads(1)
-    part = Recorder(head, codec, KNOTS).record(states[0][5:9], gold[0][5:9], 70, np.arange(5, 9))
+    part = make_recorder(head, codec, 1, KNOTS).record(
+        states[0][5:9], gold[0][5:9], 70, np.arange(5, 9)
+    )
     for name, column in whole[0].slice(5, 9).columns.items():
         assert np.array_equal(part[name], column), name
 

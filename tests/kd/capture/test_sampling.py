@@ -14,9 +14,15 @@ from hypothesis import given, settings
 from cache.codec import Codec
 from cache.profiles.sampled import Sample
 from kd.capture import sampling
-from kd.capture.block_sizes import BLOCK, LOWEST
 from kd.capture.host_copy import HostCopy
-from kd.capture.sampling import Randomness, Sampler, average_tempered_, compute_partition
+from kd.capture.sampling import (
+    BLOCK,
+    LOWEST,
+    Randomness,
+    Sampler,
+    average_tempered_,
+    compute_partition,
+)
 from kd.errors import ModelError
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import compute_distillation_loss

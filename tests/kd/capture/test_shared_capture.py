@@ -15,14 +15,16 @@ from bench.support.harness import Parts
 from bench.support.waiting import PATIENCE_SECONDS
 from bench.support.warm import MODELS, get_warm_python
 from cache.checking.verify import verify_cache
+from cache.disk import hash_file, list_file_sizes
 from cache.errors import CacheError
 from cache.store import open_cache
+from kd.capture import teacher as reading
 from kd.capture.plan import plan_capture
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
 from kd.pipeline import run_stage
-from kd.progress import Event, Monitor, WorkHeldByAnother
+from kd.progress import Event, Monitor, SharedCapture, WorkHeldByAnother
 
 SLOW = """
 import json, sys
@@ -125,6 +127,72 @@ def test_a_stop_is_heard_while_it_waits(job: JobConfig, tmp_path: Path) -> None:
 
     with captured_elsewhere(job, tmp_path), pytest.raises(Interrupted, match="while waiting"):
         second(job, tmp_path, Monitor(listen, lambda: bool(waits)))
+
+
+class HandedRanges:
+    """Hands ranges of one shard to this process, and tells of each question."""
+
+    def __init__(self, shared: SharedCapture | None, left: list[range]) -> None:
+        self.shared = shared
+        self.left = left
+        self.taken: list[range] = []
+        self.on_take: Callable[[], None] = lambda: None
+
+    def open(self, shared: SharedCapture, shards: int, check_stop: Callable[[], None]) -> None:
+        self.opened = shared
+        self.left = [range(index, index + 1) for index in range(shards)]
+
+    def take(self, check_stop: Callable[[], None]) -> range | None:
+        self.on_take()
+        if not self.left:
+            return None
+        self.taken.append(self.left.pop(0))
+        return self.taken[-1]
+
+    def finish(self, shards: range, sequences: int) -> None:
+        """Nothing is counted."""
+
+    def is_finished(self, shards: range) -> bool:
+        return False
+
+
+def test_one_that_helps_uses_the_tables_of_the_one_that_leads(
+    job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = capture_alone(job, tmp_path / "alone")
+    fits: list[int] = []
+    fit = reading.fit_tables
+    monkeypatch.setattr(reading, "fit_tables", lambda *rest: (fits.append(1), fit(*rest))[1])
+    leader = HandedRanges(None, [])
+    helper = HandedRanges(None, [])
+
+    def let_help() -> None:
+        if len(leader.taken) == 1 and helper.shared is None:
+            assert (folder_of(job, tmp_path) / "dither").is_dir(), "before any range is handed out"
+            # All shards but one, and the last ones of the cache.
+            helper.shared = leader.opened
+            helper.left, leader.left = leader.left[:], []
+            monitor = Monitor(ranges=helper)
+            (tmp_path / "helper").mkdir()
+            run_stage("precompute", job, tmp_path, tmp_path / "helper", monitor)
+
+    leader.on_take = let_help
+    second(job, tmp_path, Monitor(ranges=leader))
+    assert len(leader.taken) == 1 and len(helper.taken) >= 2
+    assert fits == [1]
+    folder = folder_of(job, tmp_path)
+    assert verify_cache(folder) == []
+    assert list_digests(folder) == list_digests(alone)
+
+
+def capture_alone(job: JobConfig, home: Path) -> Path:
+    home.mkdir()
+    second(job, home, Monitor())
+    return folder_of(job, home)
+
+
+def list_digests(folder: Path) -> dict[str, str]:
+    return {name: hash_file(folder / name) for name in list_file_sizes(folder)}
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def pad(z_NV: Tensor) -> Tensor:
 @VOCABULARIES
 @DTYPES
 def test_padding_is_in_no_sum(vocabulary: int, dtype: torch.dtype) -> None:
-    from kd.kernels.triton_rows import reduce_blocks, reduce_rows
+    from kd.kernels.triton_rows import reduce_rows
 
     generator = torch.Generator().manual_seed(vocabulary)
     z_NV = torch.randn(3, vocabulary, generator=generator).to(dtype)
@@ -63,13 +63,6 @@ def test_padding_is_in_no_sum(vocabulary: int, dtype: torch.dtype) -> None:
     for found, expected in zip(vars(padded).values(), vars(plain).values(), strict=True):
         assert torch.equal(found, expected)
     torch.testing.assert_close(padded.lse_N, z_NV.float().logsumexp(1))
-    blocks = zip(
-        reduce_blocks(pad(z_NV), plain.lse_N, 64, -1e4),
-        reduce_blocks(z_NV, plain.lse_N, 64, -1e4),
-        strict=True,
-    )
-    for found, expected in blocks:
-        assert torch.equal(found, expected)
 
 
 @VOCABULARIES
@@ -108,7 +101,6 @@ numbers = {"vocabulary": vocabulary, "end": count_columns(rows), "stride": rows.
 constants = {
     "_reduce_rows_kernel": {"BLOCK": triton_rows.REDUCE_BLOCK},
     "_write_gradient_kernel": {"BLOCK": triton_rows.WRITE_BLOCK},
-    "_reduce_blocks_kernel": {"BLOCKS": 32, "BLOCK": 64},
 }
 for name, sizes in constants.items():
     kernel = getattr(triton_rows, name)
@@ -119,10 +111,10 @@ for name, sizes in constants.items():
         if argument.isupper():
             types[argument] = "constexpr"
             fixed[(place,)] = sizes.get(argument, False)
-        elif argument.endswith(("_NV", "_V", "_N", "_NQ")):
+        elif argument.endswith(("_NV", "_V", "_N")):
             types[argument] = "*" + (dtype if argument.endswith("V") else "fp32")
             divisible[(place,)] = [["tt.divisibility", 16]]
-        elif argument in numbers or argument == "blocks":
+        elif argument in numbers:
             types[argument] = "i32"
             # As triton does when the kernel is called.
             if numbers.get(argument, 1) % 16 == 0:
@@ -177,7 +169,6 @@ def test_logits_of_any_vocabulary_are_read_and_written_16_bytes_at_a_time(
     # A thread of a program of 256 holds 16 logits of a block of 4,096, or 8 of one of 2,048.
     loads = {"bf16": 2, "fp32": 4}[dtype]
     assert found["reduce_rows_kernel"]["ld", 16] == loads
-    assert found["reduce_blocks_kernel"]["ld", 16] == loads // 2
     assert found["write_gradient_kernel"]["ld", 16] == loads // 2
     assert found["write_gradient_kernel"]["st", 16] == loads // 2
     for accesses in found.values():

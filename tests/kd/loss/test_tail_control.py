@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from operator import add
 
@@ -11,18 +12,21 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.records import TailSums
-from kd.capture.recording import Recorder, SequenceStates, TailMeter
+from cache.profiles.threshold import count_rest
+from cache.records import Records, TailSums
+from kd.capture.recording import SequenceStates, TailMeter
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import compute_distillation_loss
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.tail_control import HeadCorrection, TailControl
 from kd.models.lm_head import LMHead
+from tests.support.kd.samples import make_recorder
 
 V, D, N = 300, 16, 24
 TAU = 0.05
 SEQUENCES = 12
+CODEC = Codec("threshold", V, threshold=TAU, clusters=2)
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +46,35 @@ def head() -> LMHead:
 
 def record(codec: Codec, head: LMHead, text: tuple[list[Tensor], list[Tensor]], number: int):
     states, golds = text
-    meter = TailMeter(SEQUENCES)
-    recorder = Recorder(head, codec, meter=meter)
+    recorder = make_recorder(head, codec, D, meter=TailMeter(SEQUENCES))
     records = recorder.record(states[number], golds[number], number, np.arange(N))
     return records, recorder.take_tail_sums()
 
 
-def compute_tails(head: LMHead, states_ND: Tensor, gold_N: Tensor) -> Tensor:
-    """Return the probabilities of the tails (N, V), in float64."""
+def compute_tails(head: LMHead, states_ND: Tensor, gold_N: Tensor, records: Records) -> Tensor:
+    """Return the probabilities of the tails (N, V), in float64: of tokens that are no heads."""
     p_NV = torch.softmax((states_ND.double() @ head.weight.double().T), 1)
-    in_tail_NV = (p_NV <= TAU).scatter(1, gold_N[:, None], False)
-    return torch.where(in_tail_NV, p_NV, 0.0)
+    p_NV.scatter_(1, gold_N[:, None], 0.0)
+    counted_N1 = np.ones((len(gold_N), 1), bool)
+    number_N = torch.from_numpy(count_rest(CODEC, records["known"], counted_N1)[1])
+    unit_N1 = (p_NV.sum(1) / number_N)[:, None]
+    above_NV = p_NV > unit_N1
+    rest_N1 = p_NV.masked_fill(above_NV, 0.0).sum(1, keepdim=True)
+    limit_N1 = rest_N1 / (rest_N1 / unit_N1).ceil()
+    unfit_N1 = (p_NV.masked_fill(above_NV, 0.0) > limit_N1).any(1, keepdim=True)
+    return p_NV.masked_fill(above_NV | (unfit_N1 & (p_NV > unit_N1 / 2)), 0.0)
 
 
 def test_a_capture_sums_the_tails_of_training_sequences(head, text) -> None:
-    codec = Codec("threshold", V, threshold=TAU)
-    meter = TailMeter(train_sequences=3)
-    recorder = Recorder(head, codec, meter=meter)
-    for number in range(5):
+    recorder = make_recorder(head, CODEC, D, meter=TailMeter(train_sequences=3))
+    records = [
         recorder.record(text[0][number], text[1][number], number, np.arange(N))
+        for number in range(5)
+    ]
     found = recorder.take_tail_sums()
     assert found is not None
     sums_SV = torch.stack(
-        [compute_tails(head, text[0][n], text[1][n]).sum(0) for n in range(3)]
+        [compute_tails(head, text[0][n], text[1][n], records[n]).sum(0) for n in range(3)]
     ).numpy()
     assert (found.sequences, found.positions) == (3, 3 * N)
     np.testing.assert_allclose(found.sum_V, sums_SV.sum(0), rtol=1e-4, atol=1e-9)
@@ -75,11 +85,10 @@ def test_a_capture_sums_the_tails_of_training_sequences(head, text) -> None:
 
 
 def test_the_sums_do_not_depend_on_the_cut_into_chunks(head, text, monkeypatch) -> None:
-    codec = Codec("threshold", V, threshold=TAU)
-    whole = record(codec, head, text, 0)[1]
+    whole = record(CODEC, head, text, 0)[1]
     found = []
     for together in (1, 2):
-        recorder = Recorder(head, codec, meter=TailMeter(SEQUENCES))
+        recorder = make_recorder(head, CODEC, D, meter=TailMeter(SEQUENCES))
         for first in range(0, 4, together):
             rows = [
                 SequenceStates(n, text[0][n], text[1][n], np.arange(N))
@@ -133,15 +142,14 @@ def decode(codec: Codec, records, gold_N: Tensor):
     columns = {
         name: torch.from_numpy(np.ascontiguousarray(v)) for name, v in records.columns.items()
     }
-    return TargetDecoder(codec).decode(gold_N, columns | {"tail_ids": columns["tail_ids"][:, 0]})
+    return TargetDecoder(codec).decode(gold_N, columns)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_value_and_gradients_are_those_of_the_dense_term(head, text, bias, scale) -> None:
-    codec = Codec("threshold", V, threshold=TAU)
-    records, _ = record(codec, head, text, 0)
-    targets = decode(codec, records, text[1][0])
+    records, _ = record(CODEC, head, text, 0)
+    targets = decode(CODEC, records, text[1][0])
     correction = HeadCorrection(torch.randn(V), torch.randn(D))
     alpha = 0.3
     found, expected = [], []
@@ -163,25 +171,29 @@ def test_value_and_gradients_are_those_of_the_dense_term(head, text, bias, scale
 
 
 def test_the_term_has_no_mean_over_draws_and_text_and_lowers_the_noise(head, text) -> None:
+    # Several seeds, because the unit of a position depends on the rounding of its next token.
     sums = [
-        record(Codec("threshold", V, threshold=TAU), head, text, n)[1] for n in range(SEQUENCES)
+        record(replace(CODEC, seed=seed), head, text, n)[1]
+        for seed in range(1000, 1005)
+        for n in range(SEQUENCES)
     ]
     arrays = reduce(add, sums).compute_mean(TAU)  # type: ignore[arg-type]
     control = TailControl(arrays, D)
     control.direction_D.copy_(torch.stack(text[0]).mean((0, 1)))
     plain, controlled, excess = [], [], []
     for seed in range(150):
-        codec = Codec("threshold", V, threshold=TAU, seed=seed)
+        codec = replace(CODEC, seed=seed)
         number = seed % SEQUENCES
         states_ND, gold_N = text[0][number], text[1][number]
-        teacher = decode(codec, record(codec, head, text, number)[0], gold_N).teacher
+        records, _ = record(codec, head, text, number)
+        teacher = decode(codec, records, gold_N).teacher
         assert isinstance(teacher, SparseTarget) and teacher.tail_places_M is not None
         drawn_NV = torch.zeros(N, V, dtype=torch.float64)
         places_M = teacher.tail_places_M
         drawn_NV.index_put_(
             (teacher.rows_E[places_M], teacher.ids_E[places_M]), teacher.weights_E[places_M]
         )
-        tails_NV = compute_tails(head, states_ND, gold_N)
+        tails_NV = compute_tails(head, states_ND, gold_N, records)
         noise_VD = (tails_NV - drawn_NV).T @ states_ND.double()
         correction = control.correct(teacher)
         excess.append(correction.excess_V)

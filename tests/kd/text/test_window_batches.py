@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
         sequence_length=LENGTH,
         train_sequences=TRAIN,
         validation_sequences=HELD_OUT,
-        codec=make_codec(draws=DRAWS),
+        codec=make_codec("tempered", draws=DRAWS),
     )
     return make_cache(tmp_path_factory.mktemp("caches"), identity)
 
@@ -115,7 +115,7 @@ def test_the_order_is_that_of_the_source_on_every_machine(folder):
 LARGE = {
     "hidden": make_codec("hidden"),
     "dense": make_codec("dense"),
-    "draws": make_codec(draws=8),
+    "draws": make_codec("tempered", draws=8),
     "threshold": make_codec(),
 }
 

@@ -15,7 +15,7 @@ import torch
 from pydantic_core import to_json
 from torch import Tensor, nn
 
-from cache.rounding import KNOWN_STEP
+from cache.profiles.threshold import WHOLE, count_rest, find_counted
 from cache.store import open_cache
 from kd.config.fields.removed import restore_removed
 from kd.config.job import JobConfig
@@ -524,10 +524,10 @@ def test_the_mean_tail_is_that_of_the_training_text(taught: Taught) -> None:
     store = open_cache(taught.home / "caches" / taught.fingerprints["threshold"])
     found = store.tail_mean()
     assert found is not None
-    _, records = store.read(store.train)
-    heads = np.exp(records["head_logprobs"] * -store.codec.head_step).sum()
-    known = np.exp(records["known"] * -KNOWN_STEP).sum()
-    mass = 1.0 - (heads + known) / len(records)
+    sequences, records = store.read(store.train)
+    counted = find_counted(store.codec, records["known"], sequences.find_gold_ids())
+    rest, number = count_rest(store.codec, records["known"], counted)
+    mass = (records["tail_count"] * rest / WHOLE / np.maximum(number, 1)).mean()
     assert found["mean"].sum() == pytest.approx(mass, rel=1e-2)
 
 

@@ -18,7 +18,7 @@ from kd.stages.capture import run_precompute
 
 #: The cache section of each profile, by a name for tests.
 PROFILES: dict[str, dict[str, Any]] = {
-    "threshold": {"threshold": 0.02, "always_keep": [0, 7], "draws": 2},
+    "threshold": {"threshold": 0.02, "always_keep": [0, 7]},
     "tempered": {"profile": "tempered"},
     "topk": {"profile": "topk", "k": 16},
     "dense": {"profile": "dense"},

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.support.small.caches import make_tables
 from cache.codec import Codec
+from cache.dither import DitherTables
 from cache.profiles.sampled import Sample
+from cache.profiles.threshold import WHOLE, UnitSample, count_rest, find_counted
 from cache.records import Records
 from cache.rounding import RecordPositions
-from kd.capture.sampling import Randomness, Sampler
+from kd.capture.host_copy import HostCopy
+from kd.capture.recording import Recorder, TailMeter
+from kd.capture.sampling import Randomness, Sampler, make_sample
+from kd.capture.units import UnitRandomness, UnitSampler
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import Columns
+from kd.models.lm_head import LMHead
 
 KNOTS = 5
 #: The temperatures that a tempered codec of the tests serves.
@@ -26,7 +34,14 @@ TEMPERATURES = (0.5, 0.77, 1.0, 1.6, 2.0)
 CPU = torch.device("cpu")
 
 
+#: Records in units, beside the profiles: profile threshold without clusters is that of 0.2.0.
+UNITS = "units"
+
+
 def make_codec(profile: str, vocabulary: int, threshold: float = 0.04, **options: Any) -> Codec:
+    if profile == UNITS:
+        options = {"clusters": 2} | options | {"draws": 1}
+        return Codec("threshold", vocabulary, threshold=threshold, **options)
     options |= {"temperatures": SPAN} if profile == "tempered" else {}
     return Codec(profile, vocabulary, threshold=threshold, **options)
 
@@ -41,7 +56,53 @@ def sample(
     )
 
 
-def encode(codec: Codec, found: Sample, sequence: int = 0) -> Records:
+def sample_units(
+    codec: Codec,
+    logits_NV: Tensor,
+    gold_N: Tensor | None = None,
+    sequence: int = 0,
+    tables: DitherTables | None = None,
+) -> UnitSample:
+    """Draw records in units; by default with random tables, whose clusters take turns."""
+    gold_N = torch.zeros(len(logits_NV), dtype=torch.int64) if gold_N is None else gold_N
+    (chance,) = UnitRandomness.of_each(codec, [sequence], [np.arange(len(gold_N))], CPU)
+    tables = tables or make_tables(codec.vocabulary_size, codec.clusters)
+    cluster_N = torch.arange(len(gold_N)) % codec.clusters
+    found = UnitSampler(codec, tables).draw_units(logits_NV, gold_N, cluster_N, chance)
+    return make_sample([HostCopy.start(found).wait()], UnitSample)
+
+
+def make_recorder(
+    head: LMHead, codec: Codec, width: int, knots: int = 0, meter: TailMeter | None = None
+) -> Recorder:
+    """Make a recorder; for records in units with random tables, for states of ``width``."""
+    tables = None
+    if codec.rules.dithered:
+        tables = make_tables(codec.vocabulary_size, codec.clusters, width)
+    return Recorder(head, codec, knots, meter, tables)
+
+
+def stop_chance(patch: pytest.MonkeyPatch) -> None:
+    """Let samples be no longer random: their tails are always the same, as is each unit."""
+    fair, fair_units = Randomness.of_each, UnitRandomness.of_each
+
+    def of_each(*arguments: Any) -> list[Randomness]:
+        return [
+            replace(each, uniform_NR=each.uniform_NR * 0.0, order_Q=torch.arange(len(each.order_Q)))
+            for each in fair(*arguments)
+        ]
+
+    def of_each_unit(*arguments: Any) -> list[UnitRandomness]:
+        return [
+            replace(each, uniform_N=each.uniform_N * 0.0, starts_N=each.starts_N * 0)
+            for each in fair_units(*arguments)
+        ]
+
+    patch.setattr(Randomness, "of_each", of_each)
+    patch.setattr(UnitRandomness, "of_each", of_each_unit)
+
+
+def encode(codec: Codec, found: Sample | UnitSample, sequence: int = 0) -> Records:
     count = len(found.entropy)
     return codec.encode(found, RecordPositions(np.full(count, sequence), np.arange(count)))
 
@@ -50,7 +111,9 @@ def columns_of(records: Records, draw: int = 0) -> Columns:
     """Return the columns as a batch has them: tensors, with the tails of one draw."""
     columns = {name: torch.from_numpy(column) for name, column in records.columns.items()}
     return columns | {
-        name: columns[name][:, draw] for name in {"tail_ids", "tail_logprobs"} & columns.keys()
+        name: columns[name][:, draw]
+        for name in {"tail_ids", "tail_logprobs"} & columns.keys()
+        if columns[name].dim() > 1
     }
 
 
@@ -140,6 +203,66 @@ def require_what_the_scheme_says(case: Case) -> None:
             assert (size[row, tail] > 0).all(), "a token that cannot come is never drawn"
 
 
+def count_case_units(case: Case, records: Records) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mass beside the known tokens and the number of units, as a reader counts them."""
+    counted_NK = find_counted(case.codec, records["known"], case.gold_N.numpy())
+    rest_N, number_N = count_rest(case.codec, records["known"], counted_NK)
+    return rest_N / WHOLE, number_N
+
+
+def require_units(case: Case, found: UnitSample) -> None:
+    """Require fixed sums, heads of floor or ceil units, and no token twice or of probability 0."""
+    codec = case.codec
+    p_NV = case.p_NV
+    records = encode(codec, found)
+    _, number_N = count_case_units(case, records)
+    units_NV = np.zeros(p_NV.shape, int)
+    rows_H = np.repeat(np.arange(len(p_NV)), found.head_count)
+    rows_M = np.repeat(np.arange(len(p_NV)), found.tail_count)
+    np.add.at(units_NV, (rows_H, found.head_ids), found.head_units // 2)
+    np.add.at(units_NV, (rows_M, found.tail_ids), 1)
+    assert (units_NV.sum(1) == number_N).all()
+    assert (found.head_units >= 2).all()
+
+    free_NV = np.where(case.known_NV, 0.0, p_NV)
+    alone_N = free_NV.sum(1) > 1e-37
+    pairs = np.concatenate(
+        [np.stack([rows_H, found.head_ids], 1), np.stack([rows_M, found.tail_ids], 1)]
+    )[np.isin(np.concatenate([rows_H, rows_M]), np.flatnonzero(alone_N))]
+    assert len(np.unique(pairs, axis=0)) == len(pairs), "no token twice"
+    assert (free_NV[pairs[:, 0], pairs[:, 1]] > 0).all(), "no known token, and none of p = 0"
+    share_NV = free_NV / np.maximum(free_NV.sum(1, keepdims=True), 1e-300) * number_N[:, None]
+    assert (np.abs(units_NV - share_NV)[alone_N] < 1 + 1e-3).all(), "floor or ceil"
+    require_weights_of_one(case, records)
+
+
+def require_weights_of_one(case: Case, records: Records) -> None:
+    weights = decoded(case.codec, records, case.gold_N)
+    np.testing.assert_allclose(weights.sum(1), 1.0, atol=1e-12)
+
+
+def require_the_best_token(case: Case, found: UnitSample) -> None:
+    """Require that a head is marked if it is the best, and that a reader finds the best token."""
+    p_NV = torch.softmax(case.logits_NV, 1).numpy()
+    rows_H = np.repeat(np.arange(len(p_NV)), found.head_count)
+    top_N = p_NV.max(1)
+    known_N = np.where(case.known_NV, p_NV, 0.0).max(1)
+    p_H = p_NV[rows_H, found.head_ids]
+    expected_H = (p_H >= top_N[rows_H]) & (p_H > known_N[rows_H])
+    edge_H = (np.abs(p_H / top_N[rows_H] - 1) < 1e-5) & ~expected_H  # a tie but for rounding
+    marked_H = found.head_units % 2 == 1
+    assert (marked_H == expected_H)[~edge_H].all()
+    records = encode(case.codec, found)
+    target = TargetDecoder(case.codec).decode(case.gold_N, columns_of(records)).teacher
+    assert isinstance(target, SparseTarget)
+    best_N = target.find_best_N().numpy()
+    said_N = best_N >= 0
+    rows_N = np.arange(len(p_NV))
+    step = np.exp(case.codec.rules.find_step(case.codec)) * (1 + 1e-5)
+    assert (p_NV[rows_N, best_N] * step >= top_N)[said_N].all()
+    assert said_N[top_N > case.codec.threshold * step].all()
+
+
 KINDS = ("normal", "ties", "masked", "one-hot", "uniform", "cauchy", "two", "huge")
 
 
@@ -205,6 +328,7 @@ def cases(
     vocabularies: tuple[int, ...] = (2, 3, 63, 64, 65, 300, 2048),
     rows: int = 5,
     profiles: tuple[str, ...] = ("threshold", "tempered"),
+    thresholds: tuple[float, ...] = (0.001, 1 / 255, 0.0155, 0.04, 0.125, 0.5),
 ) -> Case:
     vocabulary = draw(st.sampled_from(vocabularies))
     seed = draw(st.integers(0, 10_000))
@@ -212,7 +336,7 @@ def cases(
     codec = make_codec(
         draw(st.sampled_from(profiles)),
         vocabulary,
-        draw(st.sampled_from([0.001, 1 / 255, 0.0155, 0.04, 0.125, 0.5])),
+        draw(st.sampled_from(thresholds)),
         always_keep=kept,
         draws=draw(st.integers(1, 3)),
         seed=seed,

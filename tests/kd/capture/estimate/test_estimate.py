@@ -48,7 +48,7 @@ from kd.stages.capture import run_precompute
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "threshold": {"threshold": 0.02, "always_keep": [0, 7], "draws": 3},
+    "threshold": {"threshold": 0.02, "always_keep": [0, 7]},
     "tempered": {"profile": "tempered", "threshold": 0.1},
     "topk": {"profile": "topk", "k": 16},
     "dense": {"profile": "dense"},
@@ -329,14 +329,18 @@ def test_arithmetic_is_what_a_capture_takes_before_compression(
 def test_the_table_is_interpolated_in_the_logarithm() -> None:
     def position(threshold: float, **options: Any) -> float:
         return estimate_cache_size(
-            Codec("threshold", 49_152, threshold=threshold, **options)
+            Codec("threshold", 49_152, threshold=threshold, clusters=64, **options)
         ).position
+
+    def tempered(draws: int) -> float:
+        codec = Codec("tempered", 49_152, threshold=0.04, temperatures=(0.5, 2.0), draws=draws)
+        return estimate_cache_size(codec).position
 
     between = position(math.sqrt(0.04 * 0.02))
     assert between == pytest.approx((position(0.04) + position(0.02)) / 2)
     assert position(0.5) == position(0.25), "beyond the table, its end"
     assert 11 < position(0.125) < 13 and 21 < position(0.04) < 24
-    assert position(0.04, draws=3) > position(0.04, draws=2) > position(0.04) + 10
+    assert tempered(draws=3) > tempered(draws=2) > tempered(draws=1) + 10
     assert position(0.04, always_keep=(1, 2)) == position(0.04) + 4
 
 
