@@ -11,6 +11,11 @@ the metadata of each file holds what describes them:
     potstill.digest     sha256 of the file's sequences and stored columns
     potstill.rules      JSON of the rules of its tokenizer, if they are known
     potstill.tails      its mean tail, if it has one: compressed by zlib
+    potstill.slots, potstill.leading, potstill.order, potstill.centres
+                        the tables of its dither, if it has them: little-endian, compressed by zlib
+
+The mean tail and the tables are in the file of the first sequence, whose digest covers the tables:
+the records are worth nothing without them.
 
 So the import of an untouched export is the same cache, with the same fingerprint. An export with a
 chosen number of entries has no stored columns: its records are imported like those of another tool.
@@ -33,11 +38,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
+from cache.dither import TABLE_ARRAYS, DitherTables
 from cache.errors import CacheError
 from cache.json_object import Json
 from cache.layout import Arrays
 from cache.manifest import Manifest
 from cache.records import MEAN_ARRAYS, Records, Sequences, compute_offsets
+from cache.rounding import choose_id_dtype
 from cache.store import Cache
 from cache.writing.writer import CacheWriter
 from kd.capture.capturing import find_sealed_cache, summarise_cache
@@ -91,6 +98,10 @@ class FileDescription:
         self._first = first
         self._shapes: dict[str, list[int]] = {}
         self._digest = hashlib.sha256()
+        self._tables: Arrays = {}
+        if first == 0 and store.codec.rules.dithered:
+            self._tables = store.tables.to_arrays()
+            _update(self._digest, self._tables)
 
     def add(self, sequences: Sequences, records: Records) -> None:
         """Count some sequences and their records."""
@@ -113,15 +124,21 @@ class FileDescription:
         if (mean := self._store.tail_mean()) is not None and self._first == 0:
             stored = np.stack([mean[name] for name in MEAN_ARRAYS]).astype("<f4")
             values["tails"] = zlib.compress(stored.tobytes())
+        for name, array in self._tables.items():
+            values[name] = zlib.compress(_to_little_endian(array).tobytes())
         return {f"potstill.{name}".encode(): value for name, value in values.items()}
 
 
 def _update(digest: Any, arrays: Arrays) -> None:
     for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        little = array.astype(array.dtype.newbyteorder("<"))
+        little = _to_little_endian(arrays[name])
         # Lengths are hashed too, so that the borders of arrays count.
-        digest.update(f"{name} {array.size} ".encode() + little.tobytes())
+        digest.update(f"{name} {little.size} ".encode() + little.tobytes())
+
+
+def _to_little_endian(array: NDArray[Any]) -> NDArray[Any]:
+    array = np.ascontiguousarray(array)
+    return array.astype(array.dtype.newbyteorder("<"))
 
 
 # ---------------------------------------------------------------------- reading
@@ -138,6 +155,7 @@ class Origin:
     digest: str
     shapes: dict[str, list[int]] | None
     tail_mean: Arrays | None = None
+    tables: DitherTables | None = None
 
     @classmethod
     def read(cls, path: Path) -> Origin | None:
@@ -157,19 +175,23 @@ class Origin:
         tails = zlib.decompress(found.get(b"potstill.tails", zlib.compress(b"")))
         mean = np.frombuffer(tails, "<f4").reshape(len(MEAN_ARRAYS), -1)
         ids = [(int(number), token) for number, token in pairs]
+        manifest = Manifest.from_bytes(values["manifest"], str(path))
         return cls(
             path,
-            Manifest.from_bytes(values["manifest"], str(path)),
+            manifest,
             TokenMap.from_pairs(ids, rules) if ids else None,
             int(values["first"]),
             values["digest"].decode("ascii"),
             json.loads(values["shapes"]) if stored else None,
             dict(zip(MEAN_ARRAYS, mean, strict=True)) if tails else None,
+            _read_tables(found, manifest.identity.record_codec()),
         )
 
     def read_sequences(self) -> Iterator[tuple[Sequences, Records]]:
         """Yield each sequence with its records; raises ``DataError`` unless all are as exported."""
         digest = hashlib.sha256()
+        if self.tables is not None:
+            _update(digest, self.tables.to_arrays())
         schema = self.manifest.identity.record_codec().schema()
         columns = (*_PER_SEQUENCE, *(PREFIX + name for name in schema))
         for first, batch in read_table_batches(self.path, columns):
@@ -192,6 +214,24 @@ class Origin:
         shape = (self.shapes or {}).get(name, [])
         width = int(np.prod(shape, dtype=np.int64))
         return flat[: len(flat) // width * width].reshape(-1, *shape)
+
+
+def _read_tables(metadata: dict[bytes, bytes], codec: Codec) -> DitherTables | None:
+    """Read the tables of the dither; None unless the metadata of a file holds all of them.
+
+    Raises ``ValueError`` or ``zlib.error`` for damaged ones.
+    """
+    keys = {name: f"potstill.{name}".encode() for name in TABLE_ARRAYS}
+    if not codec.rules.dithered or not metadata.keys() >= set(keys.values()):
+        return None
+    ids = choose_id_dtype(codec.vocabulary_size)
+    arrays = {}
+    for name, key in keys.items():
+        dtype = np.dtype(np.uint16) if name == "centres" else ids
+        flat = np.frombuffer(zlib.decompress(metadata[key]), dtype.newbyteorder("<"))
+        # Each but the order of all ids has a row for each cluster.
+        arrays[name] = flat if name == "order" else flat.reshape(codec.clusters, -1)
+    return DitherTables.from_arrays(arrays)
 
 
 def _read_cell(batch: Any, name: str, index: int, where: str, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -242,6 +282,10 @@ def restore_cache(
     name = teacher_name or manifest.provenance.teacher_name
     provenance = replace(manifest.provenance, teacher_name=name)
 
+    def begin(writer: CacheWriter) -> None:
+        if origins[0].tables is not None:
+            writer.write_tables(origins[0].tables)
+
     def finish(writer: CacheWriter) -> None:
         if origins[0].token_map is not None:
             writer.write_token_map(origins[0].token_map.to_arrays())
@@ -250,7 +294,7 @@ def restore_cache(
         writer.finish(provenance, manifest.fidelity, manifest.overruled)
 
     rows = chain.from_iterable(origin.read_sequences() for origin in origins)
-    return seal_cache(root, identity, rows, lambda row, _: row, finish, monitor)
+    return seal_cache(root, identity, rows, lambda row, _: row, finish, monitor, begin)
 
 
 def _require_whole(origins: Sequence[Origin], monitor: Monitor) -> None:
