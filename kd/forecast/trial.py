@@ -130,6 +130,8 @@ def _seal(root: Path, planned: CapturePlan, some: _Sample, reader: RecordReader)
     codec = replace(planned.identity.codec, shard_sequences=size)
     identity = replace(planned.identity, data=data, codec=codec)
     with open_for_capture(root, identity) as writer:
+        if isinstance(reader, Teacher) and reader.recorder.tables is not None:
+            writer.write_tables(reader.recorder.tables)
         end = 0
         for shard in range(identity.shard_count):
             sequences = some.sequences.select(identity.shard_range(shard))
