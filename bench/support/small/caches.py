@@ -249,18 +249,18 @@ def make_shard(identity: CacheIdentity, index: int) -> tuple[Sequences, Records]
     return sequences, records
 
 
-def prepare_writer(writer: CacheWriter) -> None:
-    """Write what the shards need: the LM head of a hidden cache, the tables of a dithered one."""
-    size = writer.identity.tokenizer.vocabulary_size
+def write_folders(writer: CacheWriter) -> None:
+    """Write the folders that the records need: the LM head, or the tables of the dither."""
+    vocabulary_size = writer.identity.tokenizer.vocabulary_size
     if writer.codec.rules.needs_lm_head:
-        writer.write_lm_head(make_lm_head(size))
+        writer.write_lm_head(make_lm_head(vocabulary_size))
     if writer.codec.rules.dithered:
-        writer.write_tables(make_tables(size, writer.codec.clusters))
+        writer.write_tables(make_tables(vocabulary_size, writer.codec.clusters))
 
 
 def fill_cache(writer: CacheWriter, provenance: Provenance = PROVENANCE) -> Manifest:
-    """Write every missing shard, the LM head of a hidden cache and the token map, and finish."""
-    prepare_writer(writer)
+    """Write every missing shard, the folders beside them and the token map, and finish."""
+    write_folders(writer)
     writer.write_token_map(make_token_map(writer.identity.tokenizer.vocabulary_size))
     for index in writer.find_missing_shards():
         writer.write_shard(index, *make_shard(writer.identity, index))

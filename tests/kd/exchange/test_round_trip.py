@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from bench.support.paths import AUSTEN
-from bench.support.small.caches import make_codec, make_identity, make_shard, prepare_writer
+from bench.support.small.caches import make_codec, make_identity, make_shard, write_folders
 from cache.manifest import FidelityRow, Provenance, TokenizerIdentity
 from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences, TailSums
@@ -72,7 +72,7 @@ def make_store(root: Path, profile: str, tokenizer: Any) -> Cache:
     identity = make_identity(vocabulary_size=V, codec=make_codec(profile, **options))
     identity = replace(identity, tokenizer=TokenizerIdentity(V, hash_tokenizer(tokenizer)))
     with open_writer(root, identity) as writer:
-        prepare_writer(writer)
+        write_folders(writer)
         for index in range(identity.shard_count):
             shard = make_shard(identity, index)
             sums = np.linspace(0.0, 1.0 + index, V)
@@ -157,7 +157,7 @@ def test_the_k_entries_of_each_record_come_back(
 def replace_first(store: Cache, root: Path) -> Cache:
     """Write the cache again with all records of the first shard."""
     with open_writer(root, store.identity) as writer:
-        prepare_writer(writer)
+        write_folders(writer)
         for index in range(store.identity.shard_count):
             writer.write_shard(index, *make_shard(store.identity, index))
         writer.write_token_map(store.token_map())
@@ -243,19 +243,23 @@ def test_tables_of_the_dither_that_were_changed_are_refused(
     table = pyarrow.parquet.read_table(path)
     metadata = pyarrow.parquet.read_metadata(path).metadata
     kept = {key: value for key, value in metadata.items() if key.startswith(b"potstill")}
-    slots = bytearray(zlib.decompress(kept[b"potstill.slots"]))
+    slots = bytearray(zlib.decompress(kept[b"potstill.dither.slots"]))
     slots[77] ^= 1
+    turned = kept[b"potstill.dither"].replace(b"[2, 32768]", b"[32768, 2]")
+    assert turned != kept[b"potstill.dither"]
     changed = r"train-00000.parquet was changed since its export"
     for found, why in (
-        ({b"potstill.slots": zlib.compress(slots)}, changed),
-        ({b"potstill.slots": kept[b"potstill.leading"]}, changed),
-        ({b"potstill.slots": zlib.compress(slots[:-2])}, "train-00000.parquet cannot be imported"),
-        ({b"potstill.centres": b"no zlib"}, "train-00000.parquet cannot be imported"),
+        ({b"potstill.dither.slots": zlib.compress(slots)}, changed),
+        ({b"potstill.dither": turned}, changed),
+        ({b"potstill.dither": b"{}"}, "cannot be imported: the tables of its dither are damaged"),
+        ({b"potstill.dither": b"[3]"}, "cannot be imported: the tables of its dither are damaged"),
+        ({b"potstill.dither.slots": zlib.compress(slots[:-2])}, "cannot be imported"),
+        ({b"potstill.dither.centres": b"no zlib"}, "cannot be imported"),
         (None, changed),
     ):
         given = kept | (found or {})
         if found is None:
-            del given[b"potstill.order"]
+            del given[b"potstill.dither.leading"]
         with pyarrow.parquet.ParquetWriter(path, table.schema) as file:
             file.write_table(table)
             file.add_key_value_metadata(given)
