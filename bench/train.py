@@ -213,7 +213,12 @@ def make_example_setting(scale: Scale, folder: Path) -> Setting:
         },
     }
     tokenizer = load_tokenizer(AUSTEN / "teacher")
-    jobs = {profile: parse_config(job | {"cache": {"profile": profile}}) for profile in PROFILES}
+    # loss.entropy_weighting, one of the levers, needs the entropies of positions.
+    own = {"threshold": {"entropy": "positions"}}
+    jobs = {
+        profile: parse_config(job | {"cache": {"profile": profile, **own.get(profile, {})}})
+        for profile in PROFILES
+    }
     section = jobs["threshold"].teacher
     assert section is not None
     teacher = TeacherFiles(section, AUSTEN / "teacher")

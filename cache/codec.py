@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, Reading, Schema
-from cache.profiles.table import FORWARD_KL, PROFILES, explain_unsupported
+from cache.profiles.table import FORWARD_KL, PROFILES, SPREAD_ENTROPIES, explain_unsupported
 from cache.records import Records
 from cache.rounding import (
     TAIL_STEP,
@@ -85,6 +85,18 @@ class Codec(CodecNumbers):
         return explain_unsupported(
             self.profile, self.temperatures, divergence, temperatures, features, learned
         )
+
+    @property
+    def entropy_of(self) -> str:
+        """What the entropy of a record is of: "positions", or "sequences" whose mean it is."""
+        return "sequences" if self.rules.spreads_entropy(self) else "positions"
+
+    def why_unweighted(self) -> str | None:
+        """Explain why no loss can weigh positions by the entropies of these records.
+
+        None also for records whose entropies are not known, which only reading them tells.
+        """
+        return SPREAD_ENTROPIES if self.rules.spreads_entropy(self) else None
 
     def encode(self, reading: Reading, places: RecordPositions) -> Records:
         """Encode a reading of the profile's class.

@@ -210,9 +210,10 @@ class GoldStats:
 class CacheStats:
     """Statistics of the records of a cache; all numbers are at T = 1.
 
-    ``kept_mass`` is the sum of the stored probabilities: of gold, always_keep and head tokens, of
-    the k tokens in topk, and 1 in dense and hidden. ``bytes`` on disk are listed by array;
-    ``lm_head`` is the teacher's, ``index`` is all that is in no array.
+    ``entropy_of`` is that of ``Codec.entropy_of``. ``kept_mass`` is the sum of the stored
+    probabilities: of gold, always_keep and head tokens (those of profile threshold weigh their
+    units), of the k tokens in topk, and 1 in dense and hidden. ``bytes`` on disk are listed by
+    array; ``lm_head`` is the teacher's, ``index`` is all that is in no array.
     """
 
     fingerprint: str
@@ -220,6 +221,7 @@ class CacheStats:
     sequences: int
     positions: int
     bytes_per_token: float
+    entropy_of: str
     entropy: Histogram
     kept_mass: Histogram
     entries: EntryCounts | None
@@ -255,6 +257,7 @@ def compute_cache_stats(opened: Cache) -> CacheStats:
         sequences=len(opened),
         positions=opened.manifest.positions,
         bytes_per_token=opened.bytes_per_token,
+        entropy_of=opened.codec.entropy_of,
         entropy=make_entropy_histogram(sums["entropy"]),
         kept_mass=make_mass_histogram(sums["mass"], float(sums["mass_sum"])),
         entries=summarise_entries(sums["entries"]),

@@ -72,8 +72,13 @@ def find_cache_or_path(root: Path, name: str) -> Path:
 
 
 def read_all_draws(opened: Cache, numbers: Sequence[int]) -> tuple[Sequences, Records]:
-    """Read sequences and their records in the form for writing: each draw of the tails a column."""
+    """Read sequences and their records in the form for writing: each draw of the tails a column.
+
+    Records with dither have one draw, and no such column.
+    """
     sequences, records = opened.read(numbers)
+    if opened.codec.rules.dithered:
+        return sequences, records
     draws = [records, *(opened.read(numbers, draw)[1] for draw in range(1, opened.codec.draws))]
     tails = {
         name: np.stack([draw[name] for draw in draws], axis=1)

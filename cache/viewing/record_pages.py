@@ -31,7 +31,10 @@ NameToken = Callable[[int], str]
 
 @dataclass(frozen=True)
 class ShownEntry:
-    """A token whose probability the record stores. ``text`` is empty if it is not known."""
+    """A token that the record stores by itself, with its probability or with that of its units.
+
+    ``text`` is empty if it is not known.
+    """
 
     id: int
     text: str
@@ -45,7 +48,8 @@ class ShownRecord:
     ``said`` is the next token of the text, and ``said_probability`` the teacher's for it. ``head``
     are the most probable of the ``entries`` stored probabilities, the said token's too. ``tail``
     is the mass outside all of them: ``tail_count`` tokens were drawn from it, of which
-    ``tail_tokens`` are the first. ``entropy`` is in nats. What a record does not hold is None.
+    ``tail_tokens`` are the first. ``entropy`` is in nats, and the mean of its sequence where the
+    page says so. What a record does not hold is None.
     """
 
     position: int
@@ -67,7 +71,7 @@ class RecordPage:
 
     ``text`` holds a text for each token from position ``text_start`` to the last one that is said
     on the page; ``document_starts`` are those of its positions where a document begins.
-    ``texts_known``: the cache has a token map.
+    ``texts_known``: the cache has a token map. ``entropy_of`` is that of ``Codec.entropy_of``.
     """
 
     sequence: int
@@ -75,6 +79,7 @@ class RecordPage:
     split: str
     profile: str
     texts_known: bool
+    entropy_of: str
     start: int
     count: int
     text_start: int
@@ -117,6 +122,7 @@ def read_page(
         split="train" if sequence in opened.train else "validation",
         profile=opened.codec.profile,
         texts_known=texts is not None,
+        entropy_of=opened.codec.entropy_of,
         start=shown.start,
         count=len(places_N),
         text_start=first,

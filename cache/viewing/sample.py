@@ -41,7 +41,7 @@ class SampledStats:
 
     ``records`` of ``positions`` were read, in ``sequences_read`` of ``sequences`` sequences;
     ``entry_counts`` are the mean, percentiles and maximum of what the histogram ``entries`` shows;
-    None without a record.
+    None without a record. ``entropy_of`` is that of ``Codec.entropy_of``.
     """
 
     fingerprint: str
@@ -51,6 +51,7 @@ class SampledStats:
     records: int
     sequences: int
     sequences_read: int
+    entropy_of: str
     entropy: Histogram
     kept_mass: Histogram
     entries: Histogram
@@ -82,6 +83,7 @@ def sample_cache(opened: Cache, seed: int = 0, limit: int = SAMPLED_RECORDS) -> 
         records=int(sums["entropy"].sum()),
         sequences=len(opened),
         sequences_read=sum(map(len, runs)),
+        entropy_of=opened.codec.entropy_of,
         entropy=make_entropy_histogram(sums["entropy"]),
         kept_mass=make_mass_histogram(sums["mass"], float(sums["mass_sum"])),
         entries=_make_entry_histogram(sums["entries"]),

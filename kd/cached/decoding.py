@@ -10,10 +10,11 @@
 ``teacher_ids`` are int64, weights and probabilities float32.
 
 Entries are a sample: the mean of their weights over draws is p, and -sum w log q is an unbiased
-estimate of the cross-entropy with the teacher. With them comes ``teacher_entropy``, H(p) in nats.
-Absent entries, and positions without a target, have the weight 0. Form ``topk`` of a sampled
-profile has the tokens whose probability the record holds exactly; all tokens above the threshold
-are among them.
+estimate of the cross-entropy with the teacher. With them comes ``teacher_entropy``, H(p) in nats,
+or its mean over the sequence (``Codec.entropy_of``). Absent entries, and positions without a
+target, have the weight 0. Form ``topk`` of a sampled profile has the tokens that the record holds
+by themselves; all tokens above the threshold are among them. Their probabilities are sums of
+units in profile threshold, but that of the next token.
 
 Shapes: B sequences, L positions of a sequence, N positions with a target, E entries of a position
 at most (for flat tensors: of all positions), V vocabulary, K most probable tokens.

@@ -57,6 +57,8 @@ class DistillationLoss(nn.Module):
             raise ValueError(f"temperature must be above 0, but got {temperature}.")
         if why := opened.codec.why_unsupported(divergence, (temperature,)):
             raise ValueError(f"{why}.")
+        if entropy_weighting and (why := opened.codec.why_unweighted()):
+            raise ValueError(f"{why}.")
         self.store = opened.store
         self.vocabulary = opened.codec.vocabulary_size
         self.temperature = temperature

@@ -7,6 +7,11 @@ from kd.config.cache import CacheConfig
 
 #: Clusters of a cache whose text is not known yet: those of some two million tokens.
 USUAL_CLUSTERS = 64
+#: Why a job of profile threshold cannot extend a cache without tables.
+EARLIER_RECORDS = (
+    "Potstill 0.2.0 or an earlier version captured it, in records of profile threshold that are "
+    "read, but not written any more."
+)
 
 
 def make_codec_identity(

@@ -20,6 +20,7 @@ from cache.reading.usage import hold_for
 from cache.shard import PER_SEQUENCE
 from cache.store import Cache, open_cache
 from cache.writing.writer import CacheWriter
+from kd.capture.codec_identity import EARLIER_RECORDS
 from kd.capture.plan import CapturePlan
 from kd.errors import ConfigError, Problem
 from kd.progress import Monitor
@@ -47,7 +48,7 @@ def settle_recipe(plan: CapturePlan, root: Path) -> CapturePlan:
         return plan
     known = _open(root / plan.options.extends).identity.codec
     if not known.clusters:
-        refuse(["an earlier version captured it, in records that are not written any more."])
+        refuse([f"the cache {plan.options.extends}: {EARLIER_RECORDS}"])
     codec = replace(plan.identity.codec, clusters=known.clusters, fitted=known.fitted)
     return replace(plan, identity=replace(plan.identity, codec=codec))
 

@@ -15,6 +15,11 @@ from kd.config.section import Section
 #: A whole fingerprint of a cache, the name of its folder.
 FINGERPRINT_PATTERN = r"^[0-9a-f]{32}$"
 
+#: What to do where a job asks for more than one sample of each tail of profile threshold.
+_SMALLER = (
+    ". Set a smaller cache.threshold: it makes less noise than several draws, and takes fewer bytes"
+)
+
 
 class TemperatureRange(Section):
     """The range of temperatures at which a cache is unbiased."""
@@ -50,7 +55,7 @@ class CacheConfig(Section):
     """Profile tempered: the range of temperatures to support; default 0.5 to 2."""
 
     always_keep: tuple[Annotated[int, Field(ge=0)], ...] = Field((), max_length=64)
-    """Profiles threshold and tempered: token ids whose probability is kept exactly at every
+    """Profiles threshold and tempered: token ids whose probability is kept at every
     position, for example end of sequence and tool calls. The probability of the true next token is
     always kept."""
 
@@ -114,6 +119,11 @@ class CacheConfig(Section):
         return self.rules.sampled
 
     @property
+    def spreads_entropy(self) -> bool:
+        """Whether the records have the mean entropy of their sequence instead of their own."""
+        return self.rules.dithered and self.entropy == "sequences"
+
+    @property
     def range(self) -> tuple[float, ...]:
         """Lowest and highest temperature, for profile tempered; empty for others."""
         if "temperatures" not in self.rules.options:
@@ -152,9 +162,10 @@ class CacheConfig(Section):
         strange = sorted(self.model_fields_set & options - own)
         fields = type(self).model_fields
         if given := [name for name in strange if getattr(self, name) != fields[name].default]:
+            instead = "" if "draws" not in given or not self.rules.dithered else _SMALLER
             raise ValueError(
                 f"cache.profile {self.profile} has no use for {', '.join(given)}; "
-                f"it takes {', '.join(sorted(own))}"
+                f"it takes {', '.join(sorted(own))}{instead}"
             )
         # The field takes the dtypes of both profiles; each profile has only some of them.
         if self.rules.dtypes and self.dtype not in self.rules.dtypes:

@@ -13,7 +13,7 @@ from typing import Any, Self
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from cache.profiles.table import explain_unsupported
+from cache.profiles.table import SPREAD_ENTROPIES, explain_unsupported
 from kd.addresses import ModelSource
 from kd.config.cache import CacheConfig
 from kd.config.checks import ChecksConfig
@@ -279,6 +279,8 @@ class JobConfig(Placement):
         )
         if why is not None:
             raise ValueError(why)
+        if self.loss.weighs_positions and self.cache.spreads_entropy:
+            raise ValueError(SPREAD_ENTROPIES)
         return self
 
     @model_validator(mode="after")

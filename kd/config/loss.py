@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from cache.profiles.table import explain_unsupported
+from cache.codec import Codec
 from kd.config.section import Section
 from kd.errors import Problem
 
@@ -197,6 +197,11 @@ class LossConfig(Section):
         return self.alpha == 1.0 and self.features.weight == 0.0
 
     @property
+    def weighs_positions(self) -> bool:
+        """Whether the objective weighs positions by the teacher's entropy at each."""
+        return self.entropy_weighting != 0.0 and not self.hard_labels_only
+
+    @property
     def temperatures(self) -> tuple[float, float]:
         """The lowest and the highest temperature that the run can reach."""
         if isinstance(self.temperature, Ramp):
@@ -206,15 +211,14 @@ class LossConfig(Section):
             return self.temperature.min, self.temperature.max
         return self.temperature, self.temperature
 
-    def list_unserved(self, profile: str, covered: tuple[float, ...]) -> list[Problem]:
-        """List what records of a cache's profile cannot serve.
-
-        ``covered`` is the range of temperatures of profile tempered; empty for the others.
-        """
+    def list_unserved(self, codec: Codec) -> list[Problem]:
+        """List what the records of a sealed cache cannot serve."""
         remedy = "See `kd cache info` for the contents of a cache."
-        asked = (profile, covered, self.divergence, self.temperatures)
-        if why := explain_unsupported(*asked):
+        asked = (self.divergence, self.temperatures)
+        if why := codec.why_unsupported(*asked):
             return [Problem("/loss", f"{why}.", remedy)]
-        if why := explain_unsupported(*asked, self.features.weight > 0):
+        if why := codec.why_unsupported(*asked, self.features.weight > 0):
             return [Problem("/loss/features", f"{why}.", remedy)]
+        if self.weighs_positions and (why := codec.why_unweighted()):
+            return [Problem("/loss/entropy_weighting", f"{why}.", remedy)]
         return []

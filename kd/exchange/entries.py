@@ -2,9 +2,8 @@
 
     topk            the stored entries, or fewer of them
     dense, hidden   the K most probable tokens, and the mass of all others
-    threshold,      the entries of the target at temperature 1: tokens with a stored probability
-                    (the next token,
-    tempered        always_keep, the head), then the sampled tail
+    threshold,      the entries of the target at temperature 1: the next token, always_keep and
+    tempered        the head, then the sampled tail; heads of threshold weigh whole units
 
 Shapes: N positions with a record, K entries of a position, E entries of all positions, V
 vocabulary.
@@ -46,7 +45,7 @@ class EntryTable:
     ids        (E,)
     logprobs   (E,)   at temperature 1
     weights    (E,)   probabilities at temperature 1, or the weights of sampled entries
-    exact      (N,)   the number of entries, at the start of each position, that are not sampled
+    leading    (N,)   the number of entries, at the start of each position, before the sampled tail
     residual   (N,)   log of the mass outside the entries
     gold       (N,)   log-probability of the next token; NaN if the record has none
     entropy    (N,)   entropy of the whole distribution; NaN if the record has none
@@ -56,19 +55,19 @@ class EntryTable:
     ids: NDArray[np.int64]
     logprobs: NDArray[np.float64]
     weights: NDArray[np.float64]
-    exact: NDArray[np.int64]
+    leading: NDArray[np.int64]
     residual: NDArray[np.float64]
     gold: NDArray[np.float64]
     entropy: NDArray[np.float64]
 
     def take_top(self, k: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return ids and log-probabilities (N, K) of the most probable exact entries.
+        """Return ids and log-probabilities (N, K) of the most probable entries beside the tail.
 
         -inf if there are fewer.
         """
-        # The rank of each entry within its position: exact entries come first.
+        # The rank of each entry within its position: the tail comes last.
         rank = np.arange(len(self.ids)) - np.repeat(compute_offsets(self.counts)[:-1], self.counts)
-        kept = (rank < np.repeat(self.exact, self.counts)) & (self.weights > 0)
+        kept = (rank < np.repeat(self.leading, self.counts)) & (self.weights > 0)
         rows = np.repeat(np.arange(len(self.counts)), self.counts)[kept]
         order = np.lexsort((-self.logprobs[kept], rows))
         counts = np.bincount(rows, minlength=len(self.counts))
@@ -168,13 +167,14 @@ def _take_sampled(targets: Targets, records: Records) -> EntryTable:
     target = targets.teacher
     assert isinstance(target, SparseTarget)
     weights = target.weights_E.numpy()
-    exact = records["known"].shape[1] + records["head_count"].astype(np.int64)
+    leading = records["known"].shape[1] + records["head_count"].astype(np.int64)
     with np.errstate(divide="ignore", invalid="ignore"):  # a tail's weight may be a little below 0
         logprobs = np.log(weights)
     # Sampled entries stand for the whole tail, so nothing is outside them.
-    none = np.full(len(exact), -np.inf)
+    none = np.full(len(leading), -np.inf)
     counts, ids = np.diff(target.offsets_N1.numpy()), target.ids_E.numpy()
-    return EntryTable(counts, ids, logprobs, weights, exact, none, *_read_gold_and_entropy(records))
+    rest = _read_gold_and_entropy(records)
+    return EntryTable(counts, ids, logprobs, weights, leading, none, *rest)
 
 
 def _read_gold_and_entropy(records: Records) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -44,10 +44,10 @@ def export_records(
 
     Profiles topk, dense and hidden export ``k`` entries per position. Profiles threshold and
     tempered export all entries with their weights (Parquet), or with ``lossy`` the ``k`` most
-    probable entries that are not sampled (DistillKit). Parquet without ``k`` also holds the records
-    as stored, so that an import gives the same cache. Raises ``DataError`` if ``format`` or
-    ``k`` does not fit the cache, if the format cannot hold the cache and ``lossy`` is not set,
-    or if ``folder`` is not empty.
+    probable entries beside the sampled tail (DistillKit). Parquet without ``k`` also holds the
+    records as stored, so that an import gives the same cache. Raises ``DataError`` if ``format`` or
+    ``k`` does not fit the cache, if the format cannot hold the cache and ``lossy`` is not set, or
+    if ``folder`` is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} is not empty.", "Name a new folder.")
@@ -83,7 +83,7 @@ def _choose_layout(store: Cache, format: str, k: int | None, lossy: bool) -> Exp
         if PROFILES[profile].sampled and not lossy:
             what = f"DistillKit has no place for the sampled tail of profile {profile}."
             raise DataError(what, "Export Parquet, or set --lossy to leave the tail out.")
-        return DistillKitLayout(profile, most, store.codec.vocabulary_size)
+        return DistillKitLayout(store.codec, most)
     if format != "parquet":
         raise DataError(f"There is no format {format!r}.", "Use parquet or distillkit.")
     if k is not None and PROFILES[profile].sampled:
@@ -186,9 +186,8 @@ class DistillKitLayout:
     refused.
     """
 
-    profile: str
+    codec: Codec
     k: int
-    vocabulary: int
     rows: int = 0
     records: int = 0
     filled: int = 0
@@ -197,7 +196,7 @@ class DistillKitLayout:
 
     def __post_init__(self) -> None:
         self.compression = Compression(
-            d=max(self.vocabulary, 2),
+            d=max(self.codec.vocabulary_size, 2),
             k=self.k,
             exact_k=self.k,
             residual_bins=(),
@@ -216,7 +215,7 @@ class DistillKitLayout:
         ids, logprobs = entries.take_top(self.k)
         self.filled += int(np.isneginf(logprobs).any(axis=1).sum())
         self.mass += float(np.exp(logprobs).sum())
-        filled = _fill_entries(ids, logprobs, self.vocabulary)
+        filled = _fill_entries(ids, logprobs, self.codec.vocabulary_size)
         stored = distillkit.encode_entries(self.compression, *filled)
         lengths, tokens = _find_documents(sequences)
         self.rows += len(lengths)
@@ -234,14 +233,18 @@ class DistillKitLayout:
         kept = self.mass / max(self.records, 1)
         counts = {"rows": self.rows, "records": self.records, "k": self.k}
         summary: dict[str, float | str] = {**counts, "kept_mass": round(kept, 6)}
-        if not PROFILES[self.profile].sampled:
+        rules = self.codec.rules
+        if not rules.sampled:
             return summary
         warning = (
-            f"DistillKit has no place for the sampled tail of profile {self.profile}: "
+            f"DistillKit has no place for the sampled tail of profile {rules.name}: "
             f"{1 - kept:.1%} of the probability is left out, and {self.filled:,} of "
             f"{self.records:,} records are filled up to {self.k} entries with tokens of "
             f"log-probability {FILL_LOGPROB:g}."
         )
+        if rules.dithered:
+            unit = self.codec.threshold
+            warning += f" Heads were rounded at random to units of {unit:g} at most."
         return summary | {"warning": warning}
 
 

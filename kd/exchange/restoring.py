@@ -11,6 +11,11 @@ the metadata of each file holds what describes them:
     potstill.digest     sha256 of the file's sequences and stored columns
     potstill.rules      JSON of the rules of its tokenizer, if they are known
     potstill.tails      its mean tail, if it has one: compressed by zlib
+    potstill.dither     JSON of type and shape of each table of its dither, if it has them
+    potstill.dither.*   these tables by their names: little-endian, compressed by zlib
+
+The mean tail and the tables are in the file of the first sequence, whose digest covers the tables:
+the records are worth nothing without them.
 
 So the import of an untouched export is the same cache, with the same fingerprint. An export with a
 chosen number of entries has no stored columns: its records are imported like those of another tool.
@@ -33,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
+from cache.dither import TABLE_ARRAYS, DitherTables
 from cache.errors import CacheError
 from cache.json_object import Json
 from cache.layout import Arrays
@@ -91,6 +97,10 @@ class FileDescription:
         self._first = first
         self._shapes: dict[str, list[int]] = {}
         self._digest = hashlib.sha256()
+        self._tables: Arrays = {}
+        if first == 0 and store.codec.rules.dithered:
+            self._tables = store.tables.to_arrays()
+            _update_tables(self._digest, self._tables)
 
     def add(self, sequences: Sequences, records: Records) -> None:
         """Count some sequences and their records."""
@@ -113,15 +123,34 @@ class FileDescription:
         if (mean := self._store.tail_mean()) is not None and self._first == 0:
             stored = np.stack([mean[name] for name in MEAN_ARRAYS]).astype("<f4")
             values["tails"] = zlib.compress(stored.tobytes())
+        if self._tables:
+            values["dither"] = _describe(self._tables)
+        for name, array in self._tables.items():
+            values[f"dither.{name}"] = zlib.compress(_to_little_endian(array).tobytes())
         return {f"potstill.{name}".encode(): value for name, value in values.items()}
 
 
 def _update(digest: Any, arrays: Arrays) -> None:
     for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        little = array.astype(array.dtype.newbyteorder("<"))
+        little = _to_little_endian(arrays[name])
         # Lengths are hashed too, so that the borders of arrays count.
-        digest.update(f"{name} {array.size} ".encode() + little.tobytes())
+        digest.update(f"{name} {little.size} ".encode() + little.tobytes())
+
+
+def _update_tables(digest: Any, tables: Arrays) -> None:
+    digest.update(_describe(tables))
+    _update(digest, tables)
+
+
+def _describe(arrays: Arrays) -> bytes:
+    """Return type and shape of each array, as JSON."""
+    facts = {name: [each.dtype.name, list(each.shape)] for name, each in arrays.items()}
+    return json.dumps(facts, sort_keys=True).encode()
+
+
+def _to_little_endian(array: NDArray[Any]) -> NDArray[Any]:
+    array = np.ascontiguousarray(array)
+    return array.astype(array.dtype.newbyteorder("<"))
 
 
 # ---------------------------------------------------------------------- reading
@@ -138,6 +167,7 @@ class Origin:
     digest: str
     shapes: dict[str, list[int]] | None
     tail_mean: Arrays | None = None
+    tables: DitherTables | None = None
 
     @classmethod
     def read(cls, path: Path) -> Origin | None:
@@ -157,19 +187,23 @@ class Origin:
         tails = zlib.decompress(found.get(b"potstill.tails", zlib.compress(b"")))
         mean = np.frombuffer(tails, "<f4").reshape(len(MEAN_ARRAYS), -1)
         ids = [(int(number), token) for number, token in pairs]
+        manifest = Manifest.from_bytes(values["manifest"], str(path))
         return cls(
             path,
-            Manifest.from_bytes(values["manifest"], str(path)),
+            manifest,
             TokenMap.from_pairs(ids, rules) if ids else None,
             int(values["first"]),
             values["digest"].decode("ascii"),
             json.loads(values["shapes"]) if stored else None,
             dict(zip(MEAN_ARRAYS, mean, strict=True)) if tails else None,
+            _read_tables(found) if manifest.identity.record_codec().rules.dithered else None,
         )
 
     def read_sequences(self) -> Iterator[tuple[Sequences, Records]]:
         """Yield each sequence with its records; raises ``DataError`` unless all are as exported."""
         digest = hashlib.sha256()
+        if self.tables is not None:
+            _update_tables(digest, self.tables.to_arrays())
         schema = self.manifest.identity.record_codec().schema()
         columns = (*_PER_SEQUENCE, *(PREFIX + name for name in schema))
         for first, batch in read_table_batches(self.path, columns):
@@ -192,6 +226,25 @@ class Origin:
         shape = (self.shapes or {}).get(name, [])
         width = int(np.prod(shape, dtype=np.int64))
         return flat[: len(flat) // width * width].reshape(-1, *shape)
+
+
+def _read_tables(metadata: dict[bytes, bytes]) -> DitherTables | None:
+    """Read the tables of the dither; None if the metadata of a file does not hold all of them.
+
+    Raises ``ValueError`` or ``zlib.error`` for damaged ones.
+    """
+    keys = {name: f"potstill.dither.{name}".encode() for name in TABLE_ARRAYS}
+    if not metadata.keys() >= {b"potstill.dither", *keys.values()}:
+        return None
+    facts = json.loads(metadata[b"potstill.dither"])
+    arrays = {}
+    try:
+        for name, key in keys.items():
+            dtype, shape = np.dtype(facts[name][0]).newbyteorder("<"), facts[name][1]
+            arrays[name] = np.frombuffer(zlib.decompress(metadata[key]), dtype).reshape(shape)
+        return DitherTables.from_arrays(arrays)
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"the tables of its dither are damaged ({error})") from error
 
 
 def _read_cell(batch: Any, name: str, index: int, where: str, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -242,6 +295,10 @@ def restore_cache(
     name = teacher_name or manifest.provenance.teacher_name
     provenance = replace(manifest.provenance, teacher_name=name)
 
+    def begin(writer: CacheWriter) -> None:
+        if origins[0].tables is not None:
+            writer.write_tables(origins[0].tables)
+
     def finish(writer: CacheWriter) -> None:
         if origins[0].token_map is not None:
             writer.write_token_map(origins[0].token_map.to_arrays())
@@ -250,7 +307,7 @@ def restore_cache(
         writer.finish(provenance, manifest.fidelity, manifest.overruled)
 
     rows = chain.from_iterable(origin.read_sequences() for origin in origins)
-    return seal_cache(root, identity, rows, lambda row, _: row, finish, monitor)
+    return seal_cache(root, identity, rows, lambda row, _: row, finish, monitor, begin)
 
 
 def _require_whole(origins: Sequence[Origin], monitor: Monitor) -> None:

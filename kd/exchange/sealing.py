@@ -25,16 +25,19 @@ def seal_cache(
     encode: Callable[[Item, int], tuple[Sequences, Records]],
     finish: Callable[[CacheWriter], None],
     monitor: Monitor,
+    begin: Callable[[CacheWriter], None] = lambda writer: None,
 ) -> Json:
     """Write the missing shards of a cache below ``root``, then seal it; return its summary.
 
     ``items`` yields every sequence of the cache in order, and one shard of them is in memory.
-    ``encode`` makes the arrays of one, which it gets with its number. ``finish`` writes all else.
+    ``encode`` makes the arrays of one, which it gets with its number. ``begin`` writes what the
+    shards need, ``finish`` all else.
     """
     monitor.emit("stage", stage="import", phase="writing")
     # The writer holds a lock: another import of the same records waits here.
     waiting = "while the same records are imported"
     with open_writer(root, identity, lambda: monitor.check(waiting)) as writer:
+        begin(writer)
         missing = writer.find_missing_shards()
         meter = ProgressMeter(identity.data.sequences, "sequences")
         size = identity.codec.shard_sequences

@@ -14,7 +14,7 @@ from cache.errors import CacheError, StoreError
 from cache.manifest import CacheIdentity, list_differences
 from kd.addresses import HUB_ID
 from kd.buckets.inputs import describe_nothing, is_stored_name, list_stored, may_read_buckets
-from kd.capture.codec_identity import make_codec_identity
+from kd.capture.codec_identity import EARLIER_RECORDS, make_codec_identity
 from kd.config.data import DataConfig, DatasetSpec
 from kd.config.job import JobConfig
 from kd.errors import DataError, ModelError, Problem
@@ -198,7 +198,7 @@ def find_cache_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
         return
     identity = yield from _read_identity(config, home, name, "fingerprint")
     if identity is not None and config.train is not None:
-        yield from config.loss.list_unserved(identity.codec.profile, identity.codec.temperatures)
+        yield from config.loss.list_unserved(identity.record_codec())
 
 
 def _read_identity(
@@ -228,6 +228,10 @@ def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
         return
     known = yield from _read_identity(config, home, name, "extends")
     if known is None:
+        return
+    if config.cache.rules.dithered and not known.codec.clusters:
+        detail = f"the cache {name}: {EARLIER_RECORDS}"
+        yield Problem("/cache/extends", detail, "Remove cache.extends to capture all of the text.")
         return
     # The codec's version depends on the teacher's precision too, which only loading shows.
     # So do the tables of the dither, which are those of the cache.

@@ -97,9 +97,13 @@ function aboutOf(page, end) {
   return `Sequence ${number(page.sequence)} (there are 0 to ${last}), ${split}: ${which}.${texts}`;
 }
 
+/** Whether an entropy is the mean of its sequence, so that it tells nothing of a token. */
+const isMean = (page) => page.entropy_of === "sequences";
+
 /** The tokens around the page, coloured by the entropy of the teacher before each. */
 function textOf(page) {
   if (!page.texts_known) return null;
+  const means = isMean(page);
   const before = new Map(page.records.map((record) => [record.position + 1, record]));
   const starts = new Set(page.document_starts.filter((place) => place > 0));
   const words = page.text.flatMap((word, at) => {
@@ -109,12 +113,13 @@ function textOf(page) {
     const record = before.get(place);
     if (!record) return [...border, h("span", { class: "quiet" }, shown)];
     const title = `position ${record.position}, entropy ${number(record.entropy, 3) ?? "unknown"} nats`;
-    return [...border, h("span", { class: levelOf(record.entropy, EDGES), title }, shown)];
+    return [...border, h("span", means ? {} : { class: levelOf(record.entropy, EDGES), title }, shown)];
   });
   return [
     h("div", { class: "text" }, h("p", {}, words)),
-    h("p", { class: "scale" }, "Entropy before the token:",
-      EDGES.map((edge) => h("span", { class: levelOf(edge, EDGES) }, edge)), "nats or more"),
+    h("p", { class: "scale" }, means ? "This cache keeps the mean entropy of each sequence." : [
+      "Entropy before the token:",
+      ...EDGES.map((edge) => h("span", { class: levelOf(edge, EDGES) }, edge)), "nats or more"]),
   ];
 }
 
@@ -135,8 +140,9 @@ function recordOf(record, page) {
     cell("Text", [spaced(record.token, record, page), " → ",
       h("strong", {}, spaced(record.said, record, page, record.said_id))], "words"),
     cell("Its probability", share(record.said_probability) ?? "unknown"),
-    cell("Entropy, nats", h("span", { class: levelOf(record.entropy, EDGES) },
-      number(record.entropy, 3) ?? "unknown")),
+    isMean(page) ? cell("Mean entropy, nats", number(record.entropy, 3))
+      : cell("Entropy, nats", h("span", { class: levelOf(record.entropy, EDGES) },
+        number(record.entropy, 3) ?? "unknown")),
     cell("Most probable", headOf(record, page), "words"),
     cell("Tail", tailOf(record)));
 }

@@ -5,7 +5,11 @@ import { fill, h, number, percent, svg } from "./elements.js";
 
 const [WIDTH, HEIGHT, FOOT] = [360, 130, 20];
 const HISTOGRAMS = [
-  { name: "entropy", title: "Entropy of the teacher, nats" },
+  {
+    name: "entropy",
+    title: "Entropy of the teacher, nats",
+    ofMeans: "Mean entropy of a sequence, nats", // a cache may keep only these
+  },
   { name: "entries", title: "Entries per token" },
   { name: "kept_mass", title: "Kept mass" },
 ];
@@ -21,7 +25,8 @@ export function sampleSection(path) {
     try {
       const found = await get(`${path}/statistics?seed=${next}`);
       seed = next;
-      fill(box, HISTOGRAMS.map(({ name, title }) => figureOf(title, found[name], found)));
+      fill(box, HISTOGRAMS.map(({ name, title, ofMeans }) => figureOf(
+        found.entropy_of === "sequences" ? ofMeans ?? title : title, found[name], found)));
       fill(about, aboutOf(found));
       another.hidden = found.whole;
     } catch (error) {

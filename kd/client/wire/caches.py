@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
@@ -10,6 +11,8 @@ from cache.json_object import Json
 from kd.client.wire.jobs import Status
 from kd.client.wire.view import View
 from kd.config.kinds import KindName
+
+EntropyOf = Annotated[str, Field(description='Of "positions", or "sequences": the mean of each.')]
 
 
 class CacheEntry(View):
@@ -101,6 +104,7 @@ class CacheStatistics(View):
     sequences: int = Field(description="Sequences of the cache.")
     sequences_read: int = Field(description="Sequences that the records were read from.")
     whole: bool = Field(description="Whether every record was read, so that the counts are exact.")
+    entropy_of: EntropyOf = "positions"
     entropy: SampledHistogram = Field(description="The teacher's entropy, nats.")
     kept_mass: SampledHistogram
     """Sum of the probabilities that a record stores."""
@@ -132,11 +136,11 @@ class ShardStates(View):
 
 
 class RecordEntry(View):
-    """A token whose probability a record stores."""
+    """A token that a record stores by itself."""
 
     id: int
     text: str = Field(description="Empty if the cache has no text of its tokens.")
-    probability: float
+    probability: float = Field(description="Profile threshold counts it in units.")
 
 
 class CacheRecord(View):
@@ -162,6 +166,7 @@ class CacheRecords(View):
     sequences: int = Field(description="Sequences of the cache.")
     split: str = Field(description="train or validation.")
     profile: str
+    entropy_of: EntropyOf = "positions"
     texts_known: bool = Field(description="Whether the cache has the text of its tokens.")
     start: int = Field(description="Number of the first record, within the sequence.")
     count: int = Field(description="Records of the sequence.")

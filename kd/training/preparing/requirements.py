@@ -19,10 +19,10 @@ ENTROPY_SAMPLE = 8
 
 
 def require_served(loss: LossConfig, codec: Codec | None) -> None:
-    """Raise ``ConfigError`` if records of ``codec`` cannot serve the loss at each temperature."""
+    """Raise ``ConfigError`` if records of ``codec`` cannot serve the loss."""
     if loss.hard_labels_only or codec is None:
         return
-    if problems := loss.list_unserved(codec.profile, codec.temperatures):
+    if problems := loss.list_unserved(codec):
         raise ConfigError(problems)
 
 

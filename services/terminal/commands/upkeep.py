@@ -182,7 +182,9 @@ def _print_stats(found: CacheStats) -> None:
         )
     rows = [[name, format_value(value)] for name, value in facts.items() if value is not None]
     print_table(["", ""], rows)
-    _print_histogram("ENTROPY, NATS", found.entropy)
+    means = found.entropy_of == "sequences"
+    title = "MEAN ENTROPY OF A SEQUENCE, NATS" if means else "ENTROPY, NATS"
+    _print_histogram(title, found.entropy)
     _print_histogram("KEPT MASS", found.kept_mass)
     total = sum(found.bytes.values())
     out.print()

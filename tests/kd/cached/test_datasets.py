@@ -21,13 +21,13 @@ from kd.config.train import TrainConfig
 from kd.text.batches import Batch, make_batch
 from kd.text.steps import order as ordering
 from kd.text.steps.reading import read_training_batches
-from tests.support.kd.own_loops import HELD_OUT, LENGTH, PROFILES, TRAIN
+from tests.support.kd.own_loops import EARLIER, HELD_OUT, LENGTH, PROFILES, TRAIN
 
 
 @pytest.fixture
 def opened(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> OpenCache:
     monkeypatch.setattr(ordering, "WINDOW_TOKENS", 2 * 4 * LENGTH)
-    return open_cache(folders["threshold"])
+    return open_cache(folders["tempered"])
 
 
 def assert_equal(found: Any, expected: Any) -> None:
@@ -53,7 +53,7 @@ def assert_same_batch(found: Batch, expected: Batch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", [*PROFILES, EARLIER])
 def test_the_batch_of_a_loader_is_that_of_our_own_loop(
     folders: dict[str, Path], profile: str
 ) -> None:
@@ -90,7 +90,7 @@ def test_validation_has_the_held_out_sequences(opened: OpenCache) -> None:
 
 def test_an_open_cache_shows_what_it_is(opened: OpenCache) -> None:
     assert repr(opened) == (
-        f"OpenCache({opened.fingerprint[:12]}, profile threshold: {TRAIN} sequences to train on "
+        f"OpenCache({opened.fingerprint[:12]}, profile tempered: {TRAIN} sequences to train on "
         f"and {HELD_OUT} held out, of {LENGTH} tokens)"
     )
 

@@ -13,9 +13,9 @@ from bench.support.small.caches import make_lm_head
 from cache.rounding import KNOWN_STEP, make_cosine_basis
 from kd.cached.decoding import IGNORED
 from kd.cached.opening import open_cache
-from tests.support.kd.own_loops import LENGTH, TRAIN, VOCABULARY
+from tests.support.kd.own_loops import EARLIER, LENGTH, TRAIN, VOCABULARY
 
-SAMPLED = [("threshold", 1.0), ("tempered", 1.0), ("tempered", 1.6)]
+SAMPLED = [("threshold", 1.0), (EARLIER, 1.0), ("tempered", 1.0), ("tempered", 1.6)]
 
 
 def read(folder: Path, form: Any, temperature: float = 1.0, **options: Any) -> dict[str, Any]:
@@ -80,16 +80,25 @@ def test_topk_of_a_sample_is_of_its_entries_in_order(
     assert same.any(-1)[probs > 0].all()
 
 
-def test_topk_of_threshold_has_no_sampled_token(folders: dict[str, Path]) -> None:
-    opened = open_cache(folders["threshold"])
-    top, records = (read(folders["threshold"], form, k=60) for form in ("topk", "records"))
+@pytest.mark.parametrize("name", ["threshold", EARLIER])
+def test_topk_of_threshold_has_no_token_of_the_tail(folders: dict[str, Path], name: str) -> None:
+    opened = open_cache(folders[name])
+    top, records = (read(folders[name], form, k=60) for form in ("topk", "records"))
     columns = {name: each.long() for name, each in records["records"].items()}
     known_N1 = (columns["known"][:, :1].double() * -KNOWN_STEP).exp()
     kept_N1 = (columns["known"][:, 1:].double() * -KNOWN_STEP).exp()
-    logprobs_H = columns["head_logprobs"].double() * -opened.codec.head_step
-    heads = logprobs_H.exp().split(columns["head_count"].tolist())
     target_BL = find_targets(top)
     gold_N = top["labels"][:, 1:][target_BL[:, :-1]]
+    counts_N = columns["head_count"]
+    if name == EARLIER:
+        p_H = (columns["head_logprobs"].double() * -opened.codec.head_step).exp()
+    else:
+        # What the known tokens leave, in units of at most the threshold.
+        kept_once_N = kept_N1[:, 0] * ~torch.isin(gold_N, torch.tensor(opened.codec.always_keep))
+        rest_N = 1.0 - known_N1[:, 0] - kept_once_N
+        unit_N = rest_N / (rest_N / opened.codec.threshold).ceil()
+        p_H = columns["head_units"] // 2 * unit_N.repeat_interleave(counts_N)
+    heads = p_H.split(counts_N.tolist())
     rows = zip(gold_N, known_N1, kept_N1, heads, top["teacher_probs"][target_BL], strict=True)
     for gold, gold_1, kept_1, head, probs in rows:
         # An id that is always kept is no entry of its own where it is the gold token.

@@ -15,12 +15,13 @@ from kd.cached.opening import open_cache
 from kd.loss.decoder import TargetDecoder
 from kd.loss.dense import compute_dense_loss
 from kd.models.lm_head import LMHead
-from tests.support.kd.own_loops import LENGTH, VOCABULARY
+from tests.support.kd.own_loops import EARLIER, LENGTH, VOCABULARY
 
 WIDTH, ROWS = 12, VOCABULARY + 4
 CASES: list[tuple[str, float, dict[str, Any]]] = [
     ("threshold", 1.0, {}),
     ("threshold", 1.0, {"label_smoothing": 0.1, "z_loss": 1e-3}),
+    (EARLIER, 1.0, {"entropy_weighting": 1.0}),
     ("tempered", 1.7, {}),
     ("topk", 1.0, {}),
     ("dense", 3.0, {}),
@@ -103,6 +104,8 @@ def test_wrong_inputs_are_refused(folders: dict[str, Path]) -> None:
         DistillationLoss(opened, temperature=2.0)
     with pytest.raises(ValueError, match="reverse_kl needs all of p"):
         DistillationLoss(opened, divergence="reverse_kl")
+    with pytest.raises(ValueError, match="keeps only the mean of each sequence"):
+        DistillationLoss(opened, entropy_weighting=1.0)
     with pytest.raises(ValueError, match="alpha must lie"):
         DistillationLoss(opened, alpha=1.5)
     with pytest.raises(ValueError, match="temperature must be above 0"):

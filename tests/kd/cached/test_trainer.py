@@ -41,8 +41,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("caches")
     shape = (VOCABULARY, LENGTH, 24, 4)
     return {
-        profile: make_cache(root, make_identity(*shape, make_codec(profile, draws=2)))
-        for profile in ("threshold", "tempered")
+        profile: make_cache(root, make_identity(*shape, make_codec(profile, **options)))
+        for profile, options in (("threshold", {}), ("tempered", {"draws": 2}))
     }
 
 

@@ -24,6 +24,7 @@ from tests.support.kd.jobs import (
     RAMPED,
     SEARCH,
     SEARCHING,
+    TEMPERED,
     all_sections,
     changed,
     problems,
@@ -230,6 +231,8 @@ HOLDERS = {
     "loss.temperature.": LEARNING,
     "search.": SEARCHING,
     "train.dropout.": DROPPING,
+    "cache.draws": JOB | {"cache": TEMPERED},
+    "loss.entropy_weighting": JOB | {"cache": {"entropy": "positions"}},
     "": JOB,
 }
 

@@ -402,6 +402,11 @@ WARM = {"profile": "tempered", "temperatures": {"min": 1, "max": 2}}
         ),
         ({"profile": "dense", "draws": 2}, "profile dense has no use for draws; it takes dtype"),
         ({"profile": "threshold", "k": 8}, "profile threshold has no use for k"),
+        (
+            {"profile": "threshold", "draws": 2},
+            "takes always_keep, entropy, threshold. Set a smaller cache.threshold: it makes less",
+        ),
+        ({"profile": "tempered", "entropy": "positions"}, "tempered has no use for entropy"),
         ({"profile": "hidden", "always_keep": [1]}, "profile hidden has no use for always_keep"),
         (
             {"profile": "dense", "dtype": "int8"},
@@ -421,6 +426,37 @@ WARM = {"profile": "tempered", "temperatures": {"min": 1, "max": 2}}
 )
 def test_a_profile_takes_its_own_options_only(section, expected):
     assert expected in problems(JOB | {"cache": section})[0].detail
+
+
+def test_a_job_of_an_earlier_version_may_name_the_one_draw_that_there_is():
+    assert parse_config(JOB | {"cache": {"profile": "threshold", "draws": 1}}).cache.draws == 1
+
+
+WEIGHTED = {"alpha": 0.5, "entropy_weighting": 1.0}
+
+
+def test_weights_of_positions_need_the_entropies_of_positions():
+    (problem,) = problems(JOB | {"loss": WEIGHTED})
+    assert problem.detail.startswith(
+        "loss.entropy_weighting needs the teacher's entropy at each position, but with "
+        "cache.entropy sequences a cache of profile threshold keeps only the mean of each sequence"
+    )
+    assert "capture it with cache.entropy positions" in problem.detail
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": WEIGHTED, "cache": {"entropy": "positions"}},
+        {"loss": WEIGHTED, "cache": WARM},
+        {"loss": WEIGHTED, "cache": {"profile": "topk"}},
+        {"loss": WEIGHTED | {"alpha": 1.0}},
+        # Its manifest tells, where the cache is.
+        {"loss": WEIGHTED, "kind": "train", "cache": {"fingerprint": "0" * 32}},
+    ],
+)
+def test_other_jobs_may_weigh_positions(changes):
+    assert parse_config(JOB | changes).loss.entropy_weighting == 1.0
 
 
 @pytest.mark.parametrize(

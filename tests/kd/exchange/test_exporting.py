@@ -184,7 +184,10 @@ def test_distillkit_gets_the_head_and_is_told_what_it_does_not_get(
         """Return the log-probability of token 0, which is the gold token of all records."""
         return replace(sequences, tokens=np.zeros_like(sequences.tokens)), records
 
-    store = rewritten(tmp_path / "caches", identity, of_token_0)
+    if profile == "threshold":  # its records are those of the text
+        store = open_cache(make_cache(tmp_path / "caches", identity))
+    else:
+        store = rewritten(tmp_path / "caches", identity, of_token_0)
     said = export_records(store, "distillkit", tmp_path / "out", lossy=True)
     assert said["k"] == 25 + 1 + 2
     assert f"no place for the sampled tail of profile {profile}" in said["warning"]
@@ -192,6 +195,8 @@ def test_distillkit_gets_the_head_and_is_told_what_it_does_not_get(
         f"{said['records']:,} of {said['records']:,} records are filled up to 28 entries"
         in said["warning"]
     )
+    rounded = "Heads were rounded at random to units of 0.04 at most."
+    assert said["warning"].endswith(rounded) == (profile == "threshold")
     compression = Compression.read(tmp_path / "out" / distillkit.CONFIG)
     kept = []
     place = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from bench.support.paths import AUSTEN
-from bench.support.small.caches import make_codec, make_identity, make_lm_head, make_shard
+from bench.support.small.caches import make_codec, make_identity, make_shard, write_folders
 from cache.manifest import FidelityRow, Provenance, TokenizerIdentity
 from cache.profiles.table import PROFILES
 from cache.records import Records, Sequences, TailSums
@@ -34,6 +35,8 @@ from tests.support.kd.tokenizers import exchange_ids, list_rare_tokens
 
 V = 2048
 TOKENIZER = AUSTEN / "teacher"
+#: The cache of profile threshold as version 0.2.0 captured it.
+EARLIER = "threshold of version 0.2.0"
 FIDELITY = (FidelityRow(1.0, 9, 0.8, 1e-3, 0.1, None, None, 1e-2, 1.0, 1e-4),)
 
 
@@ -50,18 +53,26 @@ def without_some(sequences: Sequences, records: Records) -> tuple[Sequences, Rec
 
 @pytest.fixture(scope="module")
 def stores(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cache]:
-    """A cache of each profile, with the example's tokenizer; the sampled ones have three draws."""
+    """A cache of each profile, with the example's tokenizer, and one of version 0.2.0.
+
+    Profiles with draws have three.
+    """
     root = tmp_path_factory.mktemp("caches")
-    return {profile: make_store(root, profile, tokenizer) for profile in PROFILES}
+    names = (*PROFILES, EARLIER)
+    return {name: make_store(root, name, tokenizer) for name in names}
 
 
 def make_store(root: Path, profile: str, tokenizer: Any) -> Cache:
-    options = {"draws": 3, "always_keep": (5, 7)} if PROFILES[profile].sampled else {}
+    options: dict[str, Any] = {}
+    if profile == EARLIER:
+        profile, options = "threshold", {"clusters": 0, "fitted": 0}
+    rules = PROFILES[profile]
+    options |= {"always_keep": (5, 7)} if rules.sampled else {}
+    options |= {"draws": 3} if "draws" in rules.options or options.get("clusters") == 0 else {}
     identity = make_identity(vocabulary_size=V, codec=make_codec(profile, **options))
     identity = replace(identity, tokenizer=TokenizerIdentity(V, hash_tokenizer(tokenizer)))
     with open_writer(root, identity) as writer:
-        if profile == "hidden":
-            writer.write_lm_head(make_lm_head(V))
+        write_folders(writer)
         for index in range(identity.shard_count):
             shard = make_shard(identity, index)
             sums = np.linspace(0.0, 1.0 + index, V)
@@ -79,7 +90,7 @@ def bring_back(format_: str, folder: Path, root: Path, **options: Any) -> Cache:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("profile", ["threshold", "tempered", "topk"])
+@pytest.mark.parametrize("profile", ["threshold", EARLIER, "tempered", "topk"])
 def test_parquet_brings_back_the_same_cache_byte_for_byte(
     stores: dict[str, Cache], profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +100,8 @@ def test_parquet_brings_back_the_same_cache_byte_for_byte(
     again = bring_back("parquet", tmp_path / "out", tmp_path / "again")
     assert again.folder.name == store.folder.name
     assert content(again.folder) == content(store.folder)
-    assert (again.tail_mean() is not None) == (profile == "threshold")
+    assert (again.tail_mean() is not None) == (profile in ("threshold", EARLIER))
+    assert bool(again.manifest.dither.digest) == (profile == "threshold")
     assert TokenMap.of_cache(again).rules
 
 
@@ -145,8 +157,7 @@ def test_the_k_entries_of_each_record_come_back(
 def replace_first(store: Cache, root: Path) -> Cache:
     """Write the cache again with all records of the first shard."""
     with open_writer(root, store.identity) as writer:
-        if store.codec.profile == "hidden":
-            writer.write_lm_head(make_lm_head(V))
+        write_folders(writer)
         for index in range(store.identity.shard_count):
             writer.write_shard(index, *make_shard(store.identity, index))
         writer.write_token_map(store.token_map())
@@ -154,7 +165,7 @@ def replace_first(store: Cache, root: Path) -> Cache:
     return open_cache(writer.folder)
 
 
-@pytest.mark.parametrize("profile", ["threshold", "tempered"])
+@pytest.mark.parametrize("profile", ["threshold", EARLIER, "tempered"])
 def test_what_distillkit_cannot_hold_is_refused(
     stores: dict[str, Cache], profile: str, tmp_path: Path
 ) -> None:
@@ -164,7 +175,7 @@ def test_what_distillkit_cannot_hold_is_refused(
 
 
 @pytest.mark.parametrize("k", [None, 4])
-@pytest.mark.parametrize("profile", ["threshold", "tempered"])
+@pytest.mark.parametrize("profile", ["threshold", EARLIER, "tempered"])
 def test_a_lossy_export_for_distillkit_comes_back(
     stores: dict[str, Cache], profile: str, k: int | None, tmp_path: Path
 ) -> None:
@@ -222,3 +233,42 @@ def test_an_export_that_was_changed_is_not_taken_for_the_cache(
     refused("ends at sequence 7 of 10")
     with pytest.raises(DataError, match="weights of sampled entries"):
         bring_back("parquet", out, tmp_path / "again", validation_fraction=0.2)
+
+
+def test_tables_of_the_dither_that_were_changed_are_refused(
+    stores: dict[str, Cache], tmp_path: Path
+) -> None:
+    export_records(stores["threshold"], "parquet", tmp_path / "out")
+    path = tmp_path / "out" / "train-00000.parquet"
+    table = pyarrow.parquet.read_table(path)
+    metadata = pyarrow.parquet.read_metadata(path).metadata
+    kept = {key: value for key, value in metadata.items() if key.startswith(b"potstill")}
+    slots = bytearray(zlib.decompress(kept[b"potstill.dither.slots"]))
+    slots[77] ^= 1
+    turned = kept[b"potstill.dither"].replace(b"[2, 32768]", b"[32768, 2]")
+    assert turned != kept[b"potstill.dither"]
+    changed = r"train-00000.parquet was changed since its export"
+    for found, why in (
+        ({b"potstill.dither.slots": zlib.compress(slots)}, changed),
+        ({b"potstill.dither": turned}, changed),
+        ({b"potstill.dither": b"{}"}, "cannot be imported: the tables of its dither are damaged"),
+        ({b"potstill.dither": b"[3]"}, "cannot be imported: the tables of its dither are damaged"),
+        ({b"potstill.dither.slots": zlib.compress(slots[:-2])}, "cannot be imported"),
+        ({b"potstill.dither.centres": b"no zlib"}, "cannot be imported"),
+        (None, changed),
+    ):
+        given = kept | (found or {})
+        if found is None:
+            del given[b"potstill.dither.leading"]
+        with pyarrow.parquet.ParquetWriter(path, table.schema) as file:
+            file.write_table(table)
+            file.add_key_value_metadata(given)
+        with pytest.raises(DataError, match=why):
+            bring_back("parquet", tmp_path / "out", tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+    # Only the damage was refused: a file written again with what it had is the export.
+    with pyarrow.parquet.ParquetWriter(path, table.schema) as file:
+        file.write_table(table)
+        file.add_key_value_metadata(kept)
+    again = bring_back("parquet", tmp_path / "out", tmp_path / "again")
+    assert content(again.folder) == content(stores["threshold"].folder)

@@ -119,8 +119,9 @@ def test_a_step_is_a_mean_over_its_tokens_where_some_ranks_have_none(tmp_path: P
 def test_weights_of_tokens_do_not_depend_on_how_a_step_is_cut(
     job: Job, caches: dict[str, str], tmp_path: Path
 ) -> None:
-    job = change(job, loss={"entropy_weighting": 2.0, "alpha": 0.3})
-    cache = caches["threshold"]
+    weights = {"entropy_weighting": 2.0, "alpha": 0.3}
+    job = change(job, loss=weights, cache={"profile": "tempered"})
+    cache = caches["tempered"]
     found = []
     for size in (8, 1):
         cut = change(job, train={"batch_size": size, "gradient_accumulation_steps": 8 // size})

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_cache, make_codec, make_identity
+from cache.store import open_cache
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Problem
 from kd.preflight.problems import Folders, find_problems
 from kd.preflight.validate import FREE_BYTES
+from kd.training.preparing.requirements import require_served
 from tests.support.users import not_as_root
 
 
@@ -408,6 +411,52 @@ def test_a_home_in_a_folder_that_may_not_be_entered_is_refused(common_root):
 @pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="needs a file system that never has space"
 )
+def make_small_cache(root: Path, **options: Any) -> str:
+    return make_cache(root / "home" / "caches", make_identity(codec=make_codec(**options))).name
+
+
+WEIGHTED = {"alpha": 0.5, "entropy_weighting": 1.0}
+#: Caches of profile threshold, by whether they keep the entropies of positions.
+WITH_ENTROPIES = [
+    ({}, False),
+    ({"entropies": True}, True),
+    ({"clusters": 0, "fitted": 0}, True),
+]
+
+
+@pytest.mark.parametrize(("options", "keeps"), WITH_ENTROPIES)
+def test_a_sealed_cache_without_entropies_of_positions_cannot_weigh_them(root, options, keeps):
+    name = make_small_cache(root, **options)
+    changes = {"kind": "train", "cache": {"fingerprint": name}, "student": {"model": "model"}}
+    assert check(root, **changes) == []
+    found = check(root, **changes, loss=WEIGHTED)
+    codec = open_cache(root / "home" / "caches" / name).codec
+    loss = parse_config(job(**changes, loss=WEIGHTED)).loss
+    if keeps:
+        assert found == []
+        require_served(loss, codec)
+        return
+    (problem,) = found
+    assert problem.pointer == "/loss/entropy_weighting"
+    assert "keeps only the mean of each sequence: capture it with" in problem.detail
+    with pytest.raises(ConfigError, match="keeps only the mean of each sequence"):
+        require_served(loss, codec)
+    require_served(parse_config(job(**changes)).loss, codec)
+
+
+def test_a_cache_of_version_0_2_0_cannot_be_extended(root):
+    earlier, now = make_small_cache(root, clusters=0, fitted=0), make_small_cache(root)
+    extending = {"shard_sequences": 4, "extends": now}
+    data = {"train": "text/a.txt", "sequence_length": make_identity().data.sequence_length}
+    assert check(root, cache=extending, data=data) == []
+    (problem,) = check(root, cache=extending | {"entropy": "positions"}, data=data)
+    assert "codec.entropies: expected True, got False" in problem.detail
+    (problem,) = check(root, cache=extending | {"extends": earlier}, data=data)
+    assert problem.pointer == "/cache/extends" and earlier in problem.detail
+    assert "Potstill 0.2.0 or an earlier version captured it" in problem.detail
+    assert problem.remedy == "Remove cache.extends to capture all of the text."
+
+
 def test_a_disk_without_space_is_refused():
     assert shutil.disk_usage("/proc").free < FREE_BYTES
     config = parse_config(job(teacher={"model": "org/x"}, data={"train": {"path": "org/set"}}))

@@ -62,6 +62,8 @@ class Taught:
         for section, values in sections.items():
             job[section] = {**job.get(section, {}), **values}
         job["cache"] = {"profile": profile, "shard_sequences": 8}
+        if profile == "threshold":  # loss.entropy_weighting needs it
+            job["cache"]["entropy"] = "positions"
         return parse_config(job)
 
     def train(

@@ -99,7 +99,7 @@ def test_the_page_shows_what_a_cache_holds(page: Page, api: Parts, captured: Pat
     open_page(page, api, captured)
     store = open_cache(captured)
     expect(page.get_by_text(f"All {store.manifest.positions:,} records were read.")).to_be_visible()
-    for name in ("Entropy of the teacher, nats", "Entries per token", "Kept mass"):
+    for name in ("Mean entropy of a sequence, nats", "Entries per token", "Kept mass"):
         expect(
             page.get_by_role("img", name=re.compile(f"{name}: mean .*most often"))
         ).to_be_visible()
@@ -127,6 +127,10 @@ def test_records_are_read_by_sequence_and_position(page: Page, api: Parts, captu
     record = found.records[0]
     expect(rows.first).to_contain_text(record.said.replace(" ", "␣"))
     expect(rows.first).to_contain_text(f"{100 * record.head[0].probability:.1f}%")
+    assert record.entropy is not None
+    # A half is rounded up on the page.
+    expect(rows.first).to_contain_text(f"Mean entropy, nats {record.entropy + 1e-9:.3g}")
+    expect(page.get_by_text("This cache keeps the mean entropy of each sequence.")).to_be_visible()
     details = rows.first.locator("details")
     details.locator("summary").focus()
     page.keyboard.press("Enter")

@@ -102,7 +102,7 @@ def test_stats_show_histograms_and_the_teacher_s_perplexity(home: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     for text in (
         "teacher's perplexity, validation",
-        "ENTROPY, NATS",
+        "MEAN ENTROPY OF A SEQUENCE, NATS",
         "KEPT MASS",
         "ARRAY",
         "####",
@@ -110,7 +110,10 @@ def test_stats_show_histograms_and_the_teacher_s_perplexity(home: Path) -> None:
     ):
         assert text in shown.stdout
     assert re.search(r"validation +[\d,.]+ \(\d+ tokens", shown.stdout)
+    of_positions = kd_cache(home, "stats", TOPK).stdout
+    assert "ENTROPY, NATS" in of_positions and "MEAN ENTROPY" not in of_positions
     as_json = json.loads(kd_cache(home, "stats", ONE[:8], "--json").stdout)
+    assert as_json["entropy_of"] == "sequences"
     opened = open_cache(home / "caches" / ONE)
     assert as_json["positions"] == sum(as_json["kept_mass"]["counts"]) == opened.manifest.positions
     assert as_json["bytes_per_token"] == pytest.approx(opened.bytes_per_token)

@@ -14,7 +14,13 @@ import httpx
 import pytest
 
 from bench.support.harness import Parts, make_config
-from bench.support.small.caches import make_cache, make_codec, make_identity, make_shard
+from bench.support.small.caches import (
+    make_cache,
+    make_codec,
+    make_identity,
+    make_shard,
+    write_folders,
+)
 from bench.support.waiting import PATIENCE_SECONDS
 from cache.inspection import compute_cache_stats
 from cache.reading.usage import held
@@ -73,6 +79,7 @@ def test_histograms_of_a_small_cache_are_those_of_all_records(api: Parts, profil
     every = compute_cache_stats(open_cache(folder))
     assert (found["whole"], found["records"]) == (True, every.positions)
     assert (found["sequences"], found["sequences_read"], found["seed"]) == (10, 10, 0)
+    assert found["entropy_of"] == ("sequences" if profile == "threshold" else "positions")
     assert tuple(found["entropy"]["counts"]) == every.entropy.counts
     assert tuple(found["kept_mass"]["counts"]) == every.kept_mass.counts
     assert sum(found["entries"]["counts"]) == every.positions
@@ -118,6 +125,7 @@ def test_shards_are_sealed_in_work_missing_or_corrupt(api: Parts) -> None:
     claim = running(api)
     tell(api, claim, ("plan", {"fingerprint": identity.fingerprint}))
     with open_writer(api.settings.caches, identity) as writer:
+        write_folders(writer)
         writer.write_shard(0, *make_shard(identity, 0))
         writer.begin_shard(1)
         states = show(api, writer.folder, "shards")
@@ -134,6 +142,7 @@ def test_a_capture_tells_how_many_shards_there_will_be(api: Parts) -> None:
     progress = {"done": 4, "total": 40, "unit": "sequences"}
     tell(api, claim, ("plan", {"fingerprint": identity.fingerprint}), ("progress", progress))
     with open_writer(api.settings.caches, identity) as writer:
+        write_folders(writer)
         writer.write_shard(0, *make_shard(identity, 0))
         assert show(api, writer.folder, "shards")["cells"] == "0111111111"
 
@@ -157,6 +166,20 @@ def test_a_page_of_records_has_text_and_probabilities(api: Parts) -> None:
     total = sum(entry["probability"] for entry in first["head"]) + first["tail"]
     assert total == pytest.approx(1, abs=0.02)
     assert page["text"][first["position"] - page["text_start"]] == first["token"]
+    assert page["entropy_of"] == "sequences"
+    assert any(record["tail_count"] for record in page["records"])
+    for record in page["records"]:
+        unit = record["tail"] / max(record["tail_count"], 1)
+        others = [each for each in record["head"] if each["id"] != record["said_id"]]
+        for entry in others if record["tail_count"] else ():
+            count = entry["probability"] / unit
+            assert count == pytest.approx(round(count), abs=1e-3) and round(count) >= 1
+
+
+def test_a_page_tells_whether_a_record_has_its_own_entropy(api: Parts) -> None:
+    for options in ({"entropies": True}, {"clusters": 0, "fitted": 0}):
+        folder = make_cache(api.settings.caches, make_identity(codec=make_codec(**options)))
+        assert show(api, folder, "records")["entropy_of"] == "positions"
 
 
 def test_there_is_no_page_of_another_sequence(api: Parts) -> None:
