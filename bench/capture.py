@@ -54,7 +54,6 @@ from bench.speed import make_single_documents, read_cpu_name
 from bench.support.small.caches import make_codec, make_identity
 from cache.codec import Codec
 from cache.disk import list_file_sizes
-from cache.dither import DitherTables
 from cache.layout import encode_arrays
 from cache.manifest import CacheIdentity
 from cache.profiles.threshold import UnitSample
@@ -62,6 +61,7 @@ from cache.random import apply_philox
 from cache.records import Records, Sequences, compute_offsets
 from cache.rounding import RecordPositions
 from cache.shard import Seal, make_shard_arrays, write_arrays
+from cache.units.dither import DitherTables
 from cache.writing.writer import CacheWriter, open_writer
 from kd.capture.codec_identity import USUAL_CLUSTERS
 from kd.capture.fitting import make_tables

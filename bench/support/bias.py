@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.profiles.threshold import UnitSample
 from cache.records import Records, find_axis
 from cache.rounding import RecordPositions
+from cache.units.dither import DitherTables
 from kd.capture.fitting import make_tables
 from kd.capture.sampling import Randomness, Sampler
 from kd.capture.units import UnitRandomness, UnitSampler

@@ -1,7 +1,7 @@
 """Profile threshold: a sample of the teacher's p in units, right at temperature 1.
 
 column       type    meaning
-cluster      uint8   the position's table of ``cache.dither``
+cluster      uint8   the position's table of ``cache.units.dither``
 head_count   uint8, or uint16  entries of the head
 head_ids     id      tokens that are sampled by themselves: all with p above a unit, few others
 head_units   uint16  twice the units of the token, and 1 more if it is marked: it is the teacher's

@@ -34,7 +34,6 @@ from cache.disk import (
     wait_for_lock,
     write_file,
 )
-from cache.dither import TABLE_ARRAYS, DitherTables
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.layout import Arrays
 from cache.manifest import (
@@ -70,6 +69,7 @@ from cache.shards.names import (
 )
 from cache.shards.shard_runs import ShardRuns
 from cache.store import Cache, locate_lock, locate_writers
+from cache.units.dither import TABLE_ARRAYS, DitherTables
 
 #: The largest part of a cache that the sums of its first tails may be: 16 bytes for each token of
 #: the vocabulary. A cache for which they are too many is captured again in little time.

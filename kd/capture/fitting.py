@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.dither import DitherTables, choose_leading, share_slots
 from cache.profiles.threshold import MOST_CLUSTERS
+from cache.units.dither import DitherTables, choose_leading, share_slots
 from kd.capture.sampling import Sampler
 from kd.capture.units import find_nearest
 from kd.models.lm_head import LMHead

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.records import Records, TailSums
 from cache.rounding import RecordPositions, round_to_bfloat16
+from cache.units.dither import DitherTables
 from kd.capture.host_copy import HostCopy
 from kd.capture.sampling import (
     LOWEST,

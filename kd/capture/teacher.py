@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cache.dither import DitherTables
 from cache.records import Sequences, TailSums
+from cache.units.dither import DitherTables
 from cache.writing.writer import CacheWriter
 from kd.capture.fitting import fit_tables
 from kd.capture.knots import KnotChoice, choose_knots

@@ -20,12 +20,12 @@ from bench.support.small.caches import (
     make_shard,
     make_token_map,
 )
-from cache.dither import DitherTables
 from cache.manifest import FIRST_TAILS_FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION, CodecIdentity
 from cache.records import Records, Sequences, TailSums
 from cache.shard import make_shard_arrays, write_arrays
 from cache.shards import entries as shard_entries
 from cache.store import open_cache
+from cache.units.dither import DitherTables
 from cache.writing.writer import open_writer
 from tests.support.formats.page_reader import (
     check_seal,

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
-from cache.dither import DitherTables, choose_leading, share_slots
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
@@ -34,6 +33,7 @@ from cache.profiles.topk import TopReading
 from cache.profiles.whole import DenseReading, HiddenReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
+from cache.units.dither import DitherTables, choose_leading, share_slots
 from cache.writing.writer import CacheWriter, open_writer
 
 #: Width of the hidden states.

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from bench.support.small.caches import make_tables
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.profiles.sampled import Sample
 from cache.profiles.threshold import WHOLE, UnitSample, count_rest, find_counted
 from cache.records import Records
 from cache.rounding import RecordPositions
+from cache.units.dither import DitherTables
 from kd.capture.host_copy import HostCopy
 from kd.capture.recording import Recorder, TailMeter
 from kd.capture.sampling import Randomness, Sampler, make_sample

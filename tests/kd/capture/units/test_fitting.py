@@ -14,9 +14,9 @@ from torch import Tensor
 from cache.checking.verify import verify_cache
 from cache.codec import Codec
 from cache.disk import hash_file, list_file_sizes
-from cache.dither import LEADING, SLOTS
 from cache.profiles.threshold import MOST_CLUSTERS
 from cache.store import open_cache
+from cache.units.dither import LEADING, SLOTS
 from kd.capture import teacher as reading
 from kd.capture.fitting import Recipe, find_centres, fit_tables, make_tables
 from kd.capture.units import find_nearest

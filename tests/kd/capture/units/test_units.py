@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 
 from bench.support.small.caches import make_tables
-from cache.dither import DitherTables
 from cache.profiles.threshold import UnitSample
+from cache.units.dither import DitherTables
 from kd.capture import fitting, sampling, units
 from kd.capture.host_copy import HostCopy
 from kd.capture.sampling import make_sample

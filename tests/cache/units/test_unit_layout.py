@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from bench.support.small.caches import make_codec, make_identity, make_sequences, make_tables
 from bench.support.small.caches import make_records as draw_records
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.layout import encode_arrays, list_arrays
 from cache.profiles.threshold import (
     WHOLE,
@@ -21,7 +20,8 @@ from cache.profiles.threshold import (
 )
 from cache.records import Records, Sequences, compute_offsets
 from cache.rounding import UNKNOWN, RecordPositions
-from cache.unit_layout import decode_units
+from cache.units.dither import DitherTables
+from cache.units.layout import decode_units
 from tests.support.caches import equal
 
 

@@ -21,7 +21,10 @@ from bench.support.small.caches import (
     write_folders,
 )
 from cache.checking.verify import verify_cache
-from cache.dither import (
+from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
+from cache.manifest import FORMAT_VERSION, Manifest, sign_json
+from cache.store import open_cache
+from cache.units.dither import (
     LEADING,
     SLOTS,
     TABLE_ARRAYS,
@@ -32,9 +35,6 @@ from cache.dither import (
     hash_tokens,
     share_slots,
 )
-from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
-from cache.manifest import FORMAT_VERSION, Manifest, sign_json
-from cache.store import open_cache
 from cache.writing.writer import open_writer
 from tests.support.caches import (
     EARLIER,
