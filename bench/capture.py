@@ -64,10 +64,10 @@ from cache.shard import Seal, make_shard_arrays, write_arrays
 from cache.units.dither import DitherTables
 from cache.writing.writer import CacheWriter, open_writer
 from kd.capture.codec_identity import USUAL_CLUSTERS
-from kd.capture.fitting import make_tables
 from kd.capture.recording import TeacherReading
 from kd.capture.shards import ShardPipeline
-from kd.capture.units import UnitRandomness, UnitSampler
+from kd.capture.units.drawing import UnitRandomness, UnitSampler
+from kd.capture.units.fitting import make_tables
 
 CPU = torch.device("cpu")
 THRESHOLD = 0.04

@@ -34,8 +34,8 @@ from cache.disk import list_file_sizes
 from cache.records import Records
 from cache.shard import PER_SEQUENCE, make_shard_arrays, write_arrays
 from cache.units.dither import DitherTables
-from kd.capture.fitting import fit_tables
 from kd.capture.recording import Recorder
+from kd.capture.units.fitting import fit_tables
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 from kd.models.loading import hide_progress_bars

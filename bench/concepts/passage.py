@@ -19,7 +19,7 @@ from cache.profiles.threshold import UnitSample
 from cache.records import Records
 from cache.rounding import RecordPositions
 from cache.units.dither import DitherTables
-from kd.capture.units import UnitRandomness, UnitSampler
+from kd.capture.units.drawing import UnitRandomness, UnitSampler
 from kd.config.jobfile import load_config
 from kd.loss.sparse_targets import SparseTarget, decode_threshold
 from kd.models.loading import load_model

@@ -111,7 +111,9 @@ class DitherTables:
         ranked = self.ranked_CR.shape[1]
         places_E = cluster_E.astype(np.int64) * ranked + np.minimum(rank_E, ranked - 1)
         later_E = self.order_V.take(np.maximum(rank_E - ranked, 0))
-        ids_E = np.where(rank_E < ranked, self.ranked_CR.reshape(-1).take(places_E), later_E)
+        ids_E: NDArray[Any] = np.where(
+            rank_E < ranked, self.ranked_CR.reshape(-1).take(places_E), later_E
+        )
         return ids_E.astype(choose_id_dtype(self.vocabulary_size))
 
     def find_ranks(self, cluster_E: NDArray[Any], ids_E: NDArray[Any]) -> NDArray[np.int64]:

@@ -32,7 +32,7 @@ from kd.capture.sampling import (
     reduce_by_row,
     reduce_log_sum_exp,
 )
-from kd.capture.units import UnitRandomness, UnitSampler
+from kd.capture.units.drawing import UnitRandomness, UnitSampler
 from kd.errors import ModelError
 from kd.models.cosines import to_cosines
 from kd.models.lm_head import LMHead

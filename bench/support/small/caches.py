@@ -116,7 +116,7 @@ def read_units(
     """Sample distributions as a capture does, with the tables of small caches."""
     import torch  # most readers of small caches need none of it
 
-    from kd.capture.units import UnitRandomness, UnitSampler
+    from kd.capture.units.drawing import UnitRandomness, UnitSampler
 
     sampler = UnitSampler(codec, make_tables(codec.vocabulary_size, codec.clusters))
     rows = [places.position_N[places.sequence_N == each] for each in np.unique(places.sequence_N)]

@@ -16,7 +16,7 @@ from cache.disk import hash_file, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.manifest import FORMAT_VERSION
 from cache.store import measure_cache_bytes, open_cache
-from kd.capture.fitting import Recipe
+from kd.capture.units.fitting import Recipe
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted

@@ -21,7 +21,7 @@ from cache.units.dither import DitherTables
 from kd.capture.host_copy import HostCopy
 from kd.capture.recording import Recorder, TailMeter
 from kd.capture.sampling import Randomness, Sampler, make_sample
-from kd.capture.units import UnitRandomness, UnitSampler
+from kd.capture.units.drawing import UnitRandomness, UnitSampler
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import Columns

@@ -20,7 +20,7 @@ from cache.codec import Codec
 from cache.profiles.threshold import MOST_CLUSTERS
 from cache.units.dither import DitherTables, choose_leading, share_slots
 from kd.capture.sampling import Sampler
-from kd.capture.units import find_nearest
+from kd.capture.units.drawing import find_nearest
 from kd.models.lm_head import LMHead
 
 #: Positions of the whole text for each cluster: their tables take a hundredth of its bytes.

@@ -9,11 +9,11 @@ most tau (``cache.profiles.threshold``). One systematic sample gives the n units
 
 The m tokens of a tail come out of the candidates of ``cache.units.dither``. The first arrival of a
 token of prior b is geometric, so u = 1 - (1 - b)^(k - 1) (1 - b U), with U uniform, is a uniform
-number for every b. A token that is not among K candidates has u = 1 - (1 - b)^K (1 - U). Pareto sampling
-takes the m tokens with the least odds(u) / odds(pi), pi = m p / R, with R the mass of the tail
-(Rosén, "Asymptotic theory for order sampling", Journal of Statistical Planning and Inference 1997).
-Its chances differ from pi by 1e-3 at most, and the number of tokens is always m, which no form has
-that is unbiased exactly at this noise: weights that do not sum to 1 cost students more.
+number for every b. A token that is not among K candidates has u = 1 - (1 - b)^K (1 - U). Pareto
+sampling takes the m tokens with the least odds(u) / odds(pi), pi = m p / R, with R the mass of the
+tail (Rosén, "Asymptotic theory for order sampling", Journal of Statistical Planning and Inference
+1997). Its chances differ from pi by 1e-3 at most, and the number of tokens is always m, which no
+form has that is unbiased exactly at this noise: weights that do not sum to 1 cost students more.
 
 A chance above 1 would be cut. So where a token of the tail is heavier than R / ceil(n R / W), with
 W the mass beside the known tokens, the tokens above half a unit are sampled as heads, too.
