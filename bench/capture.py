@@ -114,9 +114,9 @@ def fit_device_tables(codec: Codec) -> DitherTables:
     tails_V = p_V.masked_fill(p_V > codec.threshold, 0.0).sum(0).numpy()
     heads_V = (p_V > codec.threshold).sum(0).numpy()
     found = make_tables(tails_V[None], heads_V[None], np.zeros((1, 1), np.float32))
-    arrays = (found.slots_CZ, found.leading_CR, found.centres_CD)
-    slots_CZ, leading_CR, centres_CD = (np.repeat(each, codec.clusters, axis=0) for each in arrays)
-    return DitherTables(slots_CZ, leading_CR, found.order_V, centres_CD)
+    arrays = (found.slots_CZ, found.leading_CL, found.centres_CD)
+    slots_CZ, leading_CL, centres_CD = (np.repeat(each, codec.clusters, axis=0) for each in arrays)
+    return DitherTables(slots_CZ, leading_CL, found.classes_V, centres_CD)
 
 
 def draw_few(codec: Codec, tables: DitherTables) -> UnitSample:
