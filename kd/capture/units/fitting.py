@@ -4,7 +4,7 @@ Its hidden states are cut into clusters by k-means, and the tails and heads of e
 added up. The table of a cluster has slots in proportion to its tails.
 
 Shapes: F positions that are read, N positions of one product, C clusters, D hidden width,
-V vocabulary, Z slots of a table, R leading tokens.
+V vocabulary, Z slots of a table, L leading tokens.
 """
 
 from __future__ import annotations
