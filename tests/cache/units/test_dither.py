@@ -294,7 +294,8 @@ def test_a_capture_that_goes_on_keeps_the_sealed_tables(tmp_path):
     assert equal(open_cache(writer.folder).read(range(10)), captured(IDENTITY))
 
 
-def test_shards_go_with_damaged_tables(tmp_path):
+@pytest.mark.parametrize("first", ["find shards", "write tables"])
+def test_shards_go_with_damaged_tables(tmp_path, first):
     """No other tables name their tokens: they are captured again."""
     with open_writer(tmp_path, IDENTITY) as writer:
         write_folders(writer)
@@ -303,6 +304,8 @@ def test_shards_go_with_damaged_tables(tmp_path):
     others = turn(make_tables(300, 2))
     with open_writer(tmp_path, IDENTITY) as writer:
         assert writer.read_tables() is None
+        if first == "find shards":
+            assert list(writer.find_missing_shards()) == [0, 1, 2]
         sealed = writer.write_tables(others)
         assert (sealed.classes_V == others.classes_V).all()
         assert list(writer.find_missing_shards()) == [0, 1, 2]
