@@ -54,7 +54,6 @@ from bench.speed import make_single_documents, read_cpu_name
 from bench.support.small.caches import make_codec, make_identity
 from cache.codec import Codec
 from cache.disk import list_file_sizes
-from cache.dither import DitherTables
 from cache.layout import encode_arrays
 from cache.manifest import CacheIdentity
 from cache.profiles.threshold import UnitSample
@@ -62,12 +61,13 @@ from cache.random import apply_philox
 from cache.records import Records, Sequences, compute_offsets
 from cache.rounding import RecordPositions
 from cache.shard import Seal, make_shard_arrays, write_arrays
+from cache.units.dither import DitherTables
 from cache.writing.writer import CacheWriter, open_writer
 from kd.capture.codec_identity import USUAL_CLUSTERS
-from kd.capture.fitting import make_tables
 from kd.capture.recording import TeacherReading
 from kd.capture.shards import ShardPipeline
-from kd.capture.units import UnitRandomness, UnitSampler
+from kd.capture.units.drawing import UnitRandomness, UnitSampler
+from kd.capture.units.fitting import make_tables
 
 CPU = torch.device("cpu")
 THRESHOLD = 0.04
@@ -114,9 +114,9 @@ def fit_device_tables(codec: Codec) -> DitherTables:
     tails_V = p_V.masked_fill(p_V > codec.threshold, 0.0).sum(0).numpy()
     heads_V = (p_V > codec.threshold).sum(0).numpy()
     found = make_tables(tails_V[None], heads_V[None], np.zeros((1, 1), np.float32))
-    arrays = (found.slots_CZ, found.leading_CR, found.centres_CD)
-    slots_CZ, leading_CR, centres_CD = (np.repeat(each, codec.clusters, axis=0) for each in arrays)
-    return DitherTables(slots_CZ, leading_CR, found.order_V, centres_CD)
+    arrays = (found.slots_CZ, found.leading_CL, found.centres_CD)
+    slots_CZ, leading_CL, centres_CD = (np.repeat(each, codec.clusters, axis=0) for each in arrays)
+    return DitherTables(slots_CZ, leading_CL, found.classes_V, centres_CD)
 
 
 def draw_few(codec: Codec, tables: DitherTables) -> UnitSample:

@@ -31,11 +31,11 @@ from torch import Tensor
 from bench.records import Truth, add_source_options, format_table, read_teacher
 from cache.codec import Codec
 from cache.disk import list_file_sizes
-from cache.dither import DitherTables
 from cache.records import Records
 from cache.shard import PER_SEQUENCE, make_shard_arrays, write_arrays
-from kd.capture.fitting import fit_tables
+from cache.units.dither import DitherTables
 from kd.capture.recording import Recorder
+from kd.capture.units.fitting import fit_tables
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 from kd.models.loading import hide_progress_bars

@@ -55,7 +55,6 @@ from bench.speed import (
 from bench.support.small.caches import make_codec, make_identity, make_lm_head, make_records
 from cache.codec import Codec
 from cache.disk import list_file_sizes
-from cache.dither import DitherTables
 from cache.manifest import CacheIdentity, Provenance
 from cache.profiles.table import PROFILES
 from cache.profiles.topk import TopReading
@@ -63,6 +62,7 @@ from cache.profiles.whole import HiddenReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
 from cache.store import Cache, open_cache
+from cache.units.dither import DitherTables
 from cache.writing.writer import open_writer
 from kd.capture.codec_identity import USUAL_CLUSTERS
 from kd.config.cache import CacheConfig

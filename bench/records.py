@@ -46,7 +46,6 @@ from torch import Tensor
 from bench.support.paths import AUSTEN
 from bench.support.quality.methods import DISTILLKIT, make_compression
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
@@ -59,10 +58,11 @@ from cache.profiles.table import PROFILES as RULES
 from cache.records import Records, Sequences
 from cache.rounding import round_to_bfloat16
 from cache.store import Cache, open_cache
+from cache.units.dither import DitherTables
 from cache.writing.writer import open_writer
-from kd.capture.fitting import Recipe, fit_tables
 from kd.capture.knots import choose_knots
 from kd.capture.recording import LOGIT_ELEMENTS, Recorder
+from kd.capture.units.fitting import Recipe, fit_tables
 from kd.config.data import DataConfig
 from kd.exchange import distillkit
 from kd.loss.decoder import TargetDecoder

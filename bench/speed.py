@@ -80,14 +80,14 @@ from bench.support.timing import (
     render_timings,
     time_run,
 )
-from cache.dither import DitherTables
 from cache.manifest import CacheIdentity, Provenance
 from cache.records import Records, Sequences
 from cache.store import Cache, open_cache
+from cache.units.dither import DitherTables
 from cache.writing.writer import CacheWriter, open_writer
-from kd.capture.fitting import fit_tables
 from kd.capture.recording import LOGIT_ELEMENTS, Recorder, TailMeter
 from kd.capture.teacher import Teacher
+from kd.capture.units.fitting import fit_tables
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
 from kd.loss.decoder import TargetDecoder

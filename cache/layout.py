@@ -2,7 +2,7 @@
 
 Most columns are stored unchanged. Ids are not: within a record they are put in the order of the
 shard's token table and coded as gaps (``cache.idcode``); their log-probabilities follow that order.
-``cache.unit_layout`` has what records in units do.
+``cache.units.layout`` has what records in units do.
 
     N   positions      S   sequences      H, M   head and tail entries      V   vocabulary
 """
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.errors import CacheError
 from cache.idcode import (
     compute_frequency_classes,
@@ -28,7 +27,8 @@ from cache.idcode import (
 )
 from cache.records import Records, compute_offsets
 from cache.rounding import choose_id_dtype
-from cache.unit_layout import encode_units, list_unit_arrays
+from cache.units.dither import DitherTables
+from cache.units.layout import encode_units, list_unit_arrays
 
 Arrays = dict[str, NDArray[Any]]
 #: Array with the frequency class of every token, which gives the order of ids in the whole shard.

@@ -17,13 +17,13 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from cache.codec import Codec
 from cache.disk import hash_file, list_file_sizes
-from cache.dither import DitherTables
 from cache.errors import CacheCorrupt
 from cache.layout import Arrays, encode_arrays
 from cache.manifest import parse_as, sign_json, verify_json
 from cache.records import Records, Sequences, compute_offsets
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, PARTITION_STEP, TOP_STEP, choose_id_dtype
 from cache.shards.entries import ShardEntry
+from cache.units.dither import DitherTables
 
 #: Arrays with one row for each sequence.
 PER_SEQUENCE = ("tokens", "document_start", "target_mask")

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.disk import locked, storage_errors, write_file
-from cache.dither import TABLE_ARRAYS, DitherTables
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch, CacheNotFound
 from cache.layout import Arrays, decode_arrays
 from cache.manifest import CacheIdentity, FidelityRow, FolderEntry, Manifest, list_differences
@@ -48,7 +47,8 @@ from cache.shards.names import (
     TOKEN_MAP,
     name_shard,
 )
-from cache.unit_layout import decode_units
+from cache.units.dither import TABLE_ARRAYS, DitherTables
+from cache.units.layout import decode_units
 
 #: The arrays of the tokens of all ids.
 TOKEN_ARRAYS = ("ids", "lengths", "text")

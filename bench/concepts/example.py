@@ -27,7 +27,7 @@ from bench.concepts.passage import (
 from bench.concepts.pictures import draw_pictures
 from cache.profiles.threshold import WHOLE, count_rest
 from cache.rounding import KNOWN_STEP, decode_masses
-from cache.unit_layout import encode_units
+from cache.units.layout import encode_units
 from kd.models.loading import hide_progress_bars
 
 if TYPE_CHECKING:

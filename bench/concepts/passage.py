@@ -15,11 +15,11 @@ from torch import Tensor
 from bench.support.bias import fit_to_logits
 from bench.support.paths import AUSTEN
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.profiles.threshold import UnitSample
 from cache.records import Records
 from cache.rounding import RecordPositions
-from kd.capture.units import UnitRandomness, UnitSampler
+from cache.units.dither import DitherTables
+from kd.capture.units.drawing import UnitRandomness, UnitSampler
 from kd.config.jobfile import load_config
 from kd.loss.sparse_targets import SparseTarget, decode_threshold
 from kd.models.loading import load_model

@@ -9,7 +9,7 @@ spread gives the standard error.
 A mean over draws is unbiased where a weight is p over the chance of being drawn. Two parts of
 profile tempered are not: p / g, a ratio of rounded numbers (``bound_rounding``), and the tail's
 log-partition, which is interpolated (``kd.capture.knots.LARGEST_LOG_MASS_ERROR`` at most, in the
-mean). The chances of profile threshold differ by 1e-3 at most (``kd.capture.units``).
+mean). The chances of profile threshold differ by 1e-3 at most (``kd.capture.units.drawing``).
 
 Shapes: N positions, V vocabulary, R draws of a round, E entries, D decades of probability.
 """
@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.profiles.threshold import UnitSample
 from cache.records import Records, find_axis
 from cache.rounding import RecordPositions
-from kd.capture.fitting import make_tables
+from cache.units.dither import DitherTables
 from kd.capture.sampling import Randomness, Sampler
-from kd.capture.units import UnitRandomness, UnitSampler
+from kd.capture.units.drawing import UnitRandomness, UnitSampler
+from kd.capture.units.fitting import make_tables
 from kd.loss.decoder import TargetDecoder
 from kd.loss.sparse_targets import SparseTarget
 

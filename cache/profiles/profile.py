@@ -97,7 +97,7 @@ class Profile(ABC):
     keeps_partition: ClassVar[bool] = False
     #: The tails of all positions are added up beside the records (``cache.records.TailSums``).
     sums_tails: ClassVar[bool] = False
-    #: Heads and tails are counted in units, and the ids of tails are coded by ``cache.dither``.
+    #: Heads and tails are counted in units, and ids of tails are coded by ``cache.units.dither``.
     dithered: ClassVar[bool] = False
     #: A record is a hidden state, so that the cache keeps the teacher's LM head.
     needs_lm_head: ClassVar[bool] = False

@@ -1,7 +1,7 @@
 """Profile threshold: a sample of the teacher's p in units, right at temperature 1.
 
 column       type    meaning
-cluster      uint8   the position's table of ``cache.dither``
+cluster      uint8   the position's table of ``cache.units.dither``
 head_count   uint8, or uint16  entries of the head
 head_ids     id      tokens that are sampled by themselves: all with p above a unit, few others
 head_units   uint16  twice the units of the token, and 1 more if it is marked: it is the teacher's
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, ReadColumn, Reading, Schema
-from cache.profiles.sampled import ExactHeads, Sampled, choose_count_dtype
+from cache.profiles.sampled import ExactHeads, Sampled
 from cache.records import Records, compute_offsets
 from cache.rounding import (
     KNOWN_STEP,
@@ -64,6 +64,12 @@ def count_units(known_mass: Any, threshold: float) -> tuple[Any, Any]:
     """
     rest = WHOLE - known_mass
     return rest, (-(-rest // round(threshold * WHOLE))).clip(min=0)
+
+
+def choose_unit_dtype(threshold: float) -> np.dtype[Any]:
+    """Choose the type of counts of units: a threshold of 1/255 cuts a whole into 256 of them."""
+    _, most = count_units(np.zeros((), np.int64), threshold)
+    return BYTE if most <= np.iinfo(BYTE).max else WORD
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -132,7 +138,7 @@ class Threshold(Sampled):
     def schema(self, numbers: CodecNumbers) -> Schema:
         """Return the columns of head and tail."""
         ids = choose_id_dtype(numbers.vocabulary_size)
-        counts = choose_count_dtype(numbers)
+        counts = choose_unit_dtype(numbers.threshold)
         return {
             "cluster": (BYTE, 1),
             "head_count": (counts, 1),

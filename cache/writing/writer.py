@@ -34,7 +34,6 @@ from cache.disk import (
     wait_for_lock,
     write_file,
 )
-from cache.dither import TABLE_ARRAYS, DitherTables
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.layout import Arrays
 from cache.manifest import (
@@ -70,6 +69,7 @@ from cache.shards.names import (
 )
 from cache.shards.shard_runs import ShardRuns
 from cache.store import Cache, locate_lock, locate_writers
+from cache.units.dither import TABLE_ARRAYS, DitherTables
 
 #: The largest part of a cache that the sums of its first tails may be: 16 bytes for each token of
 #: the vocabulary. A cache for which they are too many is captured again in little time.
@@ -190,7 +190,11 @@ class CacheWriter:
                 write_file(group, GROUP_METADATA)
 
     def find_missing_shards(self, shards: Iterable[int] | None = None) -> ShardRuns:
-        """Find those of ``shards`` (all) still to be written; check every byte of sealed ones."""
+        """Find those of ``shards`` (all) still to be written; check every byte of sealed ones.
+
+        All are missing where the tables of their dither are damaged, as in ``write_tables``.
+        """
+        self._renounce_unnamed()
         among = range(self.identity.shard_count) if shards is None else shards
         with storage_errors(self.folder):
             return ShardRuns.of(index for index in among if not self._is_sound(index))
@@ -278,13 +282,17 @@ class CacheWriter:
         Every shard needs them, so they are written before the first. Shards that were written with
         damaged ones are missing from then on: no other tables name their tokens.
         """
-        if self.read_tables() is None and self._read_own_seal(DITHER) is not None:
-            for index in range(self.identity.shard_count):
-                self._renounce(name_shard(index))
+        self._renounce_unnamed()
         self._write_once(DITHER, tables.to_arrays())
         found = self.read_tables()
         assert found is not None, "just written"
         return found
+
+    def _renounce_unnamed(self) -> None:
+        """Renounce all shards if the tables that name their tokens are damaged."""
+        if self.read_tables() is None and self._read_own_seal(DITHER) is not None:
+            for index in range(self.identity.shard_count):
+                self._renounce(name_shard(index))
 
     def read_tables(self) -> DitherTables | None:
         """Read the sealed tables of the dither; None if there are none, or damaged ones."""

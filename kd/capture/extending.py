@@ -35,6 +35,10 @@ _OTHER_TEXT = (
     "text must come after the old: in files that come later in data.train, or at the end of its "
     "last file."
 )
+_OTHER_TABLES = (
+    "the capture in {folder} was begun with other tables of dither than cache {name} has, and all "
+    "records of a cache need the same ones."
+)
 #: The remedy for every cache that cannot be extended.
 _WHOLE = "Remove cache.extends to capture all of the text."
 
@@ -60,7 +64,8 @@ def adopt_known_shards(
 
     Does nothing for a job that extends no cache. Raises ``ConfigError`` if the cache is not
     there, is of another teacher or other settings, or its text is not the beginning of the plan's,
-    and ``CacheCorrupt`` if one of its shards is damaged.
+    or if the capture was begun with other tables of dither; and ``CacheCorrupt`` if one of its
+    shards is damaged.
     """
     name = plan.options.extends
     if name is None:
@@ -69,7 +74,7 @@ def adopt_known_shards(
     hold_for(source, root / name)
     refuse(list_extension_problems(plan.identity, source))
     if source.codec.rules.dithered:
-        writer.write_tables(source.tables)
+        take_tables(writer, source)
     count = source.identity.lasting_shards
     phase = f"taking {count} of {plan.identity.shard_count} shards from cache {name[:12]}"
     monitor.emit("stage", stage="precompute", phase=phase)
@@ -86,6 +91,19 @@ def adopt_known_shards(
         writer.adopt_shard(source, index)
     if source.manifest.first_tails.digest:
         writer.adopt_tail_sums(source)
+
+
+def take_tables(writer: CacheWriter, source: Cache) -> None:
+    """Write the tables of ``source``, by which the records of its shards are read.
+
+    Raises ``ConfigError`` if the capture has others already, which name other tokens.
+    """
+    wanted, sealed = (
+        tables.to_arrays() for tables in (source.tables, writer.write_tables(source.tables))
+    )
+    if not all(np.array_equal(array, sealed[name]) for name, array in wanted.items()):
+        name = source.identity.fingerprint[:12]
+        refuse([_OTHER_TABLES.format(folder=writer.folder, name=name)])
 
 
 def _open(folder: Path) -> Cache:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.records import Records, TailSums
 from cache.rounding import RecordPositions, round_to_bfloat16
+from cache.units.dither import DitherTables
 from kd.capture.host_copy import HostCopy
 from kd.capture.sampling import (
     LOWEST,
@@ -32,7 +32,7 @@ from kd.capture.sampling import (
     reduce_by_row,
     reduce_log_sum_exp,
 )
-from kd.capture.units import UnitRandomness, UnitSampler
+from kd.capture.units.drawing import UnitRandomness, UnitSampler
 from kd.errors import ModelError
 from kd.models.cosines import to_cosines
 from kd.models.lm_head import LMHead

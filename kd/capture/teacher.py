@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cache.dither import DitherTables
 from cache.records import Sequences, TailSums
+from cache.units.dither import DitherTables
 from cache.writing.writer import CacheWriter
-from kd.capture.fitting import fit_tables
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan
 from kd.capture.recording import Recorder, SequenceStates, TailMeter, TeacherReading
 from kd.capture.remote import RemoteTeacher
 from kd.capture.shards import RecordReader
+from kd.capture.units.fitting import fit_tables
 from kd.errors import OutOfMemory, is_out_of_memory
 from kd.models.attention.causality import require_causal
 from kd.models.attention.isolation import isolate_documents, warn_of_mask

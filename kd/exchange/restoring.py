@@ -38,13 +38,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
-from cache.dither import TABLE_ARRAYS, DitherTables
 from cache.errors import CacheError
 from cache.json_object import Json
 from cache.layout import Arrays
 from cache.manifest import Manifest
 from cache.records import MEAN_ARRAYS, Records, Sequences, compute_offsets
 from cache.store import Cache
+from cache.units.dither import TABLE_ARRAYS, DitherTables
 from cache.writing.writer import CacheWriter
 from kd.capture.capturing import find_sealed_cache, summarise_cache
 from kd.errors import DataError

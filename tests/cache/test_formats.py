@@ -20,15 +20,16 @@ from bench.support.small.caches import (
     make_shard,
     make_token_map,
 )
-from cache.dither import DitherTables
 from cache.manifest import FIRST_TAILS_FORMAT_VERSION, TAIL_MEAN_FORMAT_VERSION, CodecIdentity
 from cache.records import Records, Sequences, TailSums
 from cache.shard import make_shard_arrays, write_arrays
 from cache.shards import entries as shard_entries
 from cache.store import open_cache
+from cache.units.dither import DitherTables
 from cache.writing.writer import open_writer
 from tests.support.formats.page_reader import (
     check_seal,
+    find_best,
     read_array,
     read_entry,
     read_manifest,
@@ -134,8 +135,8 @@ def test_the_page_reads_head_and_token_map(tmp_path: Path) -> None:
 
 EXAMPLE_TABLES = DitherTables(
     slots_CZ=np.array([[100] * 4 + [101, 102, 103, 104], [7] * 4 + [40, 41, 42, 43]]),
-    leading_CR=np.array([[40, 7], [100, 101]]),
-    order_V=np.arange(300),
+    leading_CL=np.array([[40, 7], [100, 101]]),
+    classes_V=(np.arange(300) == 299).astype(np.uint8),
     centres_CD=np.zeros((2, 1), np.float32),
 )
 
@@ -155,7 +156,7 @@ def make_example() -> dict[str, np.ndarray]:
             "cluster": np.array([0, 0, 1], np.uint8),
             "head_count": np.array([2, 2, 0], np.uint8),
             "head_ids": np.array([7, 40, 60, 7], np.uint16),
-            "head_units": np.array([2, 9, 2, 15], np.uint16),
+            "head_units": np.array([2, 9, 2, 14], np.uint16),
             "tail_count": np.array([2, 1, 0], np.uint8),
             "tail_ids": np.array([270, 102, 101], np.uint16),
             "tail_k": np.array([0, 9, 33], np.uint16),
@@ -169,12 +170,12 @@ def describe_example() -> str:
     lines = []
     tables = {f"dither/{name}": each for name, each in EXAMPLE_TABLES.to_arrays().items()}
     for name, values in (make_example() | tables).items():
-        if name == "dither/order":
-            lines.append(f"{name:14} uint16 (300,)   0 1 2 ... 299")
-            continue
         raw = np.ascontiguousarray(values).tobytes().hex()
         width = 2 * values.itemsize
         shown = " ".join(raw[place : place + width] for place in range(0, len(raw), width))
+        if name == "dither/classes":
+            assert values.tolist() == [0] * 299 + [1]
+            shown = "00 00 ... 00 01"
         if name != "dither/centres":
             lines.append(f"{name:14} {values.dtype!s:6} {values.shape!s:8} {shown}".rstrip())
     return "\n".join(lines) + "\n"
@@ -201,10 +202,12 @@ def test_the_page_reads_its_own_example(tmp_path: Path) -> None:
     (folder / "manifest.json").write_text(text)
     found = read_sequence(folder, 0)
     assert found["head_ids"] == [40, 7, 7, 60]
-    assert found["head_units"] == [9, 2, 15, 2]
+    assert found["head_units"] == [9, 2, 14, 2]
     assert found["tail_ids"] == [270, 102, 101]
     assert found["tail_k"] == [0, 9, 33]
     assert [sum(weight for _, weight in each) for each in weigh_units(found, codec)] == [1.0] * 3
+    assert find_best(found, codec) == [40, 7, 9]
+    assert find_best(found | {"head_units": [8, 2, 15, 2]}, codec) == [6, 8, 9]
 
 
 def test_the_page_reads_entries_in_the_manifest_and_in_pieces(

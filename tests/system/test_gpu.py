@@ -38,7 +38,7 @@ from cache.profiles.whole import HiddenReading
 from cache.records import Records
 from cache.rounding import RecordPositions, make_cosine_basis
 from kd.capture.sampling import Randomness, Sampler
-from kd.capture.units import UnitRandomness, UnitSampler
+from kd.capture.units.drawing import UnitRandomness, UnitSampler
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted

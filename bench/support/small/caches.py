@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
-from cache.dither import DitherTables, choose_leading, share_slots
 from cache.manifest import (
     CacheIdentity,
     CodecIdentity,
@@ -34,6 +33,7 @@ from cache.profiles.topk import TopReading
 from cache.profiles.whole import DenseReading, HiddenReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
+from cache.units.dither import DitherTables, choose_leading, share_slots
 from cache.writing.writer import CacheWriter, open_writer
 
 #: Width of the hidden states.
@@ -116,7 +116,7 @@ def read_units(
     """Sample distributions as a capture does, with the tables of small caches."""
     import torch  # most readers of small caches need none of it
 
-    from kd.capture.units import UnitRandomness, UnitSampler
+    from kd.capture.units.drawing import UnitRandomness, UnitSampler
 
     sampler = UnitSampler(codec, make_tables(codec.vocabulary_size, codec.clusters))
     rows = [places.position_N[places.sequence_N == each] for each in np.unique(places.sequence_N)]

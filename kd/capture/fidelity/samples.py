@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.records import Records, Sequences, find_axis
 from cache.store import Cache
+from cache.units.dither import DitherTables
 from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.noise import measure_squared_noise, read_together
 from kd.capture.recording import Recorder

@@ -251,7 +251,7 @@ def test_of_two_writers_with_different_bytes_the_first_wins_and_both_end_right(
 def test_of_two_writers_with_different_tables_the_first_wins(root, elsewhere) -> None:
     identity = make_identity()
     tables = make_tables(300, 2)
-    others = replace(tables, order_V=tables.order_V[::-1])
+    others = replace(tables, classes_V=tables.classes_V[::-1].copy())
     with open_writer(root, identity) as first, open_writer(elsewhere, identity) as second:
         assert first.read_tables() is second.read_tables() is None
         sealed = [first.write_tables(tables), second.write_tables(others), second.read_tables()]

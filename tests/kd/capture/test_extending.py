@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from cache.disk import hash_file, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.manifest import FORMAT_VERSION
 from cache.store import measure_cache_bytes, open_cache
-from kd.capture.fitting import Recipe
+from cache.units.dither import DitherTables
+from kd.capture.units.fitting import Recipe, fit_tables
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted
@@ -287,3 +289,41 @@ def test_a_cache_of_an_earlier_version_cannot_be_extended(
     name = make_cache(home / "caches", make_identity(codec=earlier)).name
     with pytest.raises(ConfigError, match="an earlier version captured it"):
         capture(make_job(tiny_teacher, texts, extends=name), home)
+
+
+def test_a_capture_that_was_begun_with_other_tables_takes_no_shard(
+    tiny_teacher: Path,
+    tiny_text: Path,
+    texts: tuple[Path, Path],
+    tmp_path: Path,
+    keep_recipe: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home = tmp_path / "home"
+    before = capture(make_job(tiny_teacher, texts), home)
+    grow(texts, tiny_text)
+    keep_recipe(before)
+
+    def fit_others(*given: Any) -> DitherTables:
+        tables = fit_tables(*given)
+        return replace(tables, classes_V=tables.classes_V[::-1].copy())
+
+    # The tables of a longer text are others, and those of another device may be.
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("kd.capture.teacher.fit_tables", fit_others)
+        with pytest.raises(Interrupted):
+            capture(make_job(tiny_teacher, texts), home, stop_after(1))
+    (begun,) = [each for each in before.parent.iterdir() if each.is_dir() and each != before]
+    held = content(begun)
+    assert content(before / "dither") != content(begun / "dither")
+
+    with pytest.raises(ConfigError, match="begun with other tables of dither") as refusal:
+        capture(make_job(tiny_teacher, texts, extends=before.name), home)
+    (problem,) = refusal.value.problems
+    assert str(begun) in problem.detail and before.name[:12] in problem.detail
+    assert content(begun) == held, "no shard was taken"
+    # The remedy.
+    assert problem.remedy.startswith("Remove cache.extends")
+    whole = capture(make_job(tiny_teacher, texts), home)
+    assert whole == begun and verify_cache(whole) == []
+    assert content(whole).items() >= held.items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from kd.loss.sparse_targets import SparseTarget, decode_tempered, decode_thresho
 from kd.loss.whole_targets import decode_top
 from tests.support.formats.page_reader import (
     Weights,
+    find_best,
+    list_known_ids,
     list_records,
     read_manifest,
     read_sequence,
@@ -27,13 +31,18 @@ from tests.support.formats.page_reader import (
 
 def open_small(folder: Path, profile: str, **options: Any) -> tuple[Path, Any, Any, torch.Tensor]:
     path = make_cache(folder, make_identity(codec=make_codec(profile, **options)))
+    return path, *read_targets(path, 2)
+
+
+def read_targets(path: Path, number: int) -> tuple[Any, Any, torch.Tensor]:
+    """Read the records of a sequence as the loss takes them, and their next tokens."""
     store = open_cache(path)
-    sequences, records = store.read([2])
+    sequences, records = store.read([number])
     # The loss reads the tails of one draw as a vector.
     columns = {
         name: torch.from_numpy(column.astype(np.int64)) for name, column in records.columns.items()
     }
-    return path, store.codec, columns, torch.from_numpy(sequences.find_gold_ids().astype(np.int64))
+    return store.codec, columns, torch.from_numpy(sequences.find_gold_ids().astype(np.int64))
 
 
 def require_equal(target: SparseTarget, expected: list[Weights], tolerance: float) -> None:
@@ -61,6 +70,38 @@ def test_threshold(tmp_path: Path, threshold: float) -> None:
         [1.0] * len(expected), abs=1e-12
     )
     require_equal(decode_threshold(codec, columns, gold_N), expected, 1e-9)
+
+
+@pytest.mark.parametrize("vocabulary", [8, 300])
+def test_the_best_tokens_of_threshold(tmp_path: Path, vocabulary: int) -> None:
+    kinds: Counter[tuple[bool, str]] = Counter()
+    for threshold in (0.02, 0.1, 0.3):
+        codec_identity = make_codec(threshold=threshold, always_keep=(3, 5))
+        path = make_cache(tmp_path, make_identity(vocabulary, codec=codec_identity))
+        about = read_manifest(path).content["identity"]["codec"]
+        for number in range(10):
+            codec, columns, gold_N = read_targets(path, number)
+            found = read_sequence(path, number)
+            best = find_best(found, about)
+            target = decode_threshold(codec, columns, gold_N)
+            assert target.best_N is not None and target.best_N.tolist() == best
+            kinds.update(name_kinds(found, about, best))
+    # Each way to the best token was taken.
+    assert {(True, "head"), (False, "head"), (False, "known"), (False, "none")} <= set(kinds), kinds
+
+
+def name_kinds(
+    found: dict[str, Any], about: dict[str, Any], best: list[int]
+) -> Iterator[tuple[bool, str]]:
+    """Yield whether a head of each record is marked, and where its best token is."""
+    start = 0
+    for count, known, token in zip(
+        found["head_count"], list_known_ids(found, about), best, strict=True
+    ):
+        end = start + count
+        marked = any(twice % 2 for twice in found["head_units"][start:end])
+        yield marked, "none" if token < 0 else "known" if token in known else "head"
+        start = end
 
 
 def test_threshold_of_version_020(tmp_path: Path) -> None:

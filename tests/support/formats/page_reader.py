@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ TYPES = {
 SAMPLED = ("threshold", "tempered")
 #: The constants of the hash of candidates, and the mass of a record.
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-TABLES = ("slots", "leading", "order")
+TABLES = ("slots", "leading", "classes")
+#: Tokens of a cluster that have a rank of their own there.
+RANKED = 4096
 WORD = (1 << 64) - 1
 WHOLE = 1 << 40
 
@@ -203,10 +206,10 @@ def read_units(
         ranks[part] = iter(decode_ranks(symbols, bits, count))
     places = [place for place, target in enumerate(found["target_mask"]) if target]
     columns |= {"head_ids": [], "tail_count": [], "tail_ids": [], "tail_k": []}
+    orders = {cluster: rank_tokens(tables, cluster) for cluster in set(columns["cluster"])}
     for row, place in enumerate(places):
-        cluster = columns["cluster"][row]
-        ids = tables["leading"][cluster] + tables["order"]
-        slots = tables["slots"][cluster]
+        ids = orders[columns["cluster"][row]]
+        slots = tables["slots"][columns["cluster"][row]]
         columns["head_ids"] += [ids[next(ranks["head"])] for _ in range(counts["head"][row])]
         columns["tail_ids"] += [ids[next(ranks["other"])] for _ in range(others[row])]
         candidates = [next(ranks["gap"]) for _ in range(accepted[row])]
@@ -258,6 +261,17 @@ def hash_candidate(seed: int, sequence: int, position: int, k: int) -> int:
 def order_tokens(classes: list[int]) -> list[int]:
     """The token at each rank: the highest class first, ids ascend within a class."""
     return sorted(range(len(classes)), key=lambda token: (-classes[token], token))
+
+
+def rank_tokens(tables: dict[str, list[Any]], cluster: int) -> list[int]:
+    """The token at each rank of a cluster; from RANKED on all of them once more."""
+    by_class = order_tokens(tables["classes"])
+    slots, leading = Counter(tables["slots"][cluster]), tables["leading"][cluster]
+    given = set(leading)
+    others = [token for token in by_class if token not in given]
+    # Sorting leaves equals in the order of their classes.
+    first = leading + sorted(others, key=lambda token: -slots[token])
+    return first[:RANKED] + by_class
 
 
 def decode_ranks(symbols: list[int], bits: list[int], counts: list[int]) -> list[int]:
@@ -345,6 +359,31 @@ def weigh_units(found: dict[str, list[Any]], codec: dict[str, Any]) -> list[Weig
             weights.append((found["tail_ids"][tail], share))
             tail += 1
         result.append(weights)
+    return result
+
+
+def find_best(found: dict[str, list[Any]], codec: dict[str, Any]) -> list[int]:
+    """The teacher's best token of each record of profile threshold, -1 where it is not known."""
+    result, start = [], 0
+    known = list_known_ids(found, codec)
+    for row, (rest, units) in enumerate(list_rests(found, found["known"], codec)):
+        codes = found["known"][row]
+        # The gold token first: it is the heaviest of equals.
+        places = sorted((place, token) for token, place in known[row].items())
+        masses = {token: measure_code(codes[place]) for place, token in places}
+        if not units:
+            masses[places[0][1]] += rest
+        heaviest = max(masses, key=lambda token: masses[token])
+        best = heaviest if masses[heaviest] > codec["threshold"] * WHOLE else -1
+        end = start + found["head_count"][row]
+        heads = list(zip(found["head_ids"][start:end], found["head_units"][start:end], strict=True))
+        most = max((twice // 2 for _, twice in heads), default=0)
+        if most > 1 and most * rest > masses[heaviest] * units:
+            best = min(token for token, twice in heads if twice // 2 == most)
+        if marked := [token for token, twice in heads if twice % 2]:
+            best = heaviest if min(marked) == best else min(marked)
+        result.append(best)
+        start = end
     return result
 
 

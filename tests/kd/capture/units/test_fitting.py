@@ -14,12 +14,12 @@ from torch import Tensor
 from cache.checking.verify import verify_cache
 from cache.codec import Codec
 from cache.disk import hash_file, list_file_sizes
-from cache.dither import LEADING, SLOTS
 from cache.profiles.threshold import MOST_CLUSTERS
 from cache.store import open_cache
+from cache.units.dither import LEADING, SLOTS
 from kd.capture import teacher as reading
-from kd.capture.fitting import Recipe, find_centres, fit_tables, make_tables
-from kd.capture.units import find_nearest
+from kd.capture.units.drawing import find_nearest
+from kd.capture.units.fitting import Recipe, find_centres, fit_tables, make_tables
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
@@ -86,7 +86,7 @@ def test_a_table_has_slots_in_proportion_to_the_tails_of_its_cluster() -> None:
     head = make_head()
     tables = fit_tables(states, head, make_codec(3), 3)
     assert tables.slots_CZ.shape == (3, SLOTS)
-    assert tables.leading_CR.shape == (3, LEADING) and tables.ranks == LEADING + V
+    assert tables.leading_CL.shape == (3, LEADING) and tables.ranked_CR.shape == (3, V)
     hidden = torch.cat([hidden_ND for hidden_ND, _ in states])
     gold = torch.cat([gold_N for _, gold_N in states])
     nearest = find_nearest(torch.from_numpy(tables.centres_CD), hidden)
@@ -101,11 +101,11 @@ def test_a_table_has_slots_in_proportion_to_the_tails_of_its_cluster() -> None:
         expected = (0.9 * own / own.sum() + 0.1 * mean).numpy() * SLOTS
         slots = np.bincount(tables.slots_CZ[cluster], minlength=V)
         assert np.abs(slots - expected).max() < 1.01
-        leading = tables.leading_CR[cluster]
+        leading = tables.leading_CL[cluster]
         counts = heads[nearest == cluster].sum(0).numpy()
         assert (np.diff(counts[leading]) <= 0).all(), "heads by their number"
         assert len(set(leading.tolist())) == LEADING
-    assert sorted(tables.order_V.tolist()) == list(range(V))
+        assert sorted(tables.ranked_CR[cluster].tolist()) == list(range(V))
 
 
 def test_the_same_states_make_the_same_tables_and_centres_are_bfloat16() -> None:
@@ -141,7 +141,7 @@ def test_tokens_that_never_come_have_no_slot_and_come_last() -> None:
     heads = np.array([[0.0, 0.0, 0.0, 2.0]])
     tables = make_tables(tails, heads, np.zeros((1, D), np.float32))
     assert set(tables.slots_CZ[0].tolist()) == {1, 2}
-    assert tables.leading_CR[0].tolist() == tables.order_V.tolist() == [3, 1, 2, 0]
+    assert tables.leading_CL[0].tolist() == tables.order_V.tolist() == [3, 1, 2, 0]
 
 
 # ---------------------------------------------------------------------- in a capture
@@ -211,7 +211,7 @@ def test_damaged_tables_are_fitted_again(job: JobConfig, tmp_path: Path) -> None
     with pytest.raises(Interrupted):
         capture(job, tmp_path / "cut", monitor)
     folder = tmp_path / "cut" / "caches" / whole.name
-    (name,) = [each for each in list_file_sizes(folder) if each.startswith("dither/order/c")]
+    (name,) = [each for each in list_file_sizes(folder) if each.startswith("dither/classes/c")]
     (folder / name).write_bytes((folder / name).read_bytes()[:-1])
     assert content(capture(job, tmp_path / "cut")) == content(whole)
 

@@ -2,9 +2,9 @@
 
 Candidate k = 1, 2, ... of a position is the token in slot hash(seed, sequence, position, k) of a
 table, so candidates are draws from the prior b of the table. The writer accepts some of them
-(``kd.capture.dithering``), and a record holds the gaps between the accepted k. An entry costs what
-the prior does not know of the teacher's p, and not the randomness of the draw, which the reader
-makes anew. Each position belongs to a cluster, and each cluster has a table of its own.
+(``kd.capture.units.drawing``), and a record holds the gaps between the accepted k. An entry costs
+what the prior does not know of the teacher's p, and not the randomness of the draw, which the
+reader makes anew. Each position belongs to a cluster, and each cluster has a table of its own.
 
 Tokens without a candidate are kept by their rank in the cluster, heads too. First come the L tokens
 of ``leading_CL``, then all others by their number of slots, the highest first. Among equals, and
@@ -111,7 +111,9 @@ class DitherTables:
         ranked = self.ranked_CR.shape[1]
         places_E = cluster_E.astype(np.int64) * ranked + np.minimum(rank_E, ranked - 1)
         later_E = self.order_V.take(np.maximum(rank_E - ranked, 0))
-        ids_E = np.where(rank_E < ranked, self.ranked_CR.reshape(-1).take(places_E), later_E)
+        ids_E: NDArray[Any] = np.where(
+            rank_E < ranked, self.ranked_CR.reshape(-1).take(places_E), later_E
+        )
         return ids_E.astype(choose_id_dtype(self.vocabulary_size))
 
     def find_ranks(self, cluster_E: NDArray[Any], ids_E: NDArray[Any]) -> NDArray[np.int64]:
@@ -133,7 +135,7 @@ class DitherTables:
 
 
 def choose_leading(vocabulary_size: int) -> int:
-    """Return the number of leading tokens of a cluster, R."""
+    """Return the number of leading tokens of a cluster, L."""
     return min(LEADING, vocabulary_size)
 
 

@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 
 from bench.support.small.caches import make_tables
-from cache.dither import DitherTables
 from cache.profiles.threshold import UnitSample
-from kd.capture import fitting, sampling, units
+from cache.units.dither import DitherTables
+from kd.capture import sampling
 from kd.capture.host_copy import HostCopy
 from kd.capture.sampling import make_sample
-from kd.capture.units import UnitRandomness, UnitSampler, round_known
+from kd.capture.units import drawing, fitting
+from kd.capture.units.drawing import UnitRandomness, UnitSampler, round_known
 from kd.errors import ModelError
 from tests.support.kd.samples import (
     CPU,
@@ -162,8 +163,8 @@ def test_tails_whose_least_ratios_are_above_the_bound_have_the_same_law(
     poor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small bound makes every position look at all tokens."""
-    monkeypatch.setattr(units, "BOUND", 0.5)
-    monkeypatch.setattr(units, "_SLACK", 15.0)
+    monkeypatch.setattr(drawing, "BOUND", 0.5)
+    monkeypatch.setattr(drawing, "_SLACK", 15.0)
     short = count_short(monkeypatch)
     codec = make_codec(UNITS, 130, 0.0155, always_keep=(4,))
     tables = make_poor_tables(130) if poor else None
@@ -178,13 +179,13 @@ def test_tails_whose_least_ratios_are_above_the_bound_have_the_same_law(
 def count_short(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the positions at which all tokens are looked at."""
     counted = [0]
-    find = units._Race._find_all_late
+    find = drawing._Race._find_all_late
 
-    def count(race: units._Race) -> units._Entrants:
+    def count(race: drawing._Race) -> drawing._Entrants:
         counted[0] += len(race.count_N)
         return find(race)
 
-    monkeypatch.setattr(units._Race, "_find_all_late", count)
+    monkeypatch.setattr(drawing._Race, "_find_all_late", count)
     return counted
 
 
@@ -269,7 +270,7 @@ def test_a_record_does_not_depend_on_passes_or_threads(monkeypatch: pytest.Monke
     whole = draw_rows(sampler, case, chance, [slice(12)])
     for elements, candidates in ((1, 1), (7 * 40_001, 2**12), (2**30, 2**30)):
         monkeypatch.setitem(sampling.PASS_ELEMENTS, "cpu", elements)
-        monkeypatch.setitem(units.CANDIDATES, "cpu", candidates)
+        monkeypatch.setitem(drawing.CANDIDATES, "cpu", candidates)
         for threads in (4, 1):
             torch.set_num_threads(threads)
             require_same(draw_rows(sampler, case, chance, [slice(5), slice(5, 12)]), whole)

@@ -21,8 +21,12 @@ from bench.support.small.caches import (
     write_folders,
 )
 from cache.checking.verify import verify_cache
-from cache.dither import (
+from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
+from cache.manifest import FORMAT_VERSION, Manifest, sign_json
+from cache.store import open_cache
+from cache.units.dither import (
     LEADING,
+    RANKED,
     SLOTS,
     TABLE_ARRAYS,
     DitherTables,
@@ -32,9 +36,6 @@ from cache.dither import (
     hash_tokens,
     share_slots,
 )
-from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
-from cache.manifest import FORMAT_VERSION, Manifest, sign_json
-from cache.store import open_cache
 from cache.writing.writer import open_writer
 from tests.support.caches import (
     EARLIER,
@@ -131,26 +132,50 @@ def test_slots_are_shared_by_the_largest_remainders():
     assert np.abs(counts - prior_V / prior_V.sum() * SLOTS).max() < 1
 
 
-@pytest.mark.parametrize("vocabulary", [20, 300, 65_536, 65_537])
+@pytest.mark.parametrize("vocabulary", [20, 300, 4_096, 4_097, 65_536, 65_537])
 def test_ranks_and_names_are_inverse(vocabulary):
     tables = make_tables(vocabulary, 3)
+    ranked = min(RANKED, vocabulary)
     assert choose_leading(vocabulary) == min(LEADING, vocabulary)
-    assert tables.ranks == choose_leading(vocabulary) + vocabulary
+    assert tables.ranked_CR.shape == (3, ranked)
     rng = np.random.default_rng(0)
     ids_E = rng.integers(0, vocabulary, 5000)
     ids_E[:2] = 0, vocabulary - 1
     cluster_E = rng.integers(0, 3, 5000)
     rank_E = tables.find_ranks(cluster_E, ids_E)
-    assert (tables.name_ranks(cluster_E, rank_E) == ids_E).all()
-    first = tables.ranks - vocabulary
-    ends = tables.name_ranks(np.zeros(3, int), np.array([first - 1, first, tables.ranks - 1]))
-    assert ends.tolist() == [tables.leading_CR[0, -1], tables.order_V[0], tables.order_V[-1]]
+    names_E = tables.name_ranks(cluster_E, rank_E)
+    assert (names_E == ids_E).all()
+    assert names_E.dtype == (np.uint16 if vocabulary <= 65_536 else np.uint32)
+    ends = tables.name_ranks(np.zeros(3, int), ranked + np.array([-1, 0, vocabulary - 1]))
+    assert ends.tolist() == [tables.ranked_CR[0, -1], tables.order_V[0], tables.order_V[-1]]
     # The leading tokens of a cluster have the first ranks, and no token has two.
     for cluster in range(3):
         every = tables.find_ranks(np.full(vocabulary, cluster), np.arange(vocabulary))
-        assert len(np.unique(every)) == vocabulary and every.max() < tables.ranks
-        leading = tables.leading_CR[cluster]
+        assert len(np.unique(every)) == vocabulary and every.max() < ranked + vocabulary
+        assert (every < ranked).sum() == ranked
+        leading = tables.leading_CL[cluster]
         assert every[leading].tolist() == list(range(len(leading)))
+
+
+def test_tokens_are_ranked_by_their_slots_and_then_by_their_classes(monkeypatch):
+    monkeypatch.setattr("cache.units.dither.RANKED", 7)
+    tables = DitherTables(
+        # Of the second cluster only leading tokens have slots.
+        slots_CZ=np.array([[1, 1, 1, 2, 4, 5, 5, 9], [0, 0, 0, 0, 0, 0, 3, 3]]),
+        leading_CL=np.array([[8, 1], [0, 3]]),
+        classes_V=np.array([0, 5, 1, 2, 2, 0, 2, 0, 7, 1], np.uint8),
+        centres_CD=np.zeros((2, 1), np.float32),
+    )
+    by_class = [8, 1, 3, 4, 6, 2, 9, 0, 5, 7]
+    assert tables.order_V.tolist() == by_class
+    # Token 5 has two slots; 4, 2 and 9 have one each; 3 is the first of the others.
+    assert tables.ranked_CR.tolist() == [[8, 1, 5, 4, 2, 9, 3], [0, 3, 8, 1, 4, 6, 2]]
+    for cluster in range(2):
+        every = tables.name_ranks(np.full(17, cluster), np.arange(17)).tolist()
+        # From rank R on all tokens are counted, those with a lower rank too.
+        assert every == [*tables.ranked_CR[cluster], *by_class]
+        ranks = tables.find_ranks(np.full(10, cluster), np.arange(10)).tolist()
+        assert ranks == [every.index(token) for token in range(10)]
 
 
 @pytest.mark.parametrize("vocabulary", [300, 70_000])
@@ -159,9 +184,10 @@ def test_tables_and_arrays_are_inverse(vocabulary):
     arrays = tables.to_arrays()
     assert tuple(arrays) == TABLE_ARRAYS
     wanted = np.uint16 if vocabulary == 300 else np.uint32
-    assert {arrays[name].dtype for name in TABLE_ARRAYS[:3]} == {np.dtype(wanted)}
+    types = [arrays[name].dtype for name in TABLE_ARRAYS]
+    assert types == [wanted, wanted, np.uint8, np.uint16]
     again = DitherTables.from_arrays(arrays)
-    for name in ("slots_CZ", "leading_CR", "order_V", "centres_CD"):
+    for name in ("slots_CZ", "leading_CL", "classes_V", "centres_CD"):
         assert np.array_equal(getattr(again, name), getattr(tables, name)), name
 
 
@@ -176,6 +202,11 @@ def test_candidates_have_the_prior_of_their_cluster():
 
 
 # ---- the folder
+
+
+def turn(tables: DitherTables) -> DitherTables:
+    """Return tables that give tokens other ranks."""
+    return replace(tables, classes_V=tables.classes_V[::-1].copy())
 
 
 @pytest.fixture
@@ -213,7 +244,7 @@ def test_every_flipped_bit_of_the_tables_is_refused(copy):
 
 def test_a_cache_whose_manifest_names_other_tables_is_refused(copy, tmp_path):
     identity = IDENTITIES["threshold"]
-    other = replace(make_tables(300, 2), order_V=np.arange(300))
+    other = turn(make_tables(300, 2))
     with open_writer(tmp_path / "other", identity) as writer:
         writer.write_tables(other)
         fill_cache(writer)
@@ -254,7 +285,7 @@ def test_a_capture_that_goes_on_keeps_the_sealed_tables(tmp_path):
         writer.write_shard(0, *make_shard(IDENTITY, 0))
     with open_writer(tmp_path, IDENTITY) as writer:
         before = content(writer.folder)
-        found = writer.write_tables(replace(tables, order_V=tables.order_V[::-1]))
+        found = writer.write_tables(turn(tables))
         for name, array in tables.to_arrays().items():
             assert np.array_equal(found.to_arrays()[name], array), name
         assert content(writer.folder) == before
@@ -263,17 +294,20 @@ def test_a_capture_that_goes_on_keeps_the_sealed_tables(tmp_path):
     assert equal(open_cache(writer.folder).read(range(10)), captured(IDENTITY))
 
 
-def test_shards_go_with_damaged_tables(tmp_path):
+@pytest.mark.parametrize("first", ["find shards", "write tables"])
+def test_shards_go_with_damaged_tables(tmp_path, first):
     """No other tables name their tokens: they are captured again."""
     with open_writer(tmp_path, IDENTITY) as writer:
         write_folders(writer)
         writer.write_shard(0, *make_shard(IDENTITY, 0))
-    flip(writer.folder / "dither/order/c.0", 99)
-    tables = make_tables(300, 2)
-    others = replace(tables, order_V=tables.order_V[::-1])
+    flip(writer.folder / "dither/classes/c.0", 99)
+    others = turn(make_tables(300, 2))
     with open_writer(tmp_path, IDENTITY) as writer:
         assert writer.read_tables() is None
-        writer.write_tables(others)
+        if first == "find shards":
+            assert list(writer.find_missing_shards()) == [0, 1, 2]
+        sealed = writer.write_tables(others)
+        assert (sealed.classes_V == others.classes_V).all()
         assert list(writer.find_missing_shards()) == [0, 1, 2]
         fill_cache(writer)
     assert verify_cache(writer.folder) == []

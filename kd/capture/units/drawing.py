@@ -7,13 +7,13 @@ most tau (``cache.profiles.threshold``). One systematic sample gives the n units
     heads   the tokens with p above a unit, each floor or ceil of its p in units
     tail    all other tokens as a whole: m units, one token each
 
-The m tokens of a tail come out of the candidates of ``cache.dither``. The first arrival of a token
-of prior b is geometric, so u = 1 - (1 - b)^(k - 1) (1 - b U), with U uniform, is a uniform number
-for every b. A token that is not among K candidates has u = 1 - (1 - b)^K (1 - U). Pareto sampling
-takes the m tokens with the least odds(u) / odds(pi), pi = m p / R, with R the mass of the tail
-(Rosén, "Asymptotic theory for order sampling", Journal of Statistical Planning and Inference 1997).
-Its chances differ from pi by 1e-3 at most, and the number of tokens is always m, which no form has
-that is unbiased exactly at this noise: weights that do not sum to 1 cost students more.
+The m tokens of a tail come out of the candidates of ``cache.units.dither``. The first arrival of a
+token of prior b is geometric, so u = 1 - (1 - b)^(k - 1) (1 - b U), with U uniform, is a uniform
+number for every b. A token that is not among K candidates has u = 1 - (1 - b)^K (1 - U). Pareto
+sampling takes the m tokens with the least odds(u) / odds(pi), pi = m p / R, with R the mass of the
+tail (Rosén, "Asymptotic theory for order sampling", Journal of Statistical Planning and Inference
+1997). Its chances differ from pi by 1e-3 at most, and the number of tokens is always m, which no
+form has that is unbiased exactly at this noise: weights that do not sum to 1 cost students more.
 
 A chance above 1 would be cut. So where a token of the tail is heavier than R / ceil(n R / W), with
 W the mass beside the known tokens, the tokens above half a unit are sampled as heads, too.
@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.dither import PATIENCE, DitherTables, hash_positions, hash_slots, hash_tokens
 from cache.profiles.threshold import KNOWN_STEPS, WHOLE, count_units
 from cache.random import PURPOSE_KNOWN_ROUNDING, PURPOSE_TAIL, draw_uniforms
 from cache.rounding import KNOWN_STEP, UNKNOWN
+from cache.units.dither import PATIENCE, DitherTables, hash_positions, hash_slots, hash_tokens
 from kd.capture.host_copy import copy_to_device
 from kd.capture.sampling import BLOCK, Sampler, TokenSizes
 from kd.loss.sparse_targets import expect_best_heads, list_masses_on, pick_smallest

@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 from bench.support.small.caches import make_codec, make_identity, make_sequences, make_tables
 from bench.support.small.caches import make_records as draw_records
 from cache.codec import Codec
-from cache.dither import DitherTables
 from cache.layout import encode_arrays, list_arrays
 from cache.profiles.threshold import (
     WHOLE,
+    UnitSample,
     count_rest,
     count_units,
     find_counted,
     list_known_masses,
 )
 from cache.records import Records, Sequences, compute_offsets
-from cache.rounding import UNKNOWN, RecordPositions
-from cache.unit_layout import decode_units
+from cache.rounding import KNOWN_STEP, UNKNOWN, RecordPositions
+from cache.units.dither import DitherTables
+from cache.units.layout import decode_units
 from tests.support.caches import equal
 
 
@@ -235,6 +236,52 @@ def test_masses_and_units_are_counted_in_integers():
     ]:
         rest, units = count_units(np.array([mass]), threshold)
         assert (rest.tolist(), units.tolist()) == ([WHOLE - mass], [expected]), (mass, threshold)
+
+
+@pytest.mark.parametrize(
+    "threshold,units",
+    [
+        (0.25, 4),
+        (0.003921569, 255),
+        # 2^40 / 255 is a little more than a whole number.
+        (1 / 255 + 2e-13, 256),
+        (1 / 255, 256),
+        (1 / 256, 256),
+        (0.001, 1000),
+    ],
+)
+def test_counts_hold_all_units_of_a_record_whose_known_token_has_no_mass(threshold, units):
+    codec = codec_of(1200, threshold=threshold)
+    none = np.zeros(0, np.int64)
+    reading = UnitSample(
+        known_logprobs=np.array([[-65_528 * KNOWN_STEP]]),
+        entropy=np.zeros(1),
+        cluster=np.zeros(1, np.int64),
+        head_count=np.zeros(1, np.int64),
+        head_ids=none,
+        head_units=none,
+        tail_count=np.array([units]),
+        tail_ids=np.arange(units) + 100,
+        tail_k=np.zeros(units, np.int64),
+    )
+    sequences = Sequences(np.array([[5, 6]], np.uint32), *np.array([[[1, 0]]] * 2, bool))
+    records = codec.encode(reading, RecordPositions(np.zeros(1, np.int64), np.zeros(1, np.int64)))
+    assert records["known"].tolist() == [[65_528]]
+    assert records["tail_count"].tolist() == [units]
+    counts = np.dtype(np.uint8 if units < 256 else np.uint16)
+    arrays = encode(sequences, records, codec)
+    assert arrays["head_count"].dtype == arrays["other_count"].dtype == counts
+    assert equal(decode(cut(sequences, arrays, codec), [0], codec), (sequences, records))
+
+
+@pytest.mark.parametrize("threshold,counts", [(1 / 255, np.uint8), (0.0039, np.uint16)])
+def test_counts_of_entries_have_the_types_of_version_020(threshold, counts):
+    for codec in (
+        codec_of(threshold=threshold, clusters=0, fitted=0),
+        make_identity(codec=make_codec("tempered", threshold=threshold)).record_codec(),
+    ):
+        schema = codec.schema()
+        assert schema["head_count"][0] == schema["tail_count"][0] == counts
 
 
 @pytest.mark.parametrize("threshold", [0.01, 0.04, 0.125, 0.5])

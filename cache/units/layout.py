@@ -1,4 +1,4 @@
-"""Records in units as the arrays of a shard: ids by the tables of ``cache.dither``.
+"""Records in units as the arrays of a shard: ids by the tables of ``cache.units.dither``.
 
 array           rows               meaning
 known, entropy, cluster, head_count, other_count
@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
-from cache.dither import DitherTables, hash_positions
 from cache.idcode import pack_ranks, unpack_ranks
 from cache.profiles.threshold import count_rest, find_counted
 from cache.records import Records, compute_offsets
+from cache.units.dither import DitherTables, hash_positions
 
 Arrays = dict[str, NDArray[Any]]
 #: The parts of a record whose ids are coded. ``offsets`` has a column for the entries of each,

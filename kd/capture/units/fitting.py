@@ -4,7 +4,7 @@ Its hidden states are cut into clusters by k-means, and the tails and heads of e
 added up. The table of a cluster has slots in proportion to its tails.
 
 Shapes: F positions that are read, N positions of one product, C clusters, D hidden width,
-V vocabulary, Z slots of a table, R leading tokens.
+V vocabulary, Z slots of a table, L leading tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.dither import DitherTables, choose_leading, share_slots
 from cache.profiles.threshold import MOST_CLUSTERS
+from cache.units.dither import DitherTables, choose_leading, share_slots
 from kd.capture.sampling import Sampler
-from kd.capture.units import find_nearest
+from kd.capture.units.drawing import find_nearest
 from kd.models.lm_head import LMHead
 
 #: Positions of the whole text for each cluster: their tables take a hundredth of its bytes.
