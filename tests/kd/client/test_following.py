@@ -96,6 +96,7 @@ def test_events_go_on_after_a_restart_of_the_server(new_parts: MakeParts, connec
     assert client.wait(claim.id).status == "succeeded"
 
 
+@pytest.mark.long
 def test_a_wait_lasts_over_a_restart_of_the_server(new_parts: MakeParts, connect: Connect) -> None:
     parts = new_parts()
     claim = running(parts)
@@ -108,6 +109,7 @@ def test_a_wait_lasts_over_a_restart_of_the_server(new_parts: MakeParts, connect
         assert end.result().status == "succeeded"
 
 
+@pytest.mark.long
 def test_a_server_without_its_store_is_asked_again(new_parts: MakeParts, connect: Connect) -> None:
     parts = new_parts()
     parts.start_api()

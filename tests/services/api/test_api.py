@@ -598,6 +598,7 @@ def test_a_long_poll_ends_without_a_change(api: Parts, http: httpx.Client) -> No
 # ---------------------------------------------------------------------- failures
 
 
+@pytest.mark.long
 def test_the_api_process_never_imports_torch(tmp_path: Path, text: str) -> None:
     """Neither its imports nor its answers import torch."""
     code = f"""
