@@ -406,6 +406,7 @@ def libfaketime() -> Path:
 
 
 @pytest.mark.alone
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs LD_PRELOAD")
 def test_clocks_that_jump_an_hour_do_not_change_leases(
     new_parts: MakeParts, tmp_path: Path

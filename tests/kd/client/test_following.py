@@ -49,7 +49,9 @@ def test_a_job_is_submitted_followed_and_waited_for(service: Parts, connect: Con
     assert client.checkpoints(job_id) == []
 
 
-@pytest.mark.parametrize("limits", [(0, 300, 900, 1500, 700), (1200,) * 8])
+@pytest.mark.parametrize(
+    "limits", [(0, 300, 900, 1500, 700), pytest.param((1200,) * 8, marks=pytest.mark.long)]
+)
 def test_events_come_once_over_connections_that_are_cut(
     api: Parts, connect: Connect, limits: tuple[int, ...]
 ) -> None:
