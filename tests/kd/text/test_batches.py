@@ -40,6 +40,7 @@ from kd.text.steps.order import (
     order_by_length,
     shuffle_epoch,
 )
+from kd.text.steps.pinned import cut_pieces
 from kd.text.steps.reading import (
     TimedIterator,
     count_loader_threads,
@@ -375,6 +376,16 @@ def test_pinned_and_moved_a_batch_is_what_it_was(material):
     assert all(
         torch.equal(moved.teacher[name].cpu(), column) for name, column in batch.teacher.items()
     )
+
+
+def test_pieces_waste_little_pinned_memory() -> None:
+    """torch rounds each piece up to a power of two."""
+    for size in (1, 2, 3, 2**16 - 1, 2**16, 2**16 + 1, 100_003, 2**26 + 2**23, 2**31 - 1):
+        pieces = cut_pieces(size)
+        assert sum(pieces) == size
+        assert len(pieces) <= 4
+        pinned = sum(1 << (each - 1).bit_length() for each in pieces)
+        assert pinned <= size * 16 / 15 + 1
 
 
 # ---------------------------------------------------------------------- other orders
