@@ -278,10 +278,8 @@ def test_the_threads_live_through_all_epochs():
 def test_so_many_steps_are_read_ahead_and_no_more(workers, factor, monkeypatch):
     monkeypatch.setattr(reading, "STEPS_AHEAD", factor)
     read: list[int] = []
-    ahead = {"dataloader_num_workers": workers}
-    batches = read_training_batches(
-        Watched(64, before=read.append), options(1, 1, 3, **ahead), range(30)
-    )
+    job = options(1, 1, 3, dataloader_num_workers=workers)
+    batches = read_training_batches(Watched(64, before=read.append), job, range(30))
     for step in range(1, 9):
         next(batches)
         wait_until(lambda step=step: len(read) == step + workers * factor)
@@ -360,7 +358,9 @@ def test_a_starved_consumer_waits_for_a_slow_source_and_a_slow_one_does_not():
 def test_batches_are_pinned_where_there_is_a_gpu(material):
     source = CachedLike(*material)
     (batch,), *_ = read_training_batches(source, options(2, 1, 0), range(1))
-    tensors = [batch.tokens_BL, batch.rows_N, batch.gold_N, *batch.teacher.values()]
+    columns = [each for each in batch.teacher.values() if not each.is_meta]
+    pieces = itertools.chain.from_iterable(batch.pieces.values())
+    tensors = [batch.tokens_BL, batch.rows_N, batch.gold_N, *columns, *pieces]
     assert all(
         tensor.is_pinned() == torch.cuda.is_available() for tensor in tensors if tensor.numel()
     )
