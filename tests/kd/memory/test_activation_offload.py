@@ -236,3 +236,7 @@ def test_the_memory_of_the_host_is_counted(
     warning = memory.warn_of_host(2 * memory.offloaded - 1, 2)
     assert warning is not None
     assert "train.activation_offload" in warning
+    # Batches are those of all ranks.
+    plain = estimate_rank(describe(student), "single", 1)
+    assert plain.warn_of_host(2**20, 2, 2**20) is None
+    assert "train.batch_size" in (plain.warn_of_host(2**20, 2, 2**20 + 1) or "")

@@ -44,6 +44,7 @@ from kd.text.steps.pinned import cut_pieces
 from kd.text.steps.reading import (
     TimedIterator,
     count_loader_threads,
+    count_pinned_bytes,
     cut_padding,
     read_training_batches,
     read_validation_batches,
@@ -286,6 +287,11 @@ def test_so_many_steps_are_read_ahead_and_no_more(workers, factor, monkeypatch):
         time.sleep(0.01)
         assert len(read) == step + workers * factor
     batches.close()
+    # The host's memory has to have room for them, and for those of the step.
+    kept = count_pinned_bytes(CachedLike(None, None, sequence_bytes=64), job)
+    assert kept == (1 + workers * factor) * 64
+    larger = job.model_copy(update={"batch_size": 2, "gradient_accumulation_steps": 3})
+    assert count_pinned_bytes(CachedLike(None, None, sequence_bytes=64), larger) == 6 * kept
 
 
 def test_the_order_is_kept_whichever_thread_is_first():

@@ -5,16 +5,25 @@ Tests that leave something out show that the simulated GPU would see it missing.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from bench.support.small.caches import make_records, make_sequences
 from cache.codec import Codec
+from kd.pipeline import run_stages
+from kd.progress import Event, Monitor
 from kd.text import batches
 from kd.text.batches import Batch, make_batch
 from kd.text.steps.pinned import find_copy_stream
+from kd.training.preparing import student
 from tests.support.simulated_gpu.streams import WAITS, CudaMisused
 from tests.support.simulated_gpu.tensors import SimulatedTensor
+from tests.system.simulated.on_the_device.jobs import make_job
+
+# Libraries warn on a GPU of what they do not on a CPU.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 GPU = torch.device("cuda", 0)
 VOCABULARY = 300
@@ -90,3 +99,14 @@ def test_a_batch_may_be_dropped_while_its_columns_come(monkeypatch: pytest.Monke
     del moved
     with pytest.raises(CudaMisused, match="record_stream"):
         torch.cuda.synchronize()
+
+
+def test_batches_that_the_host_has_no_room_for_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(student, "read_memory_bytes", lambda: 2**20)
+    events: list[Event] = []
+    config = make_job(cache={"profile": "dense"}, train={"max_steps": 1})
+    run_stages(config, tmp_path / "home", tmp_path / "run", Monitor(events.append))
+    warnings = [each.data["message"] for each in events if each.type == "warning"]
+    assert any("are kept in this host's memory" in each for each in warnings), warnings
