@@ -69,14 +69,9 @@ def examine_student(
     found = None
     if group.leads:
         kernels = on_gpu and suits_kernels(setting.source.codec, loss.divergence)
-        sizes = (length, setting.vocabulary, setting.precision)
+        what = (length, setting.vocabulary, setting.precision, kernels)
         step = describe_step(
-            student,
-            options,
-            *sizes,
-            kernels=kernels,
-            looks_ahead=loss.looks_ahead,
-            device=setting.device,
+            student, options, *what, looks_ahead=loss.looks_ahead, device=setting.device
         )
         strategy = _choose_strategy(loss, step, room, group)
         found = asdict(estimate_rank(step, strategy, group.size)), strategy
