@@ -135,5 +135,5 @@ def make_training_batch(batch: Mapping[str, Any]) -> Batch:
         packed=packed and packed.map(lambda each: each.to(positions_BL.device)),
         rows_N=rows_N,
         gold_N=tokens_BL.flatten()[rows_N + 1],
-        teacher=batch["records"],
+        columns=batch["records"],
     )

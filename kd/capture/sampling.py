@@ -37,10 +37,11 @@ from cache.codec import Codec
 from cache.profiles.sampled import Sample
 from cache.random import PURPOSE_TAIL, draw_permutations, draw_uniforms
 from kd.capture.block_sizes import BLOCK, LOWEST, BlockSizes
-from kd.capture.host_copy import HostCopy, copy_to_device
+from kd.capture.host_copy import HostCopy
 from kd.errors import ModelError
 from kd.kernels.available import can_run_kernels
 from kd.loss.targets import list_kept_ids
+from kd.text.steps.pinned import copy_to_device
 
 #: Logits of one pass. On a CPU they should stay in its cache, because several steps read them.
 PASS_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
