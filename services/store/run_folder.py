@@ -125,7 +125,7 @@ def list_spare_checkpoints(folder: Path, keep: int, may_go_on: bool) -> Iterator
     for place in sorted(place for pattern in CHECKPOINTS for place in folder.glob(pattern)):
         paths = sorted(place.glob("step-*"))
         best = _read_best_step(paths) if may_go_on else None
-        yield from ((path, reason) for path in paths[: len(paths) - keep] if path.name != best)
+        yield from ((path, reason) for path in paths[: -keep or None] if path.name != best)
         yield from ((path, INTERRUPTED) for path in find_interrupted(place))
 
 

@@ -281,6 +281,9 @@ def test_the_newest_checkpoints_stay_and_the_best_of_a_job_that_may_be_retried(h
     (home.settings.run_dir(open_job.id) / "checkpoints" / "step-00000001").mkdir(parents=True)
     for name in (".tmp-step-00000008", ".tmp-old-step-00000006"):
         (done / "checkpoints" / name).mkdir()
+    assert {item.reason for item in home.find(checkpoints=0.0, keep=4)} == {
+        "a save or a removal was interrupted"
+    }, "three are not more than four"
     _, kept = home.sweep(checkpoints=0.0, keep=1)
     assert kept == []
     assert steps(done) == [".tmp-old-step-00000006", "step-00000006"]
