@@ -39,6 +39,7 @@ from services.settings import Settings
 from services.store.connection import ask_server, find_unsuitability
 from services.store.jobs.store import JobStore
 from services.store.key_file import KeyFile
+from services.store.retention.collector import survey
 
 #: Seconds by which the clocks of Redis and the server may differ: leases and events take the first,
 #: logs and files the second.
@@ -81,9 +82,6 @@ def list_keys(request: Request, service: TheService) -> KeyEntries:
 @router.get("/storage", **guard(ADMIN))
 def show_storage(service: TheService) -> StorageReport:
     """Show what is on the disk, and what `kd gc` without options would remove now, and why."""
-    # It loads zarr, which the other routes do without.
-    from services.store.retention.overview import survey
-
     return survey(service.settings, service.store, read_disks(service.settings))
 
 
