@@ -70,29 +70,25 @@ class AttemptResult:
     unfit: str = ""
 
 
+@dataclass(eq=False)
 class Attempt:
-    """Supervises the child of one claim until it ends, and writes the outcome to the record."""
+    """Supervises the child of one claim until it ends, and writes the outcome to the record.
 
-    def __init__(
-        self,
-        store: JobStore,
-        settings: Settings,
-        claim: Claim,
-        device: WorkerDevice,
-        stopping: threading.Event,
-        worker: str = "",
-        call_helpers: Callable[[str, int | None], None] = lambda *_: None,
-    ) -> None:
-        """``call_helpers`` asks other workers to help with the capture of a job."""
-        self._worker = worker
-        self._call_helpers = call_helpers
-        self._child: Child | None = None
-        self._store = store
-        self._settings = settings
-        self._claim = claim
-        self._device = device
-        self._stopping = stopping
-        self._run_dir = settings.run_dir(claim.id)
+    The last argument asks other workers to help with the capture of a job.
+    """
+
+    _store: JobStore
+    _settings: Settings
+    _claim: Claim
+    _device: WorkerDevice
+    _stopping: threading.Event
+    _worker: str = ""
+    _call_helpers: Callable[[str, int | None], None] = lambda *_: None
+    _child: Child | None = None
+
+    @property
+    def _run_dir(self) -> Path:
+        return self._settings.run_dir(self._claim.id)
 
     def run(self) -> AttemptResult:
         """Run the stage to its end."""
@@ -140,7 +136,7 @@ class Attempt:
             if self._child is not None:
                 self._child.outbox.put(event)
 
-        return RangeServer(table, lease, open_table=open_table, report=report)
+        return RangeServer(table, lease, None, open_table, report)
 
     def _record_failed_start(self, error: Exception) -> AttemptResult:
         """Record that no child started. If Redis is away, the job goes back to the queue.
