@@ -35,6 +35,7 @@ from services.settings import DAY_SECONDS, Settings
 from services.store.jobs.leases import EventBatch
 from services.store.jobs.store import JobStore
 from services.store.retention.collector import Item, Scene, find_items, look, remove_items
+from services.store.run_folder import read_run
 from services.store.training_files import TrainingFiles
 from tests.support.records import finished, queued, running
 
@@ -445,6 +446,24 @@ def test_leftovers_go_after_some_time(home: Home) -> None:
     assert [(item.path, item.kept_by) for item in kept] == [(needed, "the student of mine")]
     assert held_run.is_dir()
     assert home.find(leftovers=1000 * DAY, strays=1000 * DAY) == []
+
+
+def test_a_leftover_that_is_needed_again_after_the_listing_stays(home: Home) -> None:
+    run, incomplete = home.make_run(), home.make_cache()
+    home.store.change("delete", run.name)
+    (incomplete / "manifest.json").unlink()
+    for path in (*run.rglob("*"), run, *incomplete.rglob("*"), incomplete):
+        make_old(path)
+    scene = home.look(leftovers=7 * DAY, strays=7 * DAY)
+    items = find_items(scene)
+    assert {item.path for item in items} == {run, incomplete}
+    assert home.store.adopt(read_run(run), "local")
+    (incomplete / "shards").touch()
+    gone, kept = remove_items(items, scene, lambda *_, **__: None)
+    assert gone == [] and {item.path: item.kept_by for item in kept} == {
+        run: "a job record names it by now",
+        incomplete: "it was saved again since it was listed",
+    }
 
 
 #: Applies rules in a process that kills itself before the n-th change that it makes to the disk.
