@@ -199,11 +199,7 @@ def create_key(
     Returns the text of the key, which is stored nowhere.
     """
     wanted = tuple(dict.fromkeys(scopes))
-    if not NAME.fullmatch(name) or name == RESERVED:
-        raise KeysError(
-            f"{name!r} cannot be the name of a key.",
-            "Use lower case, digits, dot, dash, underscore.",
-        )
+    _require_name("key", name)
     if not wanted or set(wanted) - set(SCOPES):
         raise KeysError(
             f"the scopes {', '.join(wanted) or '(none)'} are unknown.", f"Use {', '.join(SCOPES)}."
@@ -219,7 +215,7 @@ def create_key(
 
 def _choose_team(path: Path, name: str, team: str | None) -> str | None:
     """The team of a new key. A file with errors raises ``KeysError``, and gets no more lines."""
-    _require_team(team)
+    _require_name("team", team)
     teams = {key.team for key in read_keys(path) if key.name == name} if path.exists() else set()
     if team is None:
         return next(iter(teams), None)
@@ -232,17 +228,15 @@ def _choose_team(path: Path, name: str, team: str | None) -> str | None:
     return team
 
 
-def _require_team(team: str | None) -> None:
-    if team is not None and not NAME.fullmatch(team):
-        raise KeysError(
-            f"{team!r} cannot be the name of a team.",
-            "Use lower case, digits, dot, dash, underscore.",
-        )
+def _require_name(kind: str, name: str | None) -> None:
+    if name is not None and (not NAME.fullmatch(name) or (kind == "key" and name == RESERVED)):
+        remedy = "Use lower case, digits, dot, dash, underscore."
+        raise KeysError(f"{name!r} cannot be the name of a {kind}.", remedy)
 
 
 def set_quota(path: Path, team: str, quota: Quota) -> None:
     """Set the quotas of a team. Where a value is None, the operator's setting counts."""
-    _require_team(team)
+    _require_name("team", team)
     read_keys(path)  # a file with errors, or none, gets no more lines
     _append(path, {"quota_of": team, **asdict(quota), "at": _format_now()})
 
