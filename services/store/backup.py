@@ -136,9 +136,8 @@ class Backup:
             files = {name: BackupFile(**file) for name, file in found.pop("files").items()}
             return cls(**found, files=files)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BackupError(
-                f"{folder} is not a backup: {INDEX}: {error}.", "Name a folder of `kd backup`."
-            ) from None
+            remedy = "Name a folder of `kd backup`."
+            raise BackupError(f"{folder} is not a backup: {INDEX}: {error}.", remedy) from None
 
 
 @dataclass(frozen=True)
@@ -203,15 +202,13 @@ def make_backup(
 ) -> Backup:
     """Write a backup to ``folder``. After an error there is no such folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BackupError(
-            f"{folder} exists and is not empty.", "Name a folder that does not exist yet."
-        )
+        remedy = "Name a folder that does not exist yet."
+        raise BackupError(f"{folder} exists and is not empty.", remedy)
     places = locate_trees(settings)
     for name, place in {"KD_HOME": settings.home, "KD_STORE": places["caches"]}.items():
         if folder.is_relative_to(place):
-            raise BackupError(
-                f"{folder} is in {name}, and would be lost with it.", "Name another folder."
-            )
+            remedy = "Name another folder."
+            raise BackupError(f"{folder} is in {name}, and would be lost with it.", remedy)
     parts = [part for place in places.values() for part in list_parts(place)]
     needed = SPARE_BYTES + sum(sum_file_sizes(part) for part in parts)
     free = measure_free_bytes(folder)
@@ -381,10 +378,8 @@ def copy_folder(
         except (_FolderChanged, FileNotFoundError):
             remove_path(target)
             time.sleep(0.05)
-    raise BackupError(
-        f"{source} changed each of {TRIES} times that it was read.",
-        "Try again when its job has ended.",
-    )
+    remedy = "Try again when its job has ended."
+    raise BackupError(f"{source} changed each of {TRIES} times that it was read.", remedy)
 
 
 def _copy_once(
@@ -472,9 +467,8 @@ def restore_backup(
     """
     if alive := JobStore(client).list_workers():
         names = ", ".join(worker.id for worker in alive[:5])
-        raise BackupError(
-            f"Workers use this job store: {names}.", "Stop them and the API, then try again."
-        )
+        remedy = "Stop them and the API, then try again."
+        raise BackupError(f"Workers use this job store: {names}.", remedy)
     if not force:
         _require_empty(settings, client)
     with storage_errors(settings.home):
@@ -499,9 +493,8 @@ def _require_empty(settings: Settings, client: Redis) -> None:
     there += [str(keys)] if keys is not None and keys.exists() and keys.stat().st_size else []
     if jobs or there:
         what = [*(["jobs in the job store"] if jobs else []), *there]
-        raise BackupError(
-            f"{settings.home} is not empty: {', '.join(what)}.", "--force replaces all of it."
-        )
+        remedy = "--force replaces all of it."
+        raise BackupError(f"{settings.home} is not empty: {', '.join(what)}.", remedy)
 
 
 def _has_file(part: Path) -> bool:
