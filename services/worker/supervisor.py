@@ -33,15 +33,8 @@ from services.settings import Settings
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import CaptureTerms, Membership, RangeTable
+from services.worker import failures
 from services.worker.devices import WorkerDevice
-from services.worker.failures import (
-    Failure,
-    describe_crash,
-    describe_error,
-    describe_hang,
-    describe_kill,
-    describe_memory_limit,
-)
 from services.worker.heartbeat import Heartbeat
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
 from services.worker.range_server import RangeServer, count_workers, find_place
@@ -146,7 +139,7 @@ class Attempt:
         """
         if isinstance(error, RedisError):
             return self._write(lambda: self._store.release(self._claim))
-        failure = describe_error(error)
+        failure = failures.describe_error(error)
         if isinstance(error, OSError | StorageError) and not isinstance(error, StoreError):
             ended = self._write(lambda: self._store.fail_attempt(self._claim, failure))
             return replace(ended, unfit=failure["detail"])
@@ -226,7 +219,7 @@ def describe_end(
     run_dir: Path,
     least_memory: int | None = None,
     short_of_memory: str = "",
-) -> Failure:
+) -> failures.Failure:
     """Describe why the child that did the work ``where`` has failed (``services.worker.failures``).
 
     ``limit`` is that of its memory in bytes.
@@ -234,13 +227,13 @@ def describe_end(
     code = child.process.returncode
     log_file = run_dir / "log.txt"
     if child.kill_reason == "memory":
-        return describe_memory_limit(where, limit, least_memory)
+        return failures.describe_memory_limit(where, limit, least_memory)
     if code < 0 and child.kill_reason == "silence":
         seconds = child.silence_timer.patience(settings.silence_seconds)
-        return describe_hang(where, seconds, log_file)
+        return failures.describe_hang(where, seconds, log_file)
     if code < 0:
-        return describe_kill(-code, where, short_of_memory, log_file, least_memory)
-    return child.error or describe_crash(code, where, log_file, child.hide)
+        return failures.describe_kill(-code, where, short_of_memory, log_file, least_memory)
+    return child.error or failures.describe_crash(code, where, log_file, child.hide)
 
 
 def retry_until_answered(conclude: Callable[[], str], give_up: threading.Event) -> str:
