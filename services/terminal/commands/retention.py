@@ -8,19 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.terminal import console
 from services.terminal.commands.recovery import START, connect_store
 from services.terminal.commands.upkeep import Yes, parse_age
-from services.terminal.console import (
-    Home,
-    audit_command,
-    err,
-    format_value,
-    make_settings,
-    mode,
-    out,
-    print_as_json,
-    print_table,
-)
 
 if TYPE_CHECKING:
     from services.settings import Settings
@@ -58,7 +48,7 @@ def gc(
     place: Place = None,
     force: Force = False,
     yes: Yes = False,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Remove what the retention rules name, and what crashes left behind.
 
@@ -71,7 +61,7 @@ def gc(
     from services.store.embedded import StoreUnavailable
     from services.store.retention import collector
 
-    settings = make_settings(home=home, store=place)
+    settings = console.make_settings(home=home, store=place)
     age = None if older_than is None else parse_age(older_than)
     ages = collector.add_leftovers(collector.read_ages(settings), age)
     if place is not None:
@@ -85,24 +75,26 @@ def gc(
         found = collector.find_items(collector.look(settings, store, ages, force))
         free = [item for item in found if item.kept_by is None]
         kept = [item for item in found if item.kept_by is not None]
-        if not mode.as_json:
+        if not console.mode.as_json:
             _print_items(free, kept, local)
             if free and not yes:
                 typer.confirm("Remove them?", abort=True, err=True)
         gone, needed = free, list["Item"]()
-        if free and (yes or not mode.as_json):
+        if free and (yes or not console.mode.as_json):
             # Looked at again: a job may have begun, or a student been saved, meanwhile.
             scene = collector.look(settings, store, ages, force)
             paths = {item.path for item in free}
             still = [item for item in collector.find_items(scene) if item.path in paths]
-            gone, needed = collector.remove_items(still, scene, partial(audit_command, settings))
+            gone, needed = collector.remove_items(
+                still, scene, partial(console.audit_command, settings)
+            )
     items = [item.model_dump(mode="json") for item in gone]
     stay = [item.model_dump(mode="json") for item in kept + needed]
     shown = {"removed": yes, "items": items, "kept": stay, "local_runs": local}
-    if not print_as_json(shown) and free:
+    if not console.print_as_json(shown) and free:
         _print_kept(needed)
-        size = format_value(sum(item.bytes for item in gone), "bytes")
-        out.print(f"{len(gone)} of {len(free)} removed, {size}")
+        size = console.format_value(sum(item.bytes for item in gone), "bytes")
+        console.out.print(f"{len(gone)} of {len(free)} removed, {size}")
 
 
 def _measure_local_runs(settings: Settings) -> dict[str, int]:
@@ -117,19 +109,23 @@ def _measure_local_runs(settings: Settings) -> dict[str, int]:
 def _print_items(free: list[Item], kept: list[Item], local: dict[str, int]) -> None:
     if local["number"]:
         stay = "{number} runs of `kd run` stay, {bytes} bytes".format(**local)
-        err.print(f"{stay}: `kd runs rm` removes them", markup=False)
+        console.err.print(f"{stay}: `kd runs rm` removes them", markup=False)
     if free:
         fields = ("kind", "bytes", "age_seconds", "path", "reason")
-        rows = [[format_value(getattr(item, name), name) for name in fields] for item in free]
-        print_table(["KIND", "BYTES", "AGE", "WHAT", "REASON"], rows)
-        out.print(f"together {format_value(sum(item.bytes for item in free), 'bytes')}")
+        rows = [
+            [console.format_value(getattr(item, name), name) for name in fields] for item in free
+        ]
+        console.print_table(["KIND", "BYTES", "AGE", "WHAT", "REASON"], rows)
+        console.out.print(
+            f"together {console.format_value(sum(item.bytes for item in free), 'bytes')}"
+        )
     else:
-        out.print("nothing to remove")
+        console.out.print("nothing to remove")
     _print_kept(kept)
 
 
 def _print_kept(kept: list[Item]) -> None:
     for item in kept[:SHOWN_KEPT]:
-        err.print(f"{item.path} stays: {item.kept_by}", markup=False)
+        console.err.print(f"{item.path} stays: {item.kept_by}", markup=False)
     if len(kept) > SHOWN_KEPT:
-        err.print(f"{len(kept) - SHOWN_KEPT} more stay; --json lists them")
+        console.err.print(f"{len(kept) - SHOWN_KEPT} more stay; --json lists them")
