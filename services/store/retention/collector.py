@@ -30,7 +30,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -97,7 +97,8 @@ class Scene:
     ``ages`` are those in seconds from which on the rules remove something; a rule without one is
     off. ``now`` is the time of the beginning in seconds since 1970. With ``force`` what is only
     named can be removed too; what a process holds never can. Without a job store no job is known,
-    and only the rule of leftovers can be on.
+    and only the rule of leftovers can be on. ``students``, ``open`` and ``ended`` map each name
+    that must stay to who names it: a kept student, an open job or held run, and an ended job.
     """
 
     settings: Settings
@@ -105,10 +106,10 @@ class Scene:
     ages: Mapping[str, float]
     force: bool
     now: float
-    open: dict[str, str]
     students: dict[str, str]
-    ended: dict[str, str]
-    ended_jobs: list[NamingJob]
+    open: dict[str, str] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    ended_jobs: list[NamingJob] = field(default_factory=list)
 
     @property
     def store(self) -> JobStore:
@@ -332,7 +333,7 @@ def look(
     does not count.
     """
     now = time.time()  # what is used from now on was used since
-    scene = Scene(settings, store, ages, force, now, {}, read_students(settings.runs), {}, [])
+    scene = Scene(settings, store, ages, force, now, read_students(settings.runs))
     for job in () if store is None else store.read_naming_jobs():
         if job.open:
             scene.open.setdefault(job.id, f"the job {job.id} has not ended")
