@@ -216,8 +216,19 @@ class DistillKitLayout:
         ids, logprobs = entries.take_top(self.k)
         self.filled += int(np.isneginf(logprobs).any(axis=1).sum())
         self.mass += float(np.exp(logprobs).sum())
-        filled = _fill_entries(ids, logprobs, self.vocabulary)
-        stored = distillkit.encode_entries(self.compression, *filled)
+        # Records with fewer entries get other tokens, from the start of the vocabulary.
+        there = np.isfinite(logprobs)
+        # Among the first 2 K tokens at least K are not entries of the record.
+        free = np.ones((len(ids), min(2 * ids.shape[1], self.vocabulary)), bool)
+        rows, places = np.nonzero(there & (ids < free.shape[1]))
+        free[rows, ids[rows, places]] = False
+        others = np.argsort(~free, axis=1, kind="stable")
+        nth = np.maximum(np.arange(ids.shape[1]) - there.sum(axis=1, keepdims=True), 0)
+        complete = (
+            np.where(there, ids, np.take_along_axis(others, nth, axis=1)),
+            np.where(there, logprobs, FILL_LOGPROB),
+        )
+        stored = distillkit.encode_entries(self.compression, *complete)
         lengths, tokens = _find_documents(sequences)
         self.rows += len(lengths)
         self.records += len(ids)
@@ -243,23 +254,6 @@ class DistillKitLayout:
             f"log-probability {FILL_LOGPROB:g}."
         )
         return summary | {"warning": warning}
-
-
-def _fill_entries(
-    ids: NDArray[Any], logprobs: NDArray[Any], vocabulary: int
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Fill records (N, K) that have fewer entries with other tokens, from the start of the
-    vocabulary.
-    """
-    there = np.isfinite(logprobs)
-    # Among the first 2 K tokens at least K are not entries of the record.
-    free = np.ones((len(ids), min(2 * ids.shape[1], vocabulary)), bool)
-    rows, places = np.nonzero(there & (ids < free.shape[1]))
-    free[rows, ids[rows, places]] = False
-    others = np.argsort(~free, axis=1, kind="stable")
-    nth = np.maximum(np.arange(ids.shape[1]) - there.sum(axis=1, keepdims=True), 0)
-    filled = np.where(there, ids, np.take_along_axis(others, nth, axis=1))
-    return filled, np.where(there, logprobs, FILL_LOGPROB)
 
 
 def _find_documents(sequences: Sequences) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
