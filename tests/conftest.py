@@ -118,10 +118,14 @@ def _shared(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture
-def parts(_shared: Parts) -> Parts:
-    """An empty server, without API and worker."""
+def parts(_shared: Parts) -> Iterator[Parts]:
+    """An empty server, without API and worker.
+
+    What a test starts beside it ends with the test: a worker would take the jobs of the next one.
+    """
     _shared.jobs.redis.flushall()
-    return _shared
+    yield _shared
+    _shared.end_processes()
 
 
 @pytest.fixture
