@@ -218,9 +218,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         left_out = {"add_prefix_space"} if "Llama" in name else set()
         kept = {each: value for each, value in written.items() if each not in left_out}
         write_json(path, kept | {"tokenizer_class": name})
-        if _list_rules(transformers.AutoTokenizer.from_pretrained(folder)) == _list_rules(
-            tokenizer
-        ):
+        again = transformers.AutoTokenizer.from_pretrained(folder)
+        if _list_rules(again) == _list_rules(tokenizer):
             break
     if (origin / _SENTENCEPIECE).is_file() and not (folder / _SENTENCEPIECE).exists():
         shutil.copyfile(origin / _SENTENCEPIECE, folder / _SENTENCEPIECE)
