@@ -62,17 +62,14 @@ def resolve_public_address(host: str, allowed: Iterable[str], port: int | None =
     plain = host.strip("[]").rstrip(".").lower()
     literal = _parse_address(plain)
     if plain not in names and not (literal is not None and _is_within(literal, networks)):
-        raise _make_refusal(
-            f"the operator does not allow the host {host}.",
-            "KD_REMOTE_HOSTS lists the allowed hosts, and KD_WEBHOOK_HOSTS those of webhooks.",
-        )
+        remedy = "KD_REMOTE_HOSTS lists the allowed hosts, and KD_WEBHOOK_HOSTS those of webhooks."
+        raise _make_refusal(f"the operator does not allow the host {host}.", remedy)
     addresses = [literal] if literal is not None else _look_up(plain)
     for address in addresses:
         if not _is_public(address) and not _is_within(address, networks):
             detail = f"{host} has the address {address}, which is not public."
-            raise _make_refusal(
-                detail, "To allow it, the operator must list that address itself, too."
-            )
+            remedy = "To allow it, the operator must list that address itself, too."
+            raise _make_refusal(detail, remedy)
     return str(addresses[0])
 
 
@@ -100,9 +97,8 @@ def _look_up(host: str) -> list[IPAddress]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise _make_refusal(
-            f"the host {host} is not found: {error}.", "Check the name, and the server's resolver."
-        ) from None
+        detail = f"the host {host} is not found: {error}."
+        raise _make_refusal(detail, "Check the name, and the server's resolver.") from None
     return [ipaddress.ip_address(address[4][0]) for address in found]
 
 

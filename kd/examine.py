@@ -56,9 +56,8 @@ class ExaminedModel:
         if found is None:
             return cls(resolve_model(name), None)
         if not _has_student(found):
-            raise ModelError(
-                f"the run {found} has no student.", "Name a run whose training has finished."
-            )
+            detail = f"the run {found} has no student."
+            raise ModelError(detail, "Name a run whose training has finished.")
         return cls(found / "student", found)
 
     def folder(self, home: Path, job: str) -> Path:
@@ -147,10 +146,8 @@ def open_text(
     else:
         source = PlainText(open_corpus(config.data, tokenizer, home / TEXTS, monitor, size))
     if not source.validation_count:
-        raise DataError(
-            "The job holds no text out: there is nothing to measure on.",
-            "Give data.validation, or a data.validation_fraction above 0.",
-        )
+        detail = "The job holds no text out: there is nothing to measure on."
+        raise DataError(detail, "Give data.validation, or a data.validation_fraction above 0.")
     return source, config
 
 

@@ -13,16 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from cache.disk import (
-    TEMPORARY_PREFIX,
-    find_existing,
-    make_folder,
-    publish_folder,
-    recover_folder,
-    remove_path,
-    storage_errors,
-    write_file,
-)
+from cache import disk
 from cache.errors import StorageError
 from cache.remote.address import bind_caches
 from kd.errors import ModelError, TrainingError
@@ -78,9 +69,9 @@ def whole_folder(final: Path) -> Iterator[Path]:
     # Beside the final folder, because a rename is atomic only within a file system.
     temporary = locate_temporary(final)
     with _disk_errors(final.parent):
-        make_folder(final.parent)
-        recover_folder(final)
-        remove_path(temporary)  # a killed process may have left it
+        disk.make_folder(final.parent)
+        disk.recover_folder(final)
+        disk.remove_path(temporary)  # a killed process may have left it
         temporary.mkdir()
         try:
             yield temporary
@@ -89,21 +80,21 @@ def whole_folder(final: Path) -> Iterator[Path]:
             for path in temporary.rglob("*"):
                 if path.is_file() and not path.is_symlink():
                     path.chmod(path.stat().st_mode | rights)
-            publish_folder(temporary, final)
+            disk.publish_folder(temporary, final)
         finally:
-            remove_path(temporary)
+            disk.remove_path(temporary)
 
 
 def locate_temporary(final: Path) -> Path:
     """Return the path at which ``whole_folder`` lets ``final`` be filled."""
-    return final.with_name(TEMPORARY_PREFIX + final.name)
+    return final.with_name(disk.TEMPORARY_PREFIX + final.name)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` in one atomic step."""
     with _disk_errors(path.parent):
-        make_folder(path.parent)
-        write_file(path, text.encode())
+        disk.make_folder(path.parent)
+        disk.write_file(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -174,14 +165,13 @@ def require_known_run(run_dir: Path) -> None:
 def _disk_errors(where: Path) -> Iterator[None]:
     """Turn disk errors into ``StorageError``, also the one that safetensors has for a full disk."""
     try:
-        with storage_errors(where):
+        with disk.storage_errors(where):
             yield
     except SafetensorError as error:
         if "No space left" not in str(error):
             raise
-        raise StorageError(
-            f"{where}: no space left on the disk.", "Free space, then run again."
-        ) from error
+        detail = f"{where}: no space left on the disk."
+        raise StorageError(detail, "Free space, then run again.") from error
 
 
 @dataclass(frozen=True)
@@ -195,7 +185,7 @@ class Disk:
     @classmethod
     def of(cls, folder: Path) -> Disk:
         """Ask the disk of ``folder``, which need not exist yet."""
-        found = os.statvfs(find_existing(folder))
+        found = os.statvfs(disk.find_existing(folder))
         block = found.f_frsize
         files = found.f_favail if found.f_files else None
         return cls(found.f_blocks * block, found.f_bavail * block, files)

@@ -33,20 +33,12 @@ import torch
 
 from cache.disk import list_file_sizes, naming_removed_folders
 from cache.remote.probe import require_store
+from kd import files
 from kd.buckets.inputs import begin_downloads
 from kd.buckets.runs import find_own_run
 from kd.capture.plan import set_packing, settle_packing
 from kd.config.job import JobConfig
 from kd.config.jobfile import keep_meaning
-from kd.files import (
-    HELPERS,
-    MARK,
-    RUN_FORMAT,
-    find_caches,
-    read_json,
-    require_known_run,
-    write_json,
-)
 from kd.kernels.available import describe_kernel_failure
 from kd.models.loading import hide_progress_bars
 from kd.models.precision import Precision, pick_device
@@ -107,15 +99,15 @@ def run_stage(
     require_known_architecture(ask_torch())
     begin_downloads(home, partial(report_download, stage, monitor))
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
-    require_known_run(run_dir)
+    files.require_known_run(run_dir)
     fetch_run(config, run_dir, stage, monitor)
     config = settle_run(config, run_dir, monitor)
     require_same_job(config, run_dir)
     if config.needs_cache:
-        require_store(find_caches(home, config.cache.store), config.captures)
+        require_store(files.find_caches(home, config.cache.store), config.captures)
     hide_progress_bars()
-    write_json(run_dir / MARK, {"format": RUN_FORMAT})
-    write_json(run_dir / "config.json", config.model_dump(mode="json"))
+    files.write_json(run_dir / files.MARK, {"format": files.RUN_FORMAT})
+    files.write_json(run_dir / "config.json", config.model_dump(mode="json"))
     run = TASKS[config.own_kind.find_stage(stage, turn).task]
     if config.checks_cache:
         result = run(config, home, run_dir, monitor)
@@ -140,8 +132,8 @@ def settle_run(config: JobConfig, run_dir: Path, monitor: Monitor) -> JobConfig:
     field keeps the meaning that it had in the version which began the run.
     """
     with suppress(ValueError):  # a damaged record means nothing; ``require_same_job`` follows
-        config = keep_meaning(config, read_json(run_dir / "config.json"))
-    inputs = read_cache_inputs(read_json(run_dir / "cache.json"))
+        config = keep_meaning(config, files.read_json(run_dir / "config.json"))
+    inputs = read_cache_inputs(files.read_json(run_dir / "cache.json"))
     packing = inputs["data"]["packing"] if inputs else None
     if config.data.packing == "auto" and isinstance(packing, bool):
         settled = set_packing(config, packing)
@@ -157,7 +149,7 @@ def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
     names = []
     for name in list_file_sizes(run_dir):
         top = name.partition("/")[0]
-        if not top.startswith(".") and top not in (CHECKPOINTS, LOG, HELPERS):
+        if not top.startswith(".") and top not in (CHECKPOINTS, LOG, files.HELPERS):
             names.append(name)
     report = partial(monitor.emit, "stage", stage=stage)
     run.publish_files(run_dir, names, lambda line: report(phase=line))

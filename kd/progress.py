@@ -305,9 +305,8 @@ class Monitor:
         if not self.patient:
             raise WorkHeldByAnother(what, lock)
         if self.should_stop():
-            raise Interrupted(
-                f"Stopped on request while waiting for {what}.", "Run the same job again."
-            )
+            detail = f"Stopped on request while waiting for {what}."
+            raise Interrupted(detail, "Run the same job again.")
 
 
 #: A monitor without a listener, which never stops a run.

@@ -20,12 +20,7 @@ import typer
 from pydantic.json_schema import JsonSchemaValue as Schema
 
 import kd
-from kd.config.fields.described import (
-    FieldHelp,
-    describe_fields,
-    describe_value,
-    list_sections,
-)
+from kd.config.fields.described import FieldHelp, describe_fields, describe_value, list_sections
 from services.api.app import create_app
 from services.settings import Settings
 from services.terminal.catalogue import CATALOGUE, walk

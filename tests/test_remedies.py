@@ -12,6 +12,7 @@ from bench.support.paths import ROOT
 from cache.errors import PotstillError
 from services.api.answers.problems import ApiProblem
 from tests.support.each import for_each
+from tests.support.house.syntax import nodes_of, tree_of
 
 FILES = [
     path.relative_to(ROOT).as_posix()
@@ -27,20 +28,13 @@ OTHERS = {"Refused": 2, "ConfigError": None}
 NAMELESS = {"PotstillError('')"}
 
 
-# Not when the module is imported, which every worker of the tests does.
-@functools.cache
-def read_trees() -> dict[str, ast.Module]:
-    """Return the syntax tree of each file."""
-    return {file: ast.parse((ROOT / file).read_text(encoding="utf-8"), file) for file in FILES}
-
-
 @functools.cache
 def list_error_classes() -> dict[str, int | None]:
     """Return the number of the remedy among the arguments of each class of an error."""
     errors = {
         node.name: [getattr(base, "id", "") for base in node.bases]
-        for tree in read_trees().values()
-        for node in ast.walk(tree)
+        for file in FILES
+        for node in nodes_of(tree_of(ROOT / file))
         if isinstance(node, ast.ClassDef)
     }
     found: dict[str, int | None] = {"PotstillError": 1}
@@ -55,11 +49,13 @@ def list_error_classes() -> dict[str, int | None]:
 
 def without_remedy(tree: ast.AST) -> Iterator[str]:
     """Yield the calls in ``tree`` that make an error whose remedy is missing, or may be empty."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or ast.unparse(node) in NAMELESS:
+    for node in nodes_of(tree):
+        if not isinstance(node, ast.Call):
             continue
         place = list_error_classes().get(ast.unparse(node.func).rpartition(".")[2])
         if place is None or any(isinstance(each, ast.Starred) for each in node.args):
+            continue
+        if ast.unparse(node) in NAMELESS:
             continue
         # A call with ** builds an error again from its JSON.
         given = {each.arg: each.value for each in node.keywords}
@@ -77,7 +73,7 @@ def may_be_empty(remedy: ast.expr) -> bool:
 
 @for_each(FILES)
 def test_every_error_has_a_remedy(file: str) -> None:
-    assert list(without_remedy(read_trees()[file])) == []
+    assert list(without_remedy(tree_of(ROOT / file))) == []
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,15 @@ class Parts:
         return [data["status"] for kind, data in self.events(job_id) if kind == "status"]
 
     def close(self) -> None:
-        """End every process."""
+        """End every process, and the server."""
+        self.end_processes()
+        self.http.close()
+        self.queue.close()
+        self.jobs.redis.close()
+        self.server.stop()
+
+    def end_processes(self) -> None:
+        """End every process that was started; the server stays."""
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -187,7 +195,4 @@ class Parts:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self.http.close()
-        self.queue.close()
-        self.jobs.redis.close()
-        self.server.stop()
+        self._processes.clear()

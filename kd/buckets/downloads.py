@@ -21,17 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cache.disk import (
-    TEMPORARY_PREFIX,
-    is_file_at,
-    locked,
-    make_folder,
-    remove_path,
-    share_lock,
-    storage_errors,
-    sum_file_sizes,
-    try_lock,
-)
+from cache import disk
 from cache.errors import StoreError
 from cache.remote.bucket import Bucket, StoredObject
 from kd.buckets.counting import DownloadCount, Report, follow_download
@@ -70,9 +60,9 @@ class Downloads:
     def hold(self, listing: Listing) -> int:
         """Let the files of a version stay until the returned handle is closed."""
         path = self.root / f"{listing.name}.used"
-        with storage_errors(self.root):
-            make_folder(self.root)
-            handle = share_lock(path)  # a removal holds it for the time of a rename only
+        with disk.storage_errors(self.root):
+            disk.make_folder(self.root)
+            handle = disk.share_lock(path)  # a removal holds it for the time of a rename only
             os.utime(handle)
             return handle
 
@@ -83,13 +73,13 @@ class Downloads:
         """
         folder = self.root / listing.name
         with (
-            storage_errors(folder),
-            locked(
+            disk.storage_errors(folder),
+            disk.locked(
                 self.root / f"{listing.name}.lock",
                 lambda: report(f"waiting for another process that downloads {listing.url}"),
             ),
         ):
-            make_folder(folder)
+            disk.make_folder(folder)
             missing = [name for name in names if not _is_complete(folder / name, listing, name)]
             if missing:
                 download(listing, folder, missing, report)
@@ -102,7 +92,7 @@ class Downloads:
         Those in use stay, and the one named ``keep``.
         """
         used = sorted(
-            (path.stat().st_mtime, path.stem, sum_file_sizes(path.with_suffix("")))
+            (path.stat().st_mtime, path.stem, disk.sum_file_sizes(path.with_suffix("")))
             for path in self.root.glob("*.used")
         )
         left = sum(size for _, _, size in used)
@@ -116,15 +106,15 @@ class Downloads:
         """Remove a version unless somebody uses it; return whether it is gone."""
         path = self.root / f"{name}.used"
         with suppress(FileNotFoundError), path.open("rb+") as file:
-            if not try_lock(file) or not is_file_at(file.fileno(), path):
+            if not disk.try_lock(file) or not disk.is_file_at(file.fileno(), path):
                 return False
             folder = self.root / name
-            aside = self.root / f"{TEMPORARY_PREFIX}{os.getpid()}-{name}"
+            aside = self.root / f"{disk.TEMPORARY_PREFIX}{os.getpid()}-{name}"
             if folder.exists():
                 folder.rename(aside)
             (self.root / f"{name}.lock").unlink(missing_ok=True)
             path.unlink()
-            remove_path(aside)
+            disk.remove_path(aside)
         return True
 
 
@@ -145,7 +135,7 @@ def _download_file(listing: Listing, name: str, path: Path, count: Callable[[int
     """Download one file in parts, each on condition that the object is still the listed one."""
     about = listing.objects[name]
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+    partial = path.with_name(f"{disk.TEMPORARY_PREFIX}{path.name}")
     with partial.open("ab") as file:
         at = file.tell()
         if at > about.bytes:

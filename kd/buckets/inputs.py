@@ -118,10 +118,8 @@ def _list(url: str) -> Listing:
         raise StoreError(detail, error.remedy, error.passing) from None
     for name in objects:
         if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-            raise DataError(
-                f"{url} holds an object whose name no file can have: {name!r}.",
-                "Rename it, or name the files one by one.",
-            )
+            detail = f"{url} holds an object whose name no file can have: {name!r}."
+            raise DataError(detail, "Rename it, or name the files one by one.")
     return Listing(url, open_bucket(whole), objects)
 
 

@@ -72,6 +72,10 @@ class StoredFile(NamedTuple):
     modified: float
 
 
+#: The fields of a file in the list of results, besides its folder.
+_ABOUT = StoredFile._fields[1:]
+
+
 @dataclass(frozen=True)
 class StoredRun:
     """The files of the run whose objects have names that begin with ``folder``."""
@@ -152,10 +156,9 @@ class StoredRun:
         state = verify_json((folder / STATE).read_bytes(), f"{self}/{found.name}/{STATE}")
         for name, digest in state["sha256"].items():
             if not (folder / name).is_file() or hash_file(folder / name) != digest:
-                raise CacheCorrupt(
-                    f"{self}/{found.name}/{name} differs from what was saved.",
-                    f"Delete the checkpoint {self}/{found.name}: an older one is taken.",
-                )
+                detail = f"{self}/{found.name}/{name} differs from what was saved."
+                remedy = f"Delete the checkpoint {self}/{found.name}: an older one is taken."
+                raise CacheCorrupt(detail, remedy)
 
     def read_history(self, found: StoredCheckpoint) -> bytes:
         """Read the history of the run up to a checkpoint; empty where there is none."""
@@ -180,9 +183,7 @@ class StoredRun:
         for _ in range(_ATTEMPTS):
             before = self._read_index()
             old = {} if before is None else self._parse_index(before.data)
-            kept = {
-                name: each for name, each in old.items() if name.partition("/")[0] not in replaced
-            }
+            kept = {name: old[name] for name in old if name.partition("/")[0] not in replaced}
             if self._replace_index(before, kept | new):
                 gone = {self._locate(old, name) for name in old}
                 gone -= {self._locate(kept | new, name) for name in kept | new}
@@ -206,9 +207,7 @@ class StoredRun:
         found = self._read_index()
         files = {} if found is None else self._parse_index(found.data)
         return {
-            name: StoredFile(
-                self._locate(files, name), each["bytes"], each["sha256"], each["modified"]
-            )
+            name: StoredFile(self._locate(files, name), *(each[key] for key in _ABOUT))
             for name, each in files.items()
         }
 
@@ -221,14 +220,13 @@ class StoredRun:
     def _parse_index(self, data: bytes) -> dict[str, Json]:
         try:
             files = json.loads(data)["files"]
-            if all({"folder", *StoredFile._fields[1:]} <= set(each) for each in files.values()):
+            if all({"folder", *_ABOUT} <= set(each) for each in files.values()):
                 return dict(files)
             problem = "a file lacks a field"
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             problem = repr(error)
-        raise StoreError(
-            f"{self}/{INDEX} cannot be read: {problem}.", "Delete it, and run the job again."
-        )
+        detail = f"{self}/{INDEX} cannot be read: {problem}."
+        raise StoreError(detail, "Delete it, and run the job again.")
 
     def _locate(self, files: Mapping[str, Json], name: str) -> str:
         return f"{self.folder}/{files[name]['folder']}/{name}"

@@ -63,9 +63,8 @@ class DistillationLoss(nn.Module):
         self.vocabulary = opened.codec.vocabulary_size
         self.temperature = temperature
         self.chunk_size = chunk_size
-        self.objective = Objective(
-            alpha, divergence, beta, label_smoothing, z_loss, entropy_weighting
-        )
+        weights = (beta, label_smoothing, z_loss, entropy_weighting)
+        self.objective = Objective(alpha, divergence, *weights)
         self._decoders: dict[torch.device, TargetDecoder] = {}
 
     def forward(
@@ -109,10 +108,9 @@ class DistillationLoss(nn.Module):
             self._decoders[device] = TargetDecoder.of(self.store.open(), device)
         targets = self._decoders[device].decode(batch.gold_N, batch.teacher, self.temperature)
         # The pass has its own precision: sums in float32, products in that of the hidden states.
+        options = (self.objective, self.chunk_size)
         with torch.autocast(device.type, enabled=False):
-            return compute_distillation_loss(
-                hidden_ND, lm_head, targets, self.objective, self.chunk_size
-            )
+            return compute_distillation_loss(hidden_ND, lm_head, targets, *options)
 
 
 def make_training_batch(batch: Mapping[str, Any]) -> Batch:
@@ -137,5 +135,5 @@ def make_training_batch(batch: Mapping[str, Any]) -> Batch:
         packed=packed and packed.map(lambda each: each.to(positions_BL.device)),
         rows_N=rows_N,
         gold_N=tokens_BL.flatten()[rows_N + 1],
-        teacher=batch["records"],
+        columns=batch["records"],
     )

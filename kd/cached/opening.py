@@ -108,9 +108,5 @@ def open_cache(
     source = store.open()
     decoding = Decoding(form, temperature, k)
     decoding.require_served(source.codec)
-    return OpenCache(
-        store,
-        decoding,
-        CachedSequences(store, source.train, decoding),
-        CachedSequences(store, source.validation, decoding),
-    )
+    sets = (CachedSequences(store, each, decoding) for each in (source.train, source.validation))
+    return OpenCache(store, decoding, *sets)

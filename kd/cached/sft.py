@@ -48,9 +48,8 @@ class CachedDistillationSFTTrainer(CachedLoss, SFTTrainer):
             Dataset.from_dict({"number": list(each.numbers)})
             for each in (opened.train, opened.validation)
         )
-        super().__init__(
-            model, args, collate, train, held_out if len(held_out) else None, **options
-        )
+        measured = held_out if len(held_out) else None
+        super().__init__(model, args, collate, train, measured, **options)
         self.train_dataset = opened.train
         self.eval_dataset = opened.validation if len(held_out) else None
         self.learn_from(opened, loss_fn, order)

@@ -62,14 +62,11 @@ def find_cache_folder(name: str | Path, home: str | Path | None) -> Path:
     if path.is_dir():
         return path.resolve()
     if not FINGERPRINT.fullmatch(str(name)):
-        raise CacheNotFound(
-            f"No cache at {path.absolute()}.",
-            "Give the folder of a cache, or the 32 digits of its fingerprint (kd cache ls).",
-        )
+        remedy = "Give the folder of a cache, or the 32 digits of its fingerprint (kd cache ls)."
+        raise CacheNotFound(f"No cache at {path.absolute()}.", remedy)
     base = Path(home if home is not None else os.environ.get("KD_HOME", DEFAULT_HOME))
     found = find_caches(base.expanduser().resolve(), None) / str(name)
     if not found.is_dir() and read_binding(found.parent) is None:
-        raise CacheNotFound(
-            f"No cache {name} in {found.parent}.", "Set home or KD_HOME to the data folder."
-        )
+        detail = f"No cache {name} in {found.parent}."
+        raise CacheNotFound(detail, "Set home or KD_HOME to the data folder.")
     return found

@@ -148,8 +148,7 @@ class CachedLoss:
             prefetch_factor=args.dataloader_prefetch_factor,
             **options,
         )
-        prepared: DataLoader[Any] = self.accelerator.prepare(loader)
-        return prepared
+        return self.accelerator.prepare(loader)
 
 
 class CachedDistillationTrainer(CachedLoss, Trainer):

@@ -1,4 +1,4 @@
-"""Copies between this machine's memory and the device, made while the device does other work.
+"""Copies to this machine's memory, made while the device does other work.
 
 On a GPU all tensors of a chunk go to the host as one packed copy, on a stream of its own, into
 pinned memory. On a CPU nothing is copied.
@@ -6,7 +6,6 @@ pinned memory. On a CPU nothing is copied.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -14,13 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-def copy_to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Return ``values`` on ``device``, without waiting for the work that the device has."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+from kd.text.steps.pinned import beside_work
 
 
 @dataclass(frozen=True)
@@ -54,14 +47,12 @@ class HostCopy:
         if next(iter(tensors.values())).device.type == "cpu":
             return cls(tensors, {})
         packed, places = pack_tensors(tensors)
-        stream = _find_copy_stream(packed.device)
-        stream.wait_stream(torch.cuda.current_stream(packed.device))
-        with torch.cuda.stream(stream):
+        with beside_work(packed.device, "outputs") as stream:
             host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             host.copy_(packed, non_blocking=True)
-        # Its memory must not be given to other tensors before the copy has ended.
-        packed.record_stream(stream)
-        return cls({"packed": host}, places, stream.record_event())
+            # Its memory must not be given to other tensors before the copy has ended.
+            packed.record_stream(stream)
+            return cls({"packed": host}, places, stream.record_event())
 
     @property
     def nbytes(self) -> int:
@@ -94,9 +85,3 @@ def unpack_arrays(packed: Tensor, places: dict[str, _Place]) -> dict[str, np.nda
         name: packed[place.first : place.stop].view(place.dtype).view(place.shape).numpy()
         for name, place in places.items()
     }
-
-
-@functools.cache
-def _find_copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which ``device`` copies to the host."""
-    return torch.cuda.Stream(device)

@@ -38,9 +38,10 @@ from cache.codec import Codec
 from cache.profiles.profile import Reading
 from cache.profiles.sampled import Sample
 from cache.random import PURPOSE_TAIL, draw_permutations, draw_uniforms
-from kd.capture.host_copy import HostCopy, copy_to_device
+from kd.capture.host_copy import HostCopy
 from kd.errors import ModelError
 from kd.loss.targets import list_kept_ids
+from kd.text.steps.pinned import copy_to_device
 
 #: Tokens of a block.
 BLOCK = 64

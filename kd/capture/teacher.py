@@ -150,6 +150,8 @@ class Teacher:
             isolate_documents(model, monitor=monitor)
         recorder = Recorder(lm_head, plan.identity.record_codec())
         cuts_padding = not plan.identity.data.packing
+        # As for a student whose rows have many widths (``kd.training.preparing.setting``).
+        torch.backends.cuda.enable_cudnn_sdp(not cuts_padding)
         return cls(model, recorder, plan.teacher.section.batch_size, cuts_padding=cuts_padding)
 
     def take_tail_sums(self) -> TailSums | None:

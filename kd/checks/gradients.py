@@ -98,9 +98,8 @@ def compute_gradient_norms(
     A parameter may be in several of them. Call it before clipping.
     """
     groups = list(groups)
-    present = list(
-        dict.fromkeys(each for _, group in groups for each in group if each.grad is not None)
-    )
+    trained = dict.fromkeys(each for _, group in groups for each in group)
+    present = [each for each in trained if each.grad is not None]
     norms = [make_whole(torch.linalg.vector_norm(each.grad.float())) for each in present]  # type: ignore[union-attr]
     # One transfer for all of them: each transfer waits for the device.
     found = dict(zip(present, torch.stack(norms).tolist() if norms else [], strict=True))

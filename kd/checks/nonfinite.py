@@ -35,10 +35,8 @@ def locate_nonfinite(
     training = student.training
     student.eval()  # dropout would draw from the random state
     try:
-        module = next(
-            filter(None, (_find_nonfinite_module(student, batch, precision) for batch in batches)),
-            None,
-        )
+        modules = (_find_nonfinite_module(student, batch, precision) for batch in batches)
+        module = next(filter(None, modules), None)
     finally:
         student.train(training)
     if module is not None:
@@ -67,9 +65,8 @@ def _find_nonfinite_module(
     # An inner module ends before the module that contains it, so the innermost is reported.
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not found and not all(map(is_finite, _iterate_tensors(output))):
-            found.append(
-                _describe_module(name, module, all(map(is_finite, _iterate_tensors(inputs))))
-            )
+            sound_inputs = all(map(is_finite, _iterate_tensors(inputs)))
+            found.append(_describe_module(name, module, sound_inputs))
 
     # ``name=name`` binds the name of this round; a plain closure would see the last one.
     handles = [
@@ -86,29 +83,23 @@ def _find_nonfinite_module(
 
 
 def _describe_module(name: str, module: nn.Module, sound_inputs: bool) -> str:
-    weights = [
-        key for key, tensor in module.named_parameters(recurse=False) if not is_finite(tensor)
-    ]
+    own = module.named_parameters(recurse=False)
+    weights = [key for key, tensor in own if not is_finite(tensor)]
     where = f"{name or 'the model'} ({type(module).__name__})"
     if weights:
         return (
             f"The first output that is not finite is that of {where}: "
             f"its {weights[0]} is not finite."
         )
-    cause = (
-        "its inputs and its own weights are finite" if sound_inputs else "one of its inputs is not"
-    )
+    sound = "its inputs and its own weights are finite"
+    cause = sound if sound_inputs else "one of its inputs is not"
     return f"The first output that is not finite is that of {where}; {cause}."
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
     """The floating-point tensors among a module's inputs or outputs."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _iterate_tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _iterate_tensors(item)
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    items = list(value.values()) if isinstance(value, dict) else value
+    for item in items if isinstance(items, list | tuple) else ():
+        yield from _iterate_tensors(item)

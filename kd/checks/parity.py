@@ -196,9 +196,8 @@ def _run_dense(
     logits_NV = torch.cat([hidden_ND @ weight_VD[rows].double().T for rows in blocks], 1)
     # In float64 ``double`` copies nothing; ``detach`` keeps the fused pass' tensor as it is.
     z_NV = products_NV.double().detach().requires_grad_()
-    s_NV = lm_head.transform_logits(
-        z_NV if lm_head.bias is None else z_NV + lm_head.bias.detach()[:vocabulary].double()
-    )
+    biased_NV = z_NV if lm_head.bias is None else z_NV + lm_head.bias.detach()[:vocabulary].double()
+    s_NV = lm_head.transform_logits(biased_NV)
     total = compute_dense_loss_from_logits(s_NV, targets, objective).total
     found = _compute_gradients(total, {"logits": z_NV, "T": targets.temperature})
     g_NV = found.pop("gradient of logits")
@@ -228,12 +227,8 @@ def _run_dense(
         "gradient of head bias": float(moved_N.sum()),
         "gradient of T": slope,
     }
-    return _DenseReference(
-        float(total.detach()),
-        values,
-        _estimate_sizes(g_NV, hidden_ND, row_V, targets.temperature_value),
-        undecided,
-    )
+    sizes = _estimate_sizes(g_NV, hidden_ND, row_V, targets.temperature_value)
+    return _DenseReference(float(total.detach()), values, sizes, undecided)
 
 
 def _make_leaf(tensor: Tensor) -> Tensor:
@@ -242,11 +237,8 @@ def _make_leaf(tensor: Tensor) -> Tensor:
 
 def _compute_gradients(total: Tensor, inputs: dict[str, Tensor | float | None]) -> _Values:
     """The gradients of ``total`` for those of ``inputs`` that require one, by name."""
-    wanted = {
-        name: each
-        for name, each in inputs.items()
-        if isinstance(each, Tensor) and each.requires_grad
-    }
+    tensors = {name: each for name, each in inputs.items() if isinstance(each, Tensor)}
+    wanted = {name: each for name, each in tensors.items() if each.requires_grad}
     # The graph is kept because both passes go through that of the targets.
     found = torch.autograd.grad(total, list(wanted.values()), retain_graph=True)
     return {f"gradient of {name}": each for name, each in zip(wanted, found, strict=True)}

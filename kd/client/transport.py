@@ -116,10 +116,8 @@ class Transport:
             yield
         except httpx.TransportError as error:
             detail = str(error) or type(error).__name__
-            raise Unreachable(
-                f"No server answers at {self.server}: {detail}.",
-                "Start one with `kd up`, or name another with --server or KD_SERVER.",
-            ) from error
+            remedy = "Start one with `kd up`, or name another with --server or KD_SERVER."
+            raise Unreachable(f"No server answers at {self.server}: {detail}.", remedy) from error
 
 
 def _read_pieces(path: Path) -> Iterator[bytes]:

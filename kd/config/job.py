@@ -169,14 +169,12 @@ class JobConfig(Placement):
     def _kind_has_its_parts(self) -> Self:
         needs = self.own_kind.needs
         if self.teacher is None and self.checks_cache and "teacher" in needs:
-            raise ValueError(
-                f"teacher is required for kind {self.kind}: it is compared with the cache"
-            )
+            detail = f"teacher is required for kind {self.kind}: it is compared with the cache"
+            raise ValueError(detail)
         if self.teacher is None and self.needs_cache and self.cache.fingerprint is None:
             reason = " with loss.features" if self.loss.alpha == 1.0 else " with loss.alpha below 1"
-            raise ValueError(
-                f"teacher is required for kind {self.kind}{'' if self.captures else reason}"
-            )
+            detail = f"teacher is required for kind {self.kind}{'' if self.captures else reason}"
+            raise ValueError(detail)
         if "student" not in needs:
             return self
         if self.student is None:
@@ -184,9 +182,8 @@ class JobConfig(Placement):
         if self.train is None:
             raise ValueError(f"train is required for kind {self.kind}")
         if self.teacher is None and self.student.init and self.student.init.tokenizer is None:
-            raise ValueError(
-                "student.init.tokenizer is required where there is no teacher to take it from"
-            )
+            detail = "student.init.tokenizer is required where there is no teacher to take it from"
+            raise ValueError(detail)
         return self
 
     @model_validator(mode="after")
@@ -244,15 +241,13 @@ class JobConfig(Placement):
             return self
         mode = f"loss.temperature.mode {temperature.mode}"
         if self.loss.alpha == 1.0:
-            raise ValueError(
-                f"{mode} learns from the teacher, but loss.alpha 1 gives the teacher no weight"
-            )
+            detail = f"{mode} learns from the teacher, but loss.alpha 1 gives the teacher no weight"
+            raise ValueError(detail)
         if not temperature.looks_ahead:
             return self
         if not self._holds_out:
-            raise ValueError(
-                f"{mode} needs held-out text, but data.validation_fraction 0 holds nothing out"
-            )
+            detail = f"{mode} needs held-out text, but data.validation_fraction 0 holds nothing out"
+            raise ValueError(detail)
         if self.train is not None and self.train.is_pure_bfloat16:
             raise ValueError(
                 f"{mode} moves the weights a little to look ahead, which train.precision bf16_pure "

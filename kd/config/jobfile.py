@@ -90,11 +90,8 @@ def _check_text(text: str, pointer: str, what: str = "") -> Iterator[Problem]:
         return
     character = ord(found[0])
     name = "half of a surrogate pair" if character else "the character NUL"
-    yield Problem(
-        pointer,
-        f"{what}{text[:60]!a} holds {name} (U+{character:04X}) at character {found.start()}.",
-        "Send Unicode text without it.",
-    )
+    detail = f"{what}{text[:60]!a} holds {name} (U+{character:04X}) at character {found.start()}."
+    yield Problem(pointer, detail, "Send Unicode text without it.")
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:

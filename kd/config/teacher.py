@@ -147,9 +147,8 @@ class TeacherConfig(Section):
         strange = ("gpu_memory", "host_memory") if one_device else ("quantization", "gguf_file")
         given = [f"teacher.{name}" for name in strange if getattr(self, name) is not None]
         if given and one_device:
-            raise ValueError(
-                f"{given[0]} is for a teacher that is spread, but teacher.parallel is none"
-            )
+            detail = f"{given[0]} is for a teacher that is spread, but teacher.parallel is none"
+            raise ValueError(detail)
         if given:
             raise ValueError(
                 f"teacher.parallel {self.parallel} spreads plain weights: it cannot be combined "

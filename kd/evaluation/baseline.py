@@ -64,9 +64,8 @@ def make_cross_entropy_job(config: JobConfig) -> JobConfig:
         }
     )
     alone = config.require_train().model_copy(update={"report_to": ()})
-    return config.model_copy(
-        update={"loss": plain, "train": alone, "evaluation": EvaluationConfig()}
-    )
+    changed = {"loss": plain, "train": alone, "evaluation": EvaluationConfig()}
+    return config.model_copy(update=changed)
 
 
 def train_baseline(

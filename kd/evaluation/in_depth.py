@@ -14,16 +14,9 @@ from cache.json_object import Json
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.config.teacher import TeacherConfig
+from kd.evaluation import side_by_side
 from kd.evaluation.baseline import build_starting_student, train_baseline
 from kd.evaluation.plots import draw_plots
-from kd.evaluation.side_by_side import (
-    ModelCost,
-    SampleWriter,
-    compare_on_device,
-    find_lack_of_memory,
-    read_sample,
-    take_stored_precision,
-)
 from kd.evaluation.tasks import run_tasks
 from kd.evaluation.teacher_comparison import (
     TEACHER,
@@ -152,7 +145,7 @@ def _compare_side_by_side(
     elif teacher is None and options.continuations:
         teacher, reason = _load_teacher_if_possible(config, run)
     run.monitor.emit("stage", stage="train", phase="continuing prompts")
-    used = {STUDENT: take_stored_precision(student, run.student_folder)}
+    used = {STUDENT: side_by_side.take_stored_precision(student, run.student_folder)}
     used |= {TEACHER: teacher} if teacher is not None else {}
     vocabulary = choose_run_vocabulary(source, run.tokenizer, *used.values())
     models = {
@@ -160,11 +153,13 @@ def _compare_side_by_side(
         for name, model in used.items()
     }
     known = {
-        STUDENT: ModelCost.of_folder(run.student_folder),
-        TEACHER: ModelCost.of_source(config.teacher_files),
+        STUDENT: side_by_side.ModelCost.of_folder(run.student_folder),
+        TEACHER: side_by_side.ModelCost.of_source(config.teacher_files),
     }
-    writer = SampleWriter(prompts, run.tokenizer, options.max_new_tokens)
-    found = compare_on_device(models, known, read_sample(source, pick_device()), writer)
+    writer = side_by_side.SampleWriter(prompts, run.tokenizer, options.max_new_tokens)
+    found = side_by_side.compare_on_device(
+        models, known, side_by_side.read_sample(source, pick_device()), writer
+    )
     run.monitor.emit("stage", stage="train", phase="scoring single tokens")
     try:
         write_tokens(run.folder / FILE, models, source, run.tokenizer, reason)
@@ -208,7 +203,7 @@ def find_reason_without(
     files = TeacherFiles.find(teacher, Path())
     if files is None:
         return "its folder is not on this machine"
-    return find_lack_of_memory(files, device, limit)
+    return side_by_side.find_lack_of_memory(files, device, limit)
 
 
 def measure_models(

@@ -151,11 +151,8 @@ class LossRange:
         """Whether the loss ``after`` is near enough to the floor."""
         left = after - self.floor
         progress = self.compute_progress(after)
-        return (
-            progress >= LEARNT_SHARE
-            or left <= NOTHING_NATS
-            or (left <= NEAR_NATS and progress >= HALF_SHARE)
-        )
+        is_near = left <= NEAR_NATS and progress >= HALF_SHARE
+        return progress >= LEARNT_SHARE or left <= NOTHING_NATS or is_near
 
 
 def check_overfit(
@@ -225,10 +222,8 @@ def _choose_subset(source: Source, config: JobConfig) -> RepeatedSubset:
         if len(found) < count and source.read(np.array([number]))[0].target_mask.any():
             found.append(number)
     if not found:
-        raise TrainingError(
-            "No position of the training text is a target.",
-            "Check data.train and its chat template.",
-        )
+        detail = "No position of the training text is a target."
+        raise TrainingError(detail, "Check data.train and its chat template.")
     return RepeatedSubset(source, np.array(found))
 
 
@@ -243,15 +238,13 @@ def _simplify_job(config: JobConfig, sequences: int) -> JobConfig:
     }
     if isinstance(temperature, LearnedTemperature):
         loss["temperature"] = temperature.init
-    return config.model_copy(
-        update={
-            "loss": config.loss.model_copy(update=loss),
-            "train": config.require_train().model_copy(
-                update={**_LOOP_OPTIONS, "batch_size": sequences}
-            ),
-            "checks": config.checks.model_copy(update=_CHECK_OPTIONS),
-        }
-    )
+    options = {**_LOOP_OPTIONS, "batch_size": sequences}
+    sections = {
+        "loss": config.loss.model_copy(update=loss),
+        "train": config.require_train().model_copy(update=options),
+        "checks": config.checks.model_copy(update=_CHECK_OPTIONS),
+    }
+    return config.model_copy(update=sections)
 
 
 #: Checks of an attempt. It does not roll back after a spike, and its only batch is never left out.
@@ -331,9 +324,7 @@ class _LossProbe:
 
 def _make_verdict(span: LossRange, attempts: list[_Attempt], subset: RepeatedSubset) -> Verdict:
     last = attempts[-1]
-    best = min(
-        attempts, key=lambda attempt: attempt.after if np.isfinite(attempt.after) else np.inf
-    )
+    best = min(attempts, key=lambda each: each.after if np.isfinite(each.after) else np.inf)
     ok = span.is_learnt(last.after)
     shown = last if ok else best
     facts = {

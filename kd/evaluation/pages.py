@@ -20,11 +20,7 @@ _SHOWN_SPACES = 16
 Column = tuple[str, str, Callable[[Any], str]]
 _COLUMNS: tuple[Column, ...] = (
     ("perplexity", "perplexity", "{:,.2f}".format),
-    (
-        "perplexity_interval",
-        "95 % interval",
-        lambda ends: "{low:,.2f} to {high:,.2f}".format(**ends),
-    ),
+    ("perplexity_interval", "95 % interval", "{low:,.2f} to {high:,.2f}".format_map),
     ("tokens", "of tokens", "{:,}".format),
     ("bits_per_byte", "bits per byte", "{:.4f}".format),
     ("kl", "KL(teacher ‖ student)", "{:.4f}".format),
@@ -51,11 +47,8 @@ def format_model_table(models: Mapping[str, Facts], top_k: int = 0) -> list[str]
 
 def _format_facts(corner: str, models: Mapping[str, Facts], columns: Sequence[Column]) -> list[str]:
     """A table with a row for each model, and those of ``columns`` that at least one model has."""
-    shown = [
-        column
-        for column in columns
-        if any(found.get(column[0]) is not None for found in models.values())
-    ]
+    known = {key for found in models.values() for key in found if found[key] is not None}
+    shown = [column for column in columns if column[0] in known]
     if not shown:
         return []
     rows = [
@@ -179,11 +172,7 @@ def _format_profile(profile: Mapping[str, Any]) -> list[str]:
 
 
 def _format_tasks(tasks: Mapping[str, Mapping[str, float]]) -> list[str]:
-    rows = [
-        [task, metric, f"{value:.4f}"]
-        for task, found in tasks.items()
-        for metric, value in found.items()
-    ]
+    rows = [[task, name, f"{value:.4f}"] for task in tasks for name, value in tasks[task].items()]
     if not rows:
         return []
     heading = _format_row(["task", "metric", ""])

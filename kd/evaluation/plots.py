@@ -35,17 +35,15 @@ def list_drawings(
     models: Mapping[str, Mapping[str, Any]], lines: Lines
 ) -> dict[str, Callable[[Any], None]]:
     """Return what draws each plot for which there are data on a figure, by its file name."""
-    reliability = {
-        name: found["reliability"] for name, found in models.items() if found.get("reliability")
-    }
-    context = {
-        name: found["kl_by_context"] for name, found in models.items() if found.get("kl_by_context")
-    }
+
+    def select(figure: str) -> dict[str, Lines]:
+        return {name: found[figure] for name, found in models.items() if found.get(figure)}
+
+    reliability = select("reliability")
+    context = select("kl_by_context")
+    has_loss = any("loss" in line for line in lines)
     drawings: dict[str, tuple[bool, Callable[[Any], None]]] = {
-        CURVES: (
-            any("loss" in line for line in lines),
-            lambda figure: draw_curves(figure.subplots(), lines),
-        ),
+        CURVES: (has_loss, lambda figure: draw_curves(figure.subplots(), lines)),
         RELIABILITY: (bool(reliability), lambda figure: draw_reliability(figure, reliability)),
         CONTEXT: (bool(context), lambda figure: draw_context(figure, context)),
     }

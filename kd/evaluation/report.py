@@ -214,14 +214,9 @@ def render_report(report: Report) -> str:
     lines = [f"# {report['name']}", "", *format_verdict(report), _describe_training(report), ""]
     top_k = (report.get("evaluation") or {}).get("top_k", 0)
     lines += format_model_table(_gather_models(report), top_k)
-    facts = (
-        _describe_quality(report),
-        _describe_closeness(report),
-        _describe_temperature(report),
-        _describe_cache(report),
-        _describe_speed(report),
-    )
-    lines += [fact for fact in facts if fact]
+    quality = (_describe_quality, _describe_closeness, _describe_temperature)
+    facts = (describe(report) for describe in (*quality, _describe_cache, _describe_speed))
+    lines += filter(None, facts)
     lines += format_closing_sections(report)
     return "\n".join([*lines, *explain_words(lines)]) + "\n"
 
@@ -239,13 +234,10 @@ def _gather_models(report: Report) -> dict[str, Json]:
         for name, key in PERPLEXITIES.items()
         if report.get(key) is not None
     }
-    order = (TEACHER, BEFORE, STUDENT, BASELINE)
+    known = found.keys() | measured.keys()
+    order = [name for name in (TEACHER, BEFORE, STUDENT, BASELINE) if name in known]
     # Where both have a figure, the one measured in depth wins.
-    return {
-        name: found.get(name, {}) | measured.get(name, {})
-        for name in order
-        if name in found or name in measured
-    }
+    return {name: found.get(name, {}) | measured.get(name, {}) for name in order}
 
 
 def _describe_training(report: Report) -> str:
@@ -324,11 +316,8 @@ def _describe_temperature(report: Report) -> str:
     temperature = report["temperature"]
     if not isinstance(temperature, dict):
         return "" if temperature == 1.0 else f"- Temperature: {temperature:g}."
-    how = (
-        f"learned ({temperature['mode']})"
-        if "mode" in temperature
-        else f"by schedule ({temperature['schedule']})"
-    )
+    mode = temperature.get("mode")
+    how = f"learned ({mode})" if mode else f"by schedule ({temperature['schedule']})"
     end = report.get("temperature_at_end")
     return f"- Temperature: {how}" + (f", {end:.3g} at the end." if end is not None else ".")
 
@@ -351,6 +340,5 @@ def _describe_speed(report: Report) -> str:
     pace = report.get("train_tokens_per_second")
     if not pace:
         return f"- Size: {size}."
-    return (
-        f"- Size and speed: {size}, trained at {pace:,.0f} tokens per second on {report['device']}."
-    )
+    speed = f"{pace:,.0f} tokens per second on {report['device']}"
+    return f"- Size and speed: {size}, trained at {speed}."

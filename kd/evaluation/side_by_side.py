@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -117,13 +117,11 @@ def measure_cost(
         read_seconds = min(seconds for seconds, _ in passes)
     # Reading has warmed the device up.
     write_seconds, written = _time_once(lambda: writer.write(model.model), device)
+    tensors = (*model.model.parameters(), *model.model.buffers())
     return ModelCost(
         parameters=model.model.num_parameters(),
         disk_bytes=known.disk_bytes,
-        memory_bytes=sum(
-            tensor.numel() * tensor.element_size()
-            for tensor in (*model.model.parameters(), *model.model.buffers())
-        ),
+        memory_bytes=sum(each.numel() * each.element_size() for each in tensors),
         working_bytes=read_peak_memory(device) - before if device.type == "cuda" else None,
         read_tokens_per_second=round(batch.tokens_BL.numel() / read_seconds, 1),
         write_tokens_per_second=round(written / write_seconds, 1) if written else None,
@@ -218,31 +216,31 @@ def compare_on_device(
         "times_faster_reading": (student.read_tokens_per_second, teacher.read_tokens_per_second),
         "times_faster_writing": (student.write_tokens_per_second, teacher.write_tokens_per_second),
     }
+    ratios = {name: round(more / less, 3) for name, (more, less) in pairs.items() if more and less}
     return {
         "samples": samples,
         "costs": {name: asdict(cost) for name, cost in costs.items() if cost.parameters},
-        "student_is": {
-            name: round(more / less, 3) for name, (more, less) in pairs.items() if more and less
-        },
+        "student_is": ratios,
     }
 
 
+@dataclass
 class SampleWriter:
-    """Lets models continue the same prompts, and keeps the last texts of each."""
+    """Lets models continue the same ``prompts``, and keeps the last texts of each.
 
-    def __init__(
-        self, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, count: int
-    ) -> None:
-        self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._count = count
-        self.texts: list[dict[str, str]] = []
+    A text has at most ``count`` tokens.
+    """
+
+    prompts: list[Prompt]
+    tokenizer: PreTrainedTokenizerBase
+    count: int
+    texts: list[dict[str, str]] = field(default_factory=list)
 
     def write(self, model: PreTrainedModel) -> int:
         """Continue every prompt, and return the number of tokens written."""
-        found = continue_prompts(model, self._tokenizer, self._prompts, self._count)
+        found = continue_prompts(model, self.tokenizer, self.prompts, self.count)
         self.texts = [
             {"prompt": prompt.text, "text": each.text}
-            for prompt, each in zip(self._prompts, found, strict=True)
+            for prompt, each in zip(self.prompts, found, strict=True)
         ]
         return sum(each.tokens for each in found)

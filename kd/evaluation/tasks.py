@@ -34,12 +34,9 @@ def run_tasks(
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     manager = TaskManager(include_path=sorted({str(file.parent) for file in files}) or None)
     names = [Path(task).stem if Path(task) in files else task for task in tasks]
+    remedy = "See `lm-eval ls tasks`."
     problems = [
-        Problem(
-            f"/evaluation/tasks/{place}",
-            f"lm-eval knows no task {name!r}.",
-            "See `lm-eval ls tasks`.",
-        )
+        Problem(f"/evaluation/tasks/{place}", f"lm-eval knows no task {name!r}.", remedy)
         for place, name in enumerate(names)
         if name not in manager.all_tasks
     ]

@@ -107,9 +107,8 @@ class ComparisonSums:
     losses: BlockLosses = field(default_factory=BlockLosses.none)
 
     def __add__(self, other: ComparisonSums) -> ComparisonSums:
-        return ComparisonSums(
-            *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
-        )
+        names = [each.name for each in fields(self)]
+        return ComparisonSums(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 def compare_with_records(
@@ -199,9 +198,8 @@ def measure_chunk(p_NV: Tensor, q_NV: Tensor, gold_N: Tensor, context_N: Tensor)
     kl_N = (p_NV.exp() * (p_NV - q_NV)).sum(1, dtype=torch.float64)
     best_N, place_N = q_NV.max(1)
     # Span i has contexts of 2^i to 2^(i + 1) - 1 tokens.
-    span_N = torch.bucketize(
-        context_N, 2 ** torch.arange(1, CONTEXT_SPANS, device=context_N.device), right=True
-    )
+    ends_C = 2 ** torch.arange(1, CONTEXT_SPANS, device=context_N.device)
+    span_N = torch.bucketize(context_N, ends_C, right=True)
     member_CN = nn.functional.one_hot(span_N, CONTEXT_SPANS).double().T
     # Of the k most probable tokens, the share that both have.
     k = min(TOP_K, p_NV.shape[1])
@@ -267,6 +265,11 @@ def summarise_sums(
         return found
     variation = float(sums.variation) / count
     spans = enumerate(zip(sums.count_C.tolist(), sums.kl_C.tolist(), strict=True))
+    kl_by_context = [
+        {"first": 2**span, "last": 2 ** (span + 1) - 1, "tokens": int(tokens), "kl": kl / tokens}
+        for span, (tokens, kl) in spans
+        if tokens
+    ]
     return ComparedScores(
         **vars(found),
         kl=float(sums.kl) / count,
@@ -274,14 +277,5 @@ def summarise_sums(
         acceptance=1.0 - variation,
         agreement=float(sums.agreed) / count,
         top_k_agreement=float(sums.shared) / count,
-        kl_by_context=[
-            {
-                "first": 2**span,
-                "last": 2 ** (span + 1) - 1,
-                "tokens": int(tokens),
-                "kl": kl / tokens,
-            }
-            for span, (tokens, kl) in spans
-            if tokens
-        ],
+        kl_by_context=kl_by_context,
     )

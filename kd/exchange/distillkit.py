@@ -100,9 +100,8 @@ class Compression(Section):
             remedy = "DistillKit writes it beside the data; the bytes cannot be decoded without it."
             raise DataError(f"{path} does not exist.", remedy) from error
         except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{path} is not a DistillKit compression configuration: {error}", "Correct it."
-            ) from error
+            detail = f"{path} is not a DistillKit compression configuration: {error}"
+            raise DataError(detail, "Correct it.") from error
 
     def to_yaml(self) -> str:
         """Return the text of the file that ``read`` reads."""

@@ -215,8 +215,19 @@ class DistillKitLayout:
         ids, logprobs = entries.take_top(self.k)
         self.filled += int(np.isneginf(logprobs).any(axis=1).sum())
         self.mass += float(np.exp(logprobs).sum())
-        filled = _fill_entries(ids, logprobs, self.codec.vocabulary_size)
-        stored = distillkit.encode_entries(self.compression, *filled)
+        # Records with fewer entries get other tokens, from the start of the vocabulary.
+        there = np.isfinite(logprobs)
+        # Among the first 2 K tokens at least K are not entries of the record.
+        free = np.ones((len(ids), min(2 * ids.shape[1], self.codec.vocabulary_size)), bool)
+        rows, places = np.nonzero(there & (ids < free.shape[1]))
+        free[rows, ids[rows, places]] = False
+        others = np.argsort(~free, axis=1, kind="stable")
+        nth = np.maximum(np.arange(ids.shape[1]) - there.sum(axis=1, keepdims=True), 0)
+        complete = (
+            np.where(there, ids, np.take_along_axis(others, nth, axis=1)),
+            np.where(there, logprobs, FILL_LOGPROB),
+        )
+        stored = distillkit.encode_entries(self.compression, *complete)
         lengths, tokens = _find_documents(sequences)
         self.rows += len(lengths)
         self.records += len(ids)
@@ -246,23 +257,6 @@ class DistillKitLayout:
             unit = self.codec.threshold
             warning += f" Heads were rounded at random to units of {unit:g} at most."
         return summary | {"warning": warning}
-
-
-def _fill_entries(
-    ids: NDArray[Any], logprobs: NDArray[Any], vocabulary: int
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Fill records (N, K) that have fewer entries with other tokens, from the start of the
-    vocabulary.
-    """
-    there = np.isfinite(logprobs)
-    # Among the first 2 K tokens at least K are not entries of the record.
-    free = np.ones((len(ids), min(2 * ids.shape[1], vocabulary)), bool)
-    rows, places = np.nonzero(there & (ids < free.shape[1]))
-    free[rows, ids[rows, places]] = False
-    others = np.argsort(~free, axis=1, kind="stable")
-    nth = np.maximum(np.arange(ids.shape[1]) - there.sum(axis=1, keepdims=True), 0)
-    filled = np.where(there, ids, np.take_along_axis(others, nth, axis=1))
-    return filled, np.where(there, logprobs, FILL_LOGPROB)
 
 
 def _find_documents(sequences: Sequences) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:

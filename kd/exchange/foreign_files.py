@@ -41,10 +41,8 @@ def find_foreign_files(
             detail = f"{path} {what} that ends in {' or '.join(suffixes)}."
             raise DataError(detail, "Check the path and the format.")
         files += found
-    splits = [file.parent.name if file.suffix == ARROW else file.name for file in files]
-    held_out = [
-        file for file, split in zip(files, splits, strict=True) if split.startswith(HELD_OUT)
-    ]
+    splits = {file: file.parent.name if file.suffix == ARROW else file.name for file in files}
+    held_out = [file for file in files if splits[file].startswith(HELD_OUT)]
     return [file for file in files if file not in held_out], held_out
 
 
@@ -131,10 +129,8 @@ def read_parquet_metadata(path: Path) -> tuple[dict[bytes, bytes], list[str]]:
 
 
 def _make_table_error(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{path} cannot be read: {type(error).__name__}: {error}",
-        "Check that it is a complete file of Parquet, or of Arrow.",
-    )
+    detail = f"{path} cannot be read: {type(error).__name__}: {error}"
+    return DataError(detail, "Check that it is a complete file of Parquet, or of Arrow.")
 
 
 def read_dict_rows(path: Path) -> Iterator[tuple[str, Row]]:

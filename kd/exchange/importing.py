@@ -20,16 +20,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from cache import manifest
 from cache.codec import Codec
 from cache.json_object import Json
-from cache.manifest import (
-    CacheIdentity,
-    CodecIdentity,
-    DataIdentity,
-    Provenance,
-    TeacherIdentity,
-    TokenizerIdentity,
-)
 from cache.profiles.topk import TopReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
@@ -41,18 +34,8 @@ from kd.exchange.foreign_files import find_foreign_files, hash_content
 from kd.exchange.restoring import Origin, read_origins, restore_cache
 from kd.exchange.rows import Alignment, Row, check_row, resize_row
 from kd.exchange.sealing import seal_cache
+from kd.models import tokenizers
 from kd.models.folder import resolve_model
-from kd.models.tokenizers import (
-    IMPORTED,
-    PROBE_TEXTS,
-    KnownTokenizer,
-    encode_probes,
-    get_special_tokens,
-    hash_tokenizer,
-    load_tokenizer,
-    make_token_map,
-    require_same_tokenizer,
-)
 from kd.models.vocabulary import choose_folder_vocabulary
 from kd.progress import SILENT, Monitor
 from kd.text.corpus import count_held_out
@@ -128,12 +111,12 @@ def import_records(request: ImportRequest, root: Path, monitor: Monitor = SILENT
 
     def finish(writer: CacheWriter) -> None:
         tokenizer = source.tokenizer
-        writer.write_token_map(make_token_map(tokenizer, source.vocabulary).to_arrays())
+        writer.write_token_map(tokenizers.make_token_map(tokenizer, source.vocabulary).to_arrays())
         excerpt = str(tokenizer.decode(survey.excerpt, skip_special_tokens=True))
-        provenance = Provenance(
+        provenance = manifest.Provenance(
             teacher_name=request.teacher_name or f"imported from {request.format}",
-            probes=encode_probes(tokenizer, (*PROBE_TEXTS, excerpt)),
-            special_tokens=get_special_tokens(tokenizer),
+            probes=tokenizers.encode_probes(tokenizer, (*tokenizers.PROBE_TEXTS, excerpt)),
+            special_tokens=tokenizers.get_special_tokens(tokenizer),
         )
         writer.finish(provenance)
 
@@ -158,8 +141,12 @@ def _read_origins(source: ImportSource, monitor: Monitor) -> list[Origin]:
         known = origin.manifest.identity.tokenizer
         size = known.vocabulary_size
         probes = origin.manifest.provenance.probes
-        expected = KnownTokenizer("the export's", size, probes, known.sha256, origin.token_map)
-        require_same_tokenizer(source.tokenizer, expected, "The given", note=monitor.note)
+        expected = tokenizers.KnownTokenizer(
+            "the export's", size, probes, known.sha256, origin.token_map
+        )
+        tokenizers.require_same_tokenizer(
+            source.tokenizer, expected, "The given", note=monitor.note
+        )
     return origins
 
 
@@ -186,16 +173,15 @@ class ImportSource:
     def open(cls, request: ImportRequest) -> ImportSource:
         """Find the files and load the tokenizer; raises ``DataError`` or ``ModelError``."""
         if request.format not in FORMATS:
-            raise DataError(
-                f"There is no format {request.format!r}.", f"Use one of {', '.join(FORMATS)}."
-            )
+            detail = f"There is no format {request.format!r}."
+            raise DataError(detail, f"Use one of {', '.join(FORMATS)}.")
         train, held_out = find_foreign_files(request.paths, _SUFFIXES[request.format])
         if held_out and request.validation_fraction:
             found = f"{held_out[0]} holds held-out sequences"
             what = f"{found}, and a validation fraction is given too."
             raise DataError(what, "Leave out one of them.")
         folder = resolve_model(str(request.tokenizer), weights=None)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = tokenizers.load_tokenizer(folder)
         config = request.config or (train + held_out)[0].parent / distillkit.CONFIG
         return cls(
             request=request,
@@ -347,20 +333,20 @@ def _pad_row(row: Row, length: int, tokenizer: PreTrainedTokenizerBase) -> Seque
     return Sequences(tokens[None], start[None], target[None])
 
 
-def _make_identity(source: ImportSource, survey: ImportStatistics) -> CacheIdentity:
+def _make_identity(source: ImportSource, survey: ImportStatistics) -> manifest.CacheIdentity:
     length = survey.length
     k = source.request.k or survey.k
     if k > survey.k:
-        raise DataError(
-            f"k is {k}, but no record has more than {survey.k} entries.", "Set a smaller k."
-        )
+        detail = f"k is {k}, but no record has more than {survey.k} entries."
+        raise DataError(detail, "Set a smaller k.")
     # Every shard of a cache has the same number of sequences, chosen to bound the memory.
     per_shard = min(max(SHARD_ENTRIES // (length * k), 1), SHARD_SEQUENCES)
-    return CacheIdentity(
-        TeacherIdentity(
-            hash_content((*source.train, *source.held_out, *source.described_by)), IMPORTED
+    return manifest.CacheIdentity(
+        manifest.TeacherIdentity(
+            hash_content((*source.train, *source.held_out, *source.described_by)),
+            tokenizers.IMPORTED,
         ),
-        TokenizerIdentity(source.vocabulary, hash_tokenizer(source.tokenizer)),
-        DataIdentity(survey.sha256, length, survey.packed, survey.train, survey.held_out),
-        CodecIdentity("topk", k=k, shard_sequences=per_shard),
+        manifest.TokenizerIdentity(source.vocabulary, tokenizers.hash_tokenizer(source.tokenizer)),
+        manifest.DataIdentity(survey.sha256, length, survey.packed, survey.train, survey.held_out),
+        manifest.CodecIdentity("topk", k=k, shard_sequences=per_shard),
     )

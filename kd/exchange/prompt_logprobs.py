@@ -46,9 +46,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         choices = answer.get("choices") or [{}]
         if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
             got = str(choices)[:40]
-            raise DataError(
-                f"{where}: choices must be a list of JSON objects, but got {got}.", _ASK
-            )
+            detail = f"{where}: choices must be a list of JSON objects, but got {got}."
+            raise DataError(detail, _ASK)
         for number, choice in enumerate(choices):
             place = f"{where}, choice {number}" if number else where
             yield _read_choice({**answer, **choice}, place)
@@ -70,17 +69,15 @@ def _read_choice(choice: Mapping[str, Any], where: str) -> Row:
         ]
         return make_row(where, tokens, whole)
     except StopIteration:
-        raise DataError(
-            f"{where} has prompt_logprobs, but none of {', '.join(_TOKENS)}.", _ASK
-        ) from None
+        detail = f"{where} has prompt_logprobs, but none of {', '.join(_TOKENS)}."
+        raise DataError(detail, _ASK) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _make_answer_error(where, error) from error
 
 
 def _make_answer_error(where: str, error: Exception) -> DataError:
-    return DataError(
-        f"{where} is not an answer with prompt_logprobs: {type(error).__name__}: {error}", _ASK
-    )
+    detail = f"{where} is not an answer with prompt_logprobs: {type(error).__name__}: {error}"
+    return DataError(detail, _ASK)
 
 
 def _read_items(

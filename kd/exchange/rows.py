@@ -175,7 +175,11 @@ def check_row(
     row = replace(row, ids=ids, logprobs=logprobs)
     row = _normalise_row(row, row.rounding if tolerance is None else tolerance)
     _require_room(row, vocabulary, remedies)
-    return replace(row, gold=_find_gold(row))
+    # The next token's log-probability: from the entries, or the source, or NaN.
+    found = (row.ids == row.tokens[row.positions + 1][:, None]) & np.isfinite(row.logprobs)
+    among = np.where(found, row.logprobs, -np.inf).max(axis=1, initial=-np.inf)
+    apart = np.where(np.isnan(row.gold), np.nan, np.minimum(row.gold, 0.0))
+    return replace(row, gold=np.where(found.any(axis=1), among, apart))
 
 
 def _require_ids(row: Row, vocabulary: int) -> None:
@@ -243,14 +247,6 @@ def _require_room(row: Row, vocabulary: int, remedies: Mapping[str, str] | None)
         Alignment().add(row, remedies)
         what = "of the probability is missing, and cannot lie below the last entry."
         raise row.refuse(place, f"{missing[place]:.4f} {what}", _OTHER_CONFIGURATION)
-
-
-def _find_gold(row: Row) -> NDArray[Any]:
-    """Return the next token's log-probability: from the entries, or the source, or NaN."""
-    found = (row.ids == row.tokens[row.positions + 1][:, None]) & np.isfinite(row.logprobs)
-    among = np.where(found, row.logprobs, -np.inf).max(axis=1, initial=-np.inf)
-    apart = np.where(np.isnan(row.gold), np.nan, np.minimum(row.gold, 0.0))
-    return np.where(found.any(axis=1), among, apart)
 
 
 def resize_row(row: Row, k: int) -> Row:

@@ -19,14 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from cache.disk import (
-    list_file_sizes,
-    make_folder,
-    measure_path,
-    remove_path,
-    storage_errors,
-    sync_path,
-)
+from cache import disk
 from cache.errors import StorageError
 from cache.json_object import Json
 from kd.config.jobfile import read_record
@@ -77,10 +70,10 @@ class StudentExport:
             "adapter": self._write_adapter,
             "gguf": self._write_gguf,
         }
-        with storage_errors(self.out.parent):
-            make_folder(self.out.parent)
+        with disk.storage_errors(self.out.parent):
+            disk.make_folder(self.out.parent)
             write[self.form]()
-        return {"form": self.form, "path": str(self.out), "bytes": measure_path(self.out)}
+        return {"form": self.form, "path": str(self.out), "bytes": disk.measure_path(self.out)}
 
     def _write_merged(self) -> None:
         with whole_folder(self.out) as folder:
@@ -110,11 +103,11 @@ class StudentExport:
             target = locate_temporary(self.out)
             try:
                 _convert(converter, model, target, self.outtype)
-                sync_path(target)
+                disk.sync_path(target)
                 target.rename(self.out)
-                sync_path(self.out.parent)
+                disk.sync_path(self.out.parent)
             finally:
-                remove_path(target)
+                disk.remove_path(target)
 
 
 def merge_into(student: Path, folder: Path) -> None:
@@ -140,7 +133,7 @@ def merge_into(student: Path, folder: Path) -> None:
 
 def _copy_rest(student: Path, folder: Path, excluded: tuple[str, ...] = ()) -> None:
     """Copy the student's files but its adapters and their base; keep what ``folder`` has."""
-    for name in list_file_sizes(student):
+    for name in disk.list_file_sizes(student):
         inside = name.startswith((f"{ADAPTER_FOLDER}/", f"{BASE_FOLDER}/"))
         if inside or (name.endswith(excluded) and excluded) or (folder / name).exists():
             continue
@@ -180,6 +173,5 @@ def _convert(converter: Path, model: Path, out: Path, outtype: str) -> None:
         remedy = "llama.cpp does not know this tokenizer. Use --to merged, or another loader."
     if "No module named" in said:
         remedy = "Install what the converter needs: `pip install gguf sentencepiece`."
-    raise ModelError(
-        f"{converter.name} ended with code {ended.returncode}: {last[:_LONGEST_LINE]}", remedy
-    )
+    detail = f"{converter.name} ended with code {ended.returncode}: {last[:_LONGEST_LINE]}"
+    raise ModelError(detail, remedy)

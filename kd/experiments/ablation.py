@@ -80,7 +80,12 @@ class _Ablation:
         run_dir.mkdir(parents=True, exist_ok=True)
         outcome = self.success
         try:
-            self._train(job, run_dir)
+            records = self._capture(self.plan.base)
+            own = self._capture(job.config)
+            if (own / "cache.json").is_file():
+                shutil.copyfile(own / "cache.json", run_dir / "cache.json")
+            order = StageOrder(TRAIN.name, job.config, self.home, run_dir, self.plan.base, records)
+            run_in_child(order, self._listen())
         except Interrupted:
             raise
         except Exception as error:
@@ -91,14 +96,6 @@ class _Ablation:
         write_json(run_dir / OUTCOME, outcome)
         if outcome["state"] == "finished":
             remove_path(run_dir / "checkpoints")
-
-    def _train(self, job: AblationJob, run_dir: Path) -> None:
-        records = self._capture(self.plan.base)
-        own = self._capture(job.config)
-        if (own / "cache.json").is_file():
-            shutil.copyfile(own / "cache.json", run_dir / "cache.json")
-        order = StageOrder(TRAIN.name, job.config, self.home, run_dir, self.plan.base, records)
-        run_in_child(order, self._listen())
 
     def _capture(self, config: JobConfig) -> Path:
         """Capture the cache of ``config`` unless that is done; returns the folder that knows it."""

@@ -239,9 +239,8 @@ def _set_scale(axes: Any, values: Sequence[float]) -> None:
     if min(values) > 0 and max(values) > 5 * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(
-            ScalarFormatter() if max(values) < 30 * min(values) else NullFormatter()
-        )
+        is_narrow = max(values) < 30 * min(values)
+        axes.yaxis.set_minor_formatter(ScalarFormatter() if is_narrow else NullFormatter())
         axes.tick_params(axis="y", which="minor", labelsize=7)
 
 
@@ -255,9 +254,8 @@ def _make_axis_table(report: AblationReport, rows: list[Row]) -> str:
     marks = []
     for number, (label, run, digest) in enumerate(rows):
         color = f"var(--series-{number % len(SERIES) + 1})"
-        itself = (
-            " (the job itself)" if digest == report.plan.base_digest and label != base.label else ""
-        )
+        is_base = digest == report.plan.base_digest and label != base.label
+        itself = " (the job itself)" if is_base else ""
         key = f'<span class="key" style="background: {color}"></span>{html.escape(label + itself)}'
         cells.append([key, *_format_figures(run)])
         marks.append("best" if best is not None and found[number] == best else "")

@@ -124,10 +124,8 @@ def _list_temperatures(config: JobConfig) -> Axis:
     # Other profiles hold T = 1 alone.
     serves = config.cache.rules.any_temperature
     change = {} if serves else {"cache.profile": "tempered"}
-    settings = (
-        AxisSetting(f"T = {value:g}", {"loss.temperature": value, **change})
-        for value in (1.0, 1.5, 2.0)
-    )
+    values = (1.0, 1.5, 2.0)
+    settings = [AxisSetting(f"T = {t:g}", {"loss.temperature": t, **change}) for t in values]
     why = "" if serves else "Records of profile tempered serve all of these temperatures."
     return Axis("temperature", tuple(settings), why)
 
@@ -223,10 +221,8 @@ def make_short_job(config: JobConfig, steps: int | None = None) -> JobConfig:
     shrink with it. Raises ``ConfigError`` for a job that trains no student.
     """
     if not config.own_kind.trains_one:
-        problem = Problem(
-            "/kind", f"kind {config.kind} does not train one student.", "Use kind distill or train."
-        )
-        raise ConfigError([problem])
+        detail = f"kind {config.kind} does not train one student."
+        raise ConfigError.of_field("/kind", detail, "Use kind distill or train.")
     own = config.require_train().max_steps
     steps = steps or min(own or STEPS, STEPS)
     data = config.model_dump(mode="json")

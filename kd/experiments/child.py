@@ -58,8 +58,9 @@ def run_in_child(order: StageOrder, monitor: Monitor) -> None:
         remove_path(folder)
         make_folder(folder)
     write_json(folder / "order.json", TypeAdapter(StageOrder).dump_python(order, mode="json"))
-    with (order.run_dir / LOG).open("ab") as log:
-        process = subprocess.Popen(
+    with (
+        (order.run_dir / LOG).open("ab") as log,
+        subprocess.Popen(
             # -P keeps the working folder out of the path: it may hold a folder named kd.
             [sys.executable, "-P", "-m", "kd.experiments.child", str(folder)],
             stdin=subprocess.PIPE,
@@ -68,16 +69,13 @@ def run_in_child(order: StageOrder, monitor: Monitor) -> None:
             env=os.environ | {"PYTHONPATH": build_path(), PARENT_VARIABLE: str(os.getpid())},
             # Ctrl-C is for the process that started this one, which then asks it to stop.
             start_new_session=True,
-        )
+        ) as process,
+    ):
         try:
             relay_events(process, monitor.listen, monitor.should_stop)
             code = process.wait()
         finally:
             process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
     error = read_first_failure(folder)
     remove_path(folder)
     if error is not None:

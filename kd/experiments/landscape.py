@@ -15,15 +15,13 @@ records it is CE.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -178,9 +176,16 @@ class LossSurface:
         steps = train.count_steps(source.train_count) or 1
         alpha = 1.0 if source.codec is None else evaluate_ramp(config.loss.alpha, steps, steps)
         batches = {}
-        for split, numbers in _choose_sequences(source, options):
-            parts = np.split(numbers, range(train.batch_size, len(numbers), train.batch_size))
-            batches[split] = [make_batch(*source.read(part)).to(device) for part in parts]
+        generator = np.random.default_rng(options.seed)
+        for split, first, count in (
+            (TRAIN, 0, source.train_count),
+            (HELD_OUT, source.train_count, source.validation_count),
+        ):
+            if count:
+                chosen = generator.choice(count, min(options.sequences, count), replace=False)
+                numbers = np.sort(chosen) + first
+                parts = np.split(numbers, range(train.batch_size, len(numbers), train.batch_size))
+                batches[split] = [make_batch(*source.read(part)).to(device) for part in parts]
         decoder = TargetDecoder.of(source, device)
         temperature = choose_evaluation_temperature(config.loss)
         return cls(student, measured.lm_head, decoder, batches, alpha, temperature)
@@ -200,20 +205,6 @@ class LossSurface:
             total += self.alpha * score.ce
             total += (1 - self.alpha) * self.temperature**2 * (score.kd or 0.0)
         return total / max(sum(map(len, batches)), 1)
-
-
-def _choose_sequences(
-    source: Source, options: LandscapeOptions
-) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield the numbers of the sequences of each split that has any."""
-    generator = np.random.default_rng(options.seed)
-    for split, first, count in (
-        (TRAIN, 0, source.train_count),
-        (HELD_OUT, source.train_count, source.validation_count),
-    ):
-        if count:
-            chosen = generator.choice(count, min(options.sequences, count), replace=False)
-            yield split, np.sort(chosen) + first
 
 
 # ---------------------------------------------------------------------- line and plane

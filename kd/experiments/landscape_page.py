@@ -69,8 +69,7 @@ class Landscape:
         found["line"] = {"places": line.places, **line.losses, "barrier": line.barrier}
         ends = {"centre": plane.centre, "rise": plane.rise}
         found["plane"] = {"places": plane.places, **plane.losses, **ends}
-        content: Json = replace_nonfinite(found)
-        return content
+        return replace_nonfinite(found)
 
 
 def render_landscape(found: Landscape) -> str:

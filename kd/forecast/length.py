@@ -10,7 +10,7 @@ from cache.store import read_manifest
 from kd.capture.estimate.job import measure_capture
 from kd.capture.estimate.text import CaptureSize
 from kd.config.job import JobConfig
-from kd.errors import ConfigError, Problem
+from kd.errors import ConfigError
 from kd.files import find_caches
 
 
@@ -26,8 +26,8 @@ def find_length(
     options = config.train
     if options is None or config.student is None:
         detail = f"a job of kind {config.kind} trains no student, so there is nothing to plan."
-        problem = Problem("/student", detail, "Give a job of kind distill, train or search.")
-        raise ConfigError([problem])
+        remedy = "Give a job of kind distill, train or search."
+        raise ConfigError.of_field("/student", detail, remedy)
     text = _find_text(config, root, home)
     targets = config.data.sequence_length - 1.0 if text is None else text.targets
     per_step = options.sequences_per_step * targets
@@ -37,7 +37,7 @@ def find_length(
     if steps is None:
         detail = "the steps of an epoch are not known, because the text cannot be read here."
         remedy = "Set train.max_steps, or plan where the text is."
-        raise ConfigError([Problem("/train/epochs", detail, remedy)])
+        raise ConfigError.of_field("/train/epochs", detail, remedy)
     return steps, per_step
 
 
@@ -45,17 +45,11 @@ def _find_text(config: JobConfig, root: Path, home: Path) -> CaptureSize | None:
     """Find the size of a job's text; None for text of the hub, or that only the worker can read."""
     try:
         if config.cache.fingerprint is not None:
-            manifest = read_manifest(
-                find_caches(home, config.cache.store) / config.cache.fingerprint
-            )
+            caches = find_caches(home, config.cache.store)
+            manifest = read_manifest(caches / config.cache.fingerprint)
             data = manifest.identity.data
-            return CaptureSize(
-                data.train_sequences,
-                data.validation_sequences,
-                data.sequence_length,
-                manifest.positions,
-                counted=True,
-            )
+            counts = (data.train_sequences, data.validation_sequences, data.sequence_length)
+            return CaptureSize(*counts, manifest.positions, counted=True)
         # A job of kind train reads records that a capture of the same text makes.
         return measure_capture(config.model_copy(update={"kind": "distill"}), root)[0]
     except PotstillError:

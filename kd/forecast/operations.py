@@ -20,13 +20,11 @@ _PRODUCT_SHARE = 0.6
 _BANDWIDTH_SHARE = 0.8
 
 _ATEN = torch.ops.aten
+_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
 #: Attention on a CPU, which torch's own table of FLOP leaves out, and its inputs with a shape.
 _CPU_ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: (flop_counter.sdpa_flop_count, 3),
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
-        flop_counter.sdpa_backward_flop_count,
-        4,
-    ),
+    _BACKWARD: (flop_counter.sdpa_backward_flop_count, 4),
 }
 
 

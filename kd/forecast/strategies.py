@@ -29,17 +29,10 @@ from kd.config.train import Checkpointing, TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.forecast.length import find_length
 from kd.loss.chunk_size import PLAIN_LOGIT_BYTES, choose_gpu_chunk_positions, suits_kernels
+from kd.memory import parallel
 from kd.memory.auto_batch import list_remedies
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, LAUNCH_SECONDS, DeviceRates
 from kd.memory.model_work import ModelWork, count_model_work, count_weight_bytes
-from kd.memory.parallel import (
-    ParallelStrategy,
-    count_traffic,
-    count_usable,
-    count_waiting,
-    estimate_rank,
-    list_strategies,
-)
 from kd.memory.step_bytes import StepMemory, StepShape, compute_group_sizes
 from kd.memory.step_memory import describe_student
 from kd.models.layers import find_decoder_layers
@@ -91,7 +84,7 @@ class Strategy:
     evaluations.
     """
 
-    strategy: ParallelStrategy
+    strategy: parallel.ParallelStrategy
     ranks: int
     batch_size: int
     gradient_accumulation_steps: int
@@ -168,7 +161,7 @@ def plan_job(
     return TrainingPlan(
         devices=f"{devices.count} x {devices.rates.name}",
         device_bytes=devices.rates.memory,
-        usable_bytes=count_usable(devices.rates.memory),
+        usable_bytes=parallel.count_usable(devices.rates.memory),
         sequences_per_step=options.sequences_per_step,
         steps=steps,
         tokens=count,
@@ -195,16 +188,13 @@ def _time_capture(
     micro_batches = tokens / (teacher.batch_size * config.data.sequence_length)
     launches = len(find_decoder_layers(model)) * LAYER_LAUNCHES / 3 + CAPTURE_LAUNCHES
     seconds = max(flops / rate, micro_batches * launches * LAUNCH_SECONDS) / devices.count
-    return CaptureTime(
-        count_weight_bytes(model, torch.bfloat16.itemsize, teacher.quantization),
-        round(seconds, 3),
-        _compute_cost(seconds, devices.count, price),
-    )
+    held = count_weight_bytes(model, torch.bfloat16.itemsize, teacher.quantization)
+    return CaptureTime(held, round(seconds, 3), _compute_cost(seconds, devices.count, price))
 
 
 def _list_settings(
     options: TrainConfig, count: int
-) -> Iterator[tuple[TrainConfig, ParallelStrategy, int]]:
+) -> Iterator[tuple[TrainConfig, parallel.ParallelStrategy, int]]:
     """The job with each micro-batch and checkpointing, on one device and on all.
 
     Options are those of a rank. Micro-batches are the job's, its halves and its doubles.
@@ -222,7 +212,7 @@ def _list_settings(
                     "gradient_checkpointing": how,
                 }
                 changed = options.model_copy(update=update)
-                for strategy in list_strategies(changed, ranks):
+                for strategy in parallel.list_strategies(changed, ranks):
                     yield changed, strategy, ranks
 
 
@@ -279,22 +269,24 @@ class _Training:
         )
         return cls(step, count_model_work(student, vocabulary), rates, steps, price)
 
-    def count(self, options: TrainConfig, strategy: ParallelStrategy, ranks: int) -> Strategy:
+    def count(
+        self, options: TrainConfig, strategy: parallel.ParallelStrategy, ranks: int
+    ) -> Strategy:
         """Count one way to train; ``options`` are those of one of its ``ranks``."""
         precision = self.step.options.precision
         step = replace(self.step, options=options.model_copy(update={"precision": precision}))
         if options.logits_chunk is None:
             # As many logits at once as what is free has room for.
-            held = estimate_rank(step, strategy, ranks).total + CUDA_CONTEXT
+            held = parallel.estimate_rank(step, strategy, ranks).total + CUDA_CONTEXT
             free = max(self.rates.memory - held, 0)
             logit_bytes = step.item if step.kernels else PLAIN_LOGIT_BYTES
             chunk = choose_gpu_chunk_positions(step.vocabulary, free, logit_bytes)
             step = replace(step, chunk=chunk)
-        memory = estimate_rank(step, strategy, ranks)
+        memory = parallel.estimate_rank(step, strategy, ranks)
         work = self._time_work(step)
         micro_batches = options.gradient_accumulation_steps
-        traffic = count_traffic(step, strategy, ranks)
-        waiting = count_waiting(work, traffic, strategy, ranks, micro_batches, self.rates)
+        traffic = parallel.count_traffic(step, strategy, ranks)
+        waiting = parallel.count_waiting(work, traffic, strategy, ranks, micro_batches, self.rates)
         seconds = self.steps * (work + waiting)
         return Strategy(
             strategy=strategy,
@@ -306,7 +298,7 @@ class _Training:
             precision=precision,
             memory=memory,
             memory_bytes=memory.total + CUDA_CONTEXT,
-            fits=memory.total + CUDA_CONTEXT <= count_usable(self.rates.memory),
+            fits=memory.total + CUDA_CONTEXT <= parallel.count_usable(self.rates.memory),
             step_seconds=round(work + waiting, 6),
             waiting_seconds=round(waiting, 6),
             seconds=round(seconds, 3),

@@ -16,10 +16,8 @@ only these are copied.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,14 +27,13 @@ from transformers import PreTrainedModel
 
 from kd.errors import ModelError
 from kd.models.layers import find_decoder_layers
+from kd.text.steps.pinned import beside_work, copy_from_pieces, copy_to_pieces, find_copy_stream
 
 #: Bytes below which a tensor stays on the device: most tensors are that small, and all of them
 #: together are little.
 LEAST_BYTES = 2**16
-#: Pieces of a copy in host memory, at most. torch rounds pinned memory up to a power of two
-#: (ATen/core/CachingHostAllocator.h), so a copy is cut into such powers: one piece takes up to
-#: twice its bytes, four take a fifteenth more at most.
-MOST_PIECES = 4
+#: The copies in both directions have one stream; only one direction is in use at a time.
+STREAM = "activations"
 #: What autograd calls views and casts: a tensor that only these made of a parameter is a weight.
 _WEIGHT_NODES = {
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
@@ -99,24 +96,6 @@ class _OffloadedForward:
 # ---------------------------------------------------------------------- copies
 
 
-@functools.cache
-def _find_copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of the copies in both directions; only one is in use at a time."""
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _beside_work(device: torch.device) -> Iterator[None]:
-    """Let copies begin when ``device`` has done what it has now, beside what it gets later."""
-    if device.type == "cpu":
-        yield
-        return
-    stream = _find_copy_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-
-
 @dataclass(eq=False)
 class _HostCopy:
     """All bytes of a tensor's memory on the host, which ``users`` kept tensors are views of.
@@ -135,13 +114,11 @@ class _HostCopy:
     def begin(self) -> Tensor:
         """Begin to copy the bytes back, unless that was done; returns the memory they come into."""
         if self.back is None:
-            sizes = [len(each) for each in self.pieces]
-            self.back = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-            with _beside_work(self.device):
-                for part, piece in zip(self.back.split(sizes), self.pieces, strict=True):
-                    part.copy_(piece, non_blocking=True)
-                if self.device.type != "cpu":
-                    self.arrived = torch.cuda.current_stream(self.device).record_event()
+            size = sum(len(each) for each in self.pieces)
+            self.back = torch.empty(size, dtype=torch.uint8, device=self.device)
+            with beside_work(self.device, STREAM) as stream:
+                copy_from_pieces(self.pieces, self.back)
+                self.arrived = None if stream is None else stream.record_event()
         return self.back
 
     def fetch(self) -> Tensor:
@@ -198,8 +175,8 @@ class _LayerCopies:
         if address not in self.by_address:
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             self.originals.append(flat)
-            with _beside_work(tensor.device):
-                copy = _HostCopy(copy_to_host(flat), tensor.device, self)
+            with beside_work(tensor.device, STREAM):
+                copy = _HostCopy(copy_to_pieces(flat), tensor.device, self)
             self.by_address[address] = copy
             self.copies.append(weakref.ref(copy))
         copy = self.by_address[address]
@@ -211,7 +188,7 @@ class _LayerCopies:
         """Let the memory of the device go, once the device has waited for the copies of it."""
         if self.originals and self.originals[0].is_cuda:
             device = self.originals[0].device
-            torch.cuda.current_stream(device).wait_stream(_find_copy_stream(device))
+            torch.cuda.current_stream(device).wait_stream(find_copy_stream(device, STREAM))
         self.originals.clear()
         self.by_address.clear()
 
@@ -229,25 +206,6 @@ def unpack(kept: Tensor | _View) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     return kept.copy.fetch().view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
-
-
-def copy_to_host(flat: Tensor) -> list[Tensor]:
-    """Copy bytes to the host, into pinned memory if they are on a GPU; returns its pieces."""
-    return [
-        torch.empty(len(part), dtype=part.dtype, pin_memory=part.is_cuda).copy_(
-            part, non_blocking=True
-        )
-        for part in flat.split(cut_pieces(len(flat)))
-    ]
-
-
-def cut_pieces(size: int) -> list[int]:
-    """Cut ``size`` bytes into the largest powers of two, and what is left of them."""
-    pieces: list[int] = []
-    while size and len(pieces) < MOST_PIECES - 1:
-        pieces.append(1 << (size.bit_length() - 1))
-        size -= pieces[-1]
-    return [*pieces, size] if size else pieces
 
 
 def is_activation(tensor: Tensor) -> bool:

@@ -71,14 +71,18 @@ class StepMemory:
         free = max(room - self.weights, 0)
         return f"{self} {format_bytes(free)} is free beside the weights: memory may run out."
 
-    def warn_of_host(self, host: int, ranks: int) -> str | None:
-        """A warning if ``ranks`` like this one offload more than the ``host`` has; else None."""
-        if self.offloaded * ranks <= host:
+    def warn_of_host(self, host: int, ranks: int, batches: int = 0) -> str | None:
+        """A warning if ``ranks`` like this one keep more in the ``host``'s memory than it has.
+
+        ``batches`` are the bytes of the batches that all of them read ahead.
+        """
+        kept = self.offloaded * ranks + batches
+        if kept <= host:
             return None
         return (
-            f"{format_bytes(self.offloaded * ranks)} are kept in this host's memory, which has "
-            f"{format_bytes(host)}: it will run out. Set train.activation_offload and "
-            "train.fsdp_offload to false, or train.batch_size lower."
+            f"{format_bytes(kept)} are kept in this host's memory, which has {format_bytes(host)}: "
+            "it will run out. Set train.activation_offload and train.fsdp_offload to false, or "
+            "train.batch_size or train.dataloader_num_workers lower."
         )
 
 

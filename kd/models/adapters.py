@@ -49,6 +49,7 @@ def add_adapters(student: PreTrainedModel, config: LoraConfig) -> PreTrainedMode
     Raises ``ModelError`` if a target names no linear layer, or if peft would adapt other layers
     than the targets.
     """
+    from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
     name = type(student).__name__
@@ -58,16 +59,24 @@ def add_adapters(student: PreTrainedModel, config: LoraConfig) -> PreTrainedMode
     targets = _choose_targets(name, [*layers, *experts], config.targets)
     wanted = {path for path in [*layers, *experts] if _is_last_of(path, targets)}
     _require_no_dropout(config, wanted & experts, wanted - experts)
-    plan = _make_peft_config(student, config, targets)
+    # GPT-2 and models like it store their matrices transposed.
+    transposed = any(isinstance(layer, Conv1D) for layer in layers.values())
+    plan = PeftConfig(
+        r=config.rank,
+        # peft annotates alpha as an int, but only divides it by the rank.
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        fan_in_fan_out=transposed,
+        task_type="CAUSAL_LM",
+    )
     if experts:
         _aim_at_weights(plan, wanted - experts, wanted & experts)
     try:
         inject_adapter_in_model(plan, student, _NAME)
     except (ValueError, NotImplementedError) as error:
-        raise ModelError(
-            f"{name} cannot have adapters at {', '.join(targets)}: {error}",
-            "Set student.lora.targets, or train it all.",
-        ) from error
+        detail = f"{name} cannot have adapters at {', '.join(targets)}: {error}"
+        raise ModelError(detail, "Set student.lora.targets, or train it all.") from error
     # peft does not report layers that it skipped.
     _require_placed(student, wanted)
     # 16 bits would be too coarse for the small steps of an optimiser, whatever dtype the base has.
@@ -117,8 +126,7 @@ def save_adapters(
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.contiguous() for name, tensor in _list_adapter_tensors(student).items()}
     save_file(written, folder / "adapter_model.safetensors", {"format": "pt"})
-    known: PeftConfig = student.peft_config[_NAME]  # type: ignore[index,assignment]
-    config = copy.copy(known)
+    config: PeftConfig = copy.copy(student.peft_config[_NAME])  # type: ignore[index,assignment]
     config.base_model_name_or_path = base
     config.revision = revision
     config.inference_mode = True
@@ -280,11 +288,12 @@ def _aim_at_weights(plan: PeftConfig, layers: set[str], experts: set[str]) -> No
     plan.target_parameters = sorted([*experts, *(f"{path}.weight" for path in weights)])
 
 
-def _list_placed(student: PreTrainedModel) -> set[str]:
-    """Return the paths of all layers and weights of experts that peft adapted."""
+def _require_placed(student: PreTrainedModel, wanted: set[str]) -> None:
+    """Raise ``ModelError`` unless peft adapted exactly the weights at the paths ``wanted``."""
     from peft.tuners.lora import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    # The paths of all layers and weights of experts that peft adapted.
     placed = set()
     for path, module in student.named_modules():
         own = path.replace(".base_layer", "")
@@ -292,12 +301,6 @@ def _list_placed(student: PreTrainedModel) -> set[str]:
             placed.add(f"{own}.{module.parameter_name}")
         elif isinstance(module, BaseTunerLayer):
             placed.add(own)
-    return placed
-
-
-def _require_placed(student: PreTrainedModel, wanted: set[str]) -> None:
-    """Raise ``ModelError`` unless peft adapted exactly the weights at the paths ``wanted``."""
-    placed = _list_placed(student)
     without = sorted(wanted - placed)
     unasked = sorted(placed - wanted)
     if not (without or unasked):
@@ -310,24 +313,6 @@ def _require_placed(student: PreTrainedModel, wanted: set[str]) -> None:
         f"{type(student).__name__} cannot have adapters at exactly the chosen layers: "
         f"{', and '.join(found)}.",
         f"Set student.lora.targets{possible}, or train it all.",
-    )
-
-
-def _make_peft_config(
-    student: PreTrainedModel, config: LoraConfig, targets: list[str]
-) -> PeftConfig:
-    from peft import LoraConfig as PeftConfig
-
-    # GPT-2 and models like it store their matrices transposed.
-    transposed = any(isinstance(layer, Conv1D) for layer in find_linear_layers(student).values())
-    return PeftConfig(
-        r=config.rank,
-        # peft annotates alpha as an int, but only divides it by the rank.
-        lora_alpha=config.alpha,  # type: ignore[arg-type]
-        lora_dropout=config.dropout,
-        target_modules=targets,
-        fan_in_fan_out=transposed,
-        task_type="CAUSAL_LM",
     )
 
 

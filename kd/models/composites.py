@@ -13,14 +13,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import transformers
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kd.errors import ModelError
 from kd.models.folder import ModelFolder
@@ -29,9 +24,9 @@ from kd.models.layers import find_body
 #: Language models that have no class of their own, and the plain model that computes the same from
 #: text: they differ in the positions of images only, where a token has three of them.
 _TWINS: dict[str, type[PreTrainedConfig]] = {
-    "qwen2_vl_text": Qwen2Config,
-    "qwen2_5_vl_text": Qwen2Config,
-    "qwen3_vl_text": Qwen3Config,
+    "qwen2_vl_text": transformers.Qwen2Config,
+    "qwen2_5_vl_text": transformers.Qwen2Config,
+    "qwen3_vl_text": transformers.Qwen3Config,
 }
 #: Fields of a rotary embedding that say how the three positions share its width; ``type`` is the
 #: older name of ``rope_type``, which every configuration has once it is read.
@@ -52,7 +47,7 @@ def find_text_config(config: PreTrainedConfig, folder: ModelFolder) -> PreTraine
         rope = fields.get("rope_parameters") or {}
         rope = {name: value for name, value in rope.items() if name not in _IMAGE_POSITIONS}
         text = twin.from_dict(fields | {"rope_parameters": rope})
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"the language model of the {config.model_type} in {folder.path} "
             f"({text.model_type}) cannot be used without the rest of it.",

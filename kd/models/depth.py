@@ -81,7 +81,11 @@ def pick_tensors(
             theirs = f"{prefix}.{picked[int(number)]}.{rest}"
         tensor = tensors[theirs]
         if tensor.shape != own.shape:
-            tensor = _cut_packed(tensor, own, layers, picked)
+            # Outside of the layers: it has a part for each of them, as in Gemma 3n and 4.
+            axis = _find_packed_axis(tensor.shape, own.shape, layers, len(picked))
+            assert axis is not None, "require_same_layers refuses other shapes"
+            parts = tensor.unflatten(axis, (layers, -1)).movedim(axis, 0)
+            tensor = parts[list(picked)].movedim(0, axis).flatten(axis, axis + 1)
         found[name] = tensor
     return found
 
@@ -99,14 +103,6 @@ def _find_packed_axis(shape: Any, own: Any, layers: int, count: int) -> int | No
     if len(shape) != len(own) or len(axes) != 1 or shape[axes[0]] * count != own[axes[0]] * layers:
         return None
     return axes[0]
-
-
-def _cut_packed(tensor: Tensor, own: Tensor, layers: int, picked: tuple[int, ...]) -> Tensor:
-    """Cut a tensor outside of the layers that has a part for each, as Gemma 3n and 4 have."""
-    axis = _find_packed_axis(tensor.shape, own.shape, layers, len(picked))
-    assert axis is not None, "require_same_layers refuses other shapes"
-    parts = tensor.unflatten(axis, (layers, -1)).movedim(axis, 0)
-    return parts[list(picked)].movedim(0, axis).flatten(axis, axis + 1)
 
 
 # ---------------------------------------------------------------------- is it the same layer?

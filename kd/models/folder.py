@@ -23,14 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from cache.errors import PotstillError, StoreError
 from kd.addresses import HUB_ID, ModelSource
-from kd.buckets.inputs import (
-    describe_nothing,
-    download_files,
-    is_stored_name,
-    list_stored,
-    may_read_buckets,
-    select_files,
-)
+from kd.buckets import inputs
 from kd.buckets.snapshots import download_snapshot
 from kd.errors import DataError, ModelError, format_first_line
 from kd.files import LFS_REMEDY, is_lfs_pointer
@@ -121,7 +114,7 @@ class ModelFolder:
         folder = locate_model(model, root)
         if folder.is_dir():
             return cls(folder)
-        if is_stored_name(model):
+        if inputs.is_stored_name(model):
             return None
         from huggingface_hub import try_to_load_from_cache
 
@@ -192,18 +185,14 @@ class ModelFolder:
         """
         self.require_no_pointer(*filter(None, [gguf_file]))
         if (self.has_config or gguf_file is not None) and (self.path / ADAPTER_CONFIG).is_file():
-            raise ModelError(
-                f"{self.path} holds adapters beside a model.",
-                "Merge them into the model, or move their files to another folder.",
-            )
+            remedy = "Merge them into the model, or move their files to another folder."
+            raise ModelError(f"{self.path} holds adapters beside a model.", remedy)
         # A GGUF file is its own configuration.
         for name in ["tokenizer_config.json"] + ([] if gguf_file else ["config.json"]):
             path = self.path / name
             for field in _list_redirections(_read_object(path) if path.is_file() else {}, trusted):
-                raise ModelError(
-                    f"{path} names files besides those of the model: {field}.",
-                    "Give these files their usual names in this folder, and remove the field.",
-                )
+                remedy = "Give these files their usual names in this folder, and remove the field."
+                raise ModelError(f"{path} names files besides those of the model: {field}.", remedy)
         if not gguf_file:
             self.list_read_files()
 
@@ -211,10 +200,8 @@ class ModelFolder:
         """Raise ``ModelError`` if the weights are missing, cut off, or not the model's own."""
         self.require_own_files()
         if not (paths := self.list_read_files()):
-            raise ModelError(
-                f"{self.path} holds neither model.safetensors nor its index.",
-                "Convert the model to safetensors, under these names.",
-            )
+            detail = f"{self.path} holds neither model.safetensors nor its index."
+            raise ModelError(detail, "Convert the model to safetensors, under these names.")
         for path in paths:
             try:
                 safe_open(path, "numpy")
@@ -357,10 +344,9 @@ class ModelFolder:
         except (LookupError, TypeError, AttributeError) as error:
             raise _make_unreadable_error(index, error) from None
         if outside:
-            raise ModelError(
-                f"{index} names {outside[0]!r}, which is no *.safetensors file of its folder.",
-                "Move the weights into the folder of config.json, and correct the index.",
-            )
+            detail = f"{index} names {outside[0]!r}, which is no *.safetensors file of its folder."
+            remedy = "Move the weights into the folder of config.json, and correct the index."
+            raise ModelError(detail, remedy)
         return [self.path / file for file in named]
 
     @property
@@ -371,11 +357,8 @@ class ModelFolder:
     def read_text_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the language model's tensors: all but those for images and sound."""
         shapes = self.read_parameter_shapes()
-        starts = [
-            name.removesuffix(_EMBEDDING)
-            for name in shapes
-            if f".{name}".endswith(f".{_EMBEDDING}")
-        ]
+        named = [name for name in shapes if f".{name}".endswith(f".{_EMBEDDING}")]
+        starts = [name.removesuffix(_EMBEDDING) for name in named]
         if not self.is_composite or not starts:
             return shapes
         own = (*starts, "lm_head.")
@@ -453,15 +436,13 @@ def resolve_model(
     A snapshot that is not on this machine is downloaded, and a model in a bucket. Only weight
     files that match ``weights`` are downloaded, because a repository may hold twenty quantisations.
     """
-    if is_stored_name(model):
+    if inputs.is_stored_name(model):
         return _download_model(model, weights)
     if Path(model).is_dir():
         return Path(model)
     if not HUB_ID.match(model):
-        raise ModelError(
-            f"model folder {model!r} does not exist.",
-            "Check the path; relative paths start at the folder where the run starts.",
-        )
+        remedy = "Check the path; relative paths start at the folder where the run starts."
+        raise ModelError(f"model folder {model!r} does not exist.", remedy)
     from huggingface_hub.errors import GatedRepoError
 
     patterns = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
@@ -470,10 +451,8 @@ def resolve_model(
     except PotstillError:  # whoever follows the download gave up
         raise
     except GatedRepoError as error:
-        raise ModelError(
-            f"model {model!r} is gated: {error}",
-            "Ask for access on its page, then run: hf auth login.",
-        ) from error
+        detail = f"model {model!r} is gated: {error}"
+        raise ModelError(detail, "Ask for access on its page, then run: hf auth login.") from error
     # Not found, offline and no network each raise a class of their own, with no common base.
     except Exception as error:
         raise ModelError(
@@ -500,15 +479,16 @@ def find_source(source: ModelSource, root: Path) -> ModelFolder | None:
 
 def _download_model(url: str, weights: str | None) -> Path:
     """Download a model of a bucket; raise ``ModelError`` if there is none."""
-    found = list_stored(url)
+    found = inputs.list_stored(url)
     if not found.objects:
-        raise ModelError(*describe_nothing(url))
+        raise ModelError(*inputs.describe_nothing(url))
     patterns = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
-    names = [name for name in select_files(found, patterns) if not name.startswith("original/")]
+    chosen = inputs.select_files(found, patterns)
+    names = [name for name in chosen if not name.startswith("original/")]
     if not names:
         remedy = "Give the folder of a Hugging Face model."
         raise ModelError(f"{url!r} holds no file of a model.", remedy)
-    return download_files(url, names)
+    return inputs.download_files(url, names)
 
 
 def locate_model(model: str, root: Path) -> Path:
@@ -517,7 +497,7 @@ def locate_model(model: str, root: Path) -> Path:
     Of a model in a bucket the small files are downloaded there, if the bucket gives them and unless
     checks must look away.
     """
-    if is_stored_name(model) and may_read_buckets():
+    if inputs.is_stored_name(model) and inputs.may_read_buckets():
         with suppress(StoreError, DataError, ModelError):
             return _download_model(model, None)
     return root / model
@@ -577,10 +557,8 @@ def require_allowed_remote_code(source: ModelSource) -> bool:
     Raises ``ModelError`` if the job asks for it and the operator does not allow it.
     """
     if source.trust_remote_code and not is_remote_code_allowed():
-        raise ModelError(
-            "teacher.trust_remote_code is set, but the operator does not allow it.",
-            "Start with KD_TRUST_REMOTE_CODE=1.",
-        )
+        detail = "teacher.trust_remote_code is set, but the operator does not allow it."
+        raise ModelError(detail, "Start with KD_TRUST_REMOTE_CODE=1.")
     return source.trust_remote_code
 
 

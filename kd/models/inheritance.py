@@ -93,7 +93,29 @@ def cut_hollow_student(teacher: PreTrainedModel, plan: StudentFromTeacher) -> Pr
     require_layers(teacher)
     _require_smaller(teacher, plan)
     picked = pick_layers(teacher.config.num_hidden_layers, plan)
-    student = _make_empty(teacher, plan, picked)
+    config: PreTrainedConfig = teacher.config
+    shape = cut_fields(config, picked) | {"dtype": "float32"}
+    if config.model_type in LLAMA_LIKE:
+        width = plan.hidden_size or config.hidden_size
+        head = config.hidden_size // config.num_attention_heads
+        shape |= {
+            "hidden_size": width,
+            "intermediate_size": plan.intermediate_size or config.intermediate_size,
+            "head_dim": getattr(config, "head_dim", None) or head,
+            "tie_word_embeddings": config.tie_word_embeddings and width == config.hidden_size,
+        }
+    try:
+        made: Any = type(teacher)
+        student: PreTrainedModel = made(type(config).from_dict(shape))
+    except (ValueError, StrictDataclassError) as error:
+        heads = config.num_attention_heads
+        raise ModelError(
+            f"student.from_teacher: no {type(teacher).__name__} has this shape: "
+            f"{str(error).strip().splitlines()[-1]}",
+            f"Set student.from_teacher.hidden_size to a multiple of the teacher's {heads} "
+            "attention heads.",
+        ) from error
+    student.generation_config = copy.deepcopy(teacher.generation_config)
     if not any(_is_narrower(teacher, plan, field) for field in _WIDTHS):
         require_same_layers(teacher, student, picked)
     return student
@@ -141,36 +163,6 @@ def _get_size(config: PreTrainedConfig, field: str) -> int | None:
 def _is_narrower(teacher: PreTrainedModel, plan: StudentFromTeacher, field: str) -> bool:
     wanted = getattr(plan, field)
     return wanted is not None and wanted != _get_size(teacher.config, field)
-
-
-def _make_empty(
-    teacher: PreTrainedModel, plan: StudentFromTeacher, picked: tuple[int, ...]
-) -> PreTrainedModel:
-    """Build a model of the teacher's class in the student's shape, with random weights."""
-    config: PreTrainedConfig = teacher.config
-    shape = cut_fields(config, picked) | {"dtype": "float32"}
-    if config.model_type in LLAMA_LIKE:
-        width = plan.hidden_size or config.hidden_size
-        head = config.hidden_size // config.num_attention_heads
-        shape |= {
-            "hidden_size": width,
-            "intermediate_size": plan.intermediate_size or config.intermediate_size,
-            "head_dim": getattr(config, "head_dim", None) or head,
-            "tie_word_embeddings": config.tie_word_embeddings and width == config.hidden_size,
-        }
-    try:
-        made: Any = type(teacher)
-        student: PreTrainedModel = made(type(config).from_dict(shape))
-    except (ValueError, StrictDataclassError) as error:
-        heads = config.num_attention_heads
-        raise ModelError(
-            f"student.from_teacher: no {type(teacher).__name__} has this shape: "
-            f"{str(error).strip().splitlines()[-1]}",
-            f"Set student.from_teacher.hidden_size to a multiple of the teacher's {heads} "
-            "attention heads.",
-        ) from error
-    student.generation_config = copy.deepcopy(teacher.generation_config)
-    return student
 
 
 # ---------------------------------------------------------------------- energies

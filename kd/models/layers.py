@@ -36,8 +36,7 @@ def compute_hidden_states(
     positions, or after ``kd.models.attention.isolation.isolate_documents`` our attention computes
     one document after the other. None means one document in each row.
     """
-    hidden_BLD: Tensor = run_body(model, tokens_BL, packed).last_hidden_state
-    return hidden_BLD
+    return run_body(model, tokens_BL, packed).last_hidden_state
 
 
 def run_body(
@@ -47,9 +46,8 @@ def run_body(
     positions_BL = packed.positions_BL if packed is not None and packed.apart else None
     keep_frequencies_apart(model)
     with reading_rows(model, packed):
-        return find_body(model)(
-            input_ids=tokens_BL, position_ids=positions_BL, use_cache=False, **wanted
-        )
+        body = find_body(model)
+        return body(input_ids=tokens_BL, position_ids=positions_BL, use_cache=False, **wanted)
 
 
 def find_body(model: nn.Module) -> nn.Module:
@@ -157,9 +155,7 @@ def group_layers(student: PreTrainedModel) -> list[tuple[str, list[Parameter]]]:
     The groups are ``embeddings``, ``layer 0``, ``layer 1``, ..., ``head``; the last holds the LM
     head and the final norm. Groups without a trained parameter are left out.
     """
-    return [
-        (name, parameters) for name, parameters, _ in list_layer_parameters(student) if parameters
-    ]
+    return [(name, trained) for name, trained, _ in list_layer_parameters(student) if trained]
 
 
 def list_layer_parameters(student: PreTrainedModel) -> list[tuple[str, list[Parameter], int]]:

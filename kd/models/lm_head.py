@@ -79,9 +79,8 @@ class LMHead:
             columns = BLOCK_TOKENS
         elif room_NV.dtype != hidden_ND.dtype and not sums_wide(hidden_ND, room_NV.dtype):
             columns = CONVERTED_TOKENS
-        for block_cD, out_Nc in zip(
-            weight_VD.split(columns), room_NV.split(columns, 1), strict=True
-        ):
+        blocks = zip(weight_VD.split(columns), room_NV.split(columns, 1), strict=True)
+        for block_cD, out_Nc in blocks:
             write_product_(out_Nc, hidden_ND, block_cD.T)
         return room_NV
 
@@ -157,15 +156,11 @@ def find_lm_head(model: PreTrainedModel, vocabulary: int) -> LMHead:
     name = type(model).__name__
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
-        raise ModelError(
-            f"{name} has no linear LM head (found {type(layer).__name__}).",
-            "Use a causal language model.",
-        )
+        detail = f"{name} has no linear LM head (found {type(layer).__name__})."
+        raise ModelError(detail, "Use a causal language model.")
     if not is_plain(layer.weight.data):
-        raise ModelError(
-            f"the LM head of {name} is quantised, but records are its logits.",
-            "Use a model whose LM head has plain weights.",
-        )
+        detail = f"the LM head of {name} is quantised, but records are its logits."
+        raise ModelError(detail, "Use a model whose LM head has plain weights.")
     require_rows(model, vocabulary)
     lm_head = LMHead(layer.weight, layer.bias, 1.0, None, vocabulary)
     if is_hollow(model):
@@ -238,9 +233,8 @@ def _examine_lm_head(model: PreTrainedModel, lm_head: LMHead, name: str) -> LMHe
         )
     z_LV = lm_head.project(hidden_LD)
     if not torch.isfinite(z_LV).all():
-        raise ModelError(
-            f"{name} computes NaN or infinite logits.", "Check its weights, or run it in float32."
-        )
+        detail = f"{name} computes NaN or infinite logits."
+        raise ModelError(detail, "Check its weights, or run it in float32.")
     lm_head = _measure_transform(model, lm_head, tokens_BL, hidden_LD)
     tolerance = 1e-3 if lm_head.weight.dtype == torch.float32 else 5e-2
     # The logits as they are, then enlarged to 50: what is done to large ones may not show near 0.

@@ -15,17 +15,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.utils.tqdm import disable_progress_bars
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TorchAoConfig,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
 from kd.addresses import ModelSource
 from kd.config.student import StudentConfig, StudentInit
@@ -49,16 +39,7 @@ from kd.models.layers import train_all_rows
 from kd.models.precision import choose_weight_dtype, pick_device, round_parameters
 from kd.models.quantization.groups import name_quantization
 from kd.models.quantization.rounding import make_quantization_config, read_widths
-from kd.models.stored.tensors import (
-    REPORTED,
-    has_own_head,
-    list_later_tokens,
-    list_notices,
-    match_tensors,
-    require_all_tensors,
-    select_plain,
-    without_report,
-)
+from kd.models.stored import tensors
 from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import get_vocabulary_size, list_end_ids
 from kd.progress import Notice
@@ -157,8 +138,7 @@ def choose_teacher_dtype(teacher: TeacherFiles, device: torch.device) -> torch.d
     if section.quantization == "int4":
         return torch.bfloat16
     if section.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, section.dtype)
-        return dtype
+        return getattr(torch, section.dtype)
     # Most CPUs are slow in 16 bits; a GGUF file is unpacked to float32.
     if device.type == "cpu" or section.gguf_file:
         return torch.float32
@@ -254,7 +234,7 @@ def _make_fresh_llama(
 ) -> PreTrainedModel:
     settings = _find_generation_settings(init, teacher)
     ends = list_end_ids(settings, tokenizer)
-    shape = LlamaConfig(
+    shape = transformers.LlamaConfig(
         vocab_size=get_vocabulary_size(tokenizer),
         hidden_size=init.hidden_size,
         intermediate_size=init.mlp_width,
@@ -268,7 +248,7 @@ def _make_fresh_llama(
         # One alone is written as a number, as every reader expects it.
         eos_token_id=ends if len(ends) > 1 else next(iter(ends), None),
     )
-    student = LlamaForCausalLM(shape)
+    student = transformers.LlamaForCausalLM(shape)
     # Only now: the library fills the row of the padding token with zeros.
     for each in (student.config, student.generation_config):
         each.pad_token_id = tokenizer.pad_token_id
@@ -280,7 +260,7 @@ def _make_fresh_llama(
 
 def _find_generation_settings(
     init: StudentInit, teacher: ModelSource | None
-) -> GenerationConfig | None:
+) -> transformers.GenerationConfig | None:
     """Read how the teacher, or the model whose tokenizer is taken, generates; None if unknown."""
     named = [] if teacher is None else [teacher]
     named += [ModelSource(init.tokenizer)] if init.tokenizer else []
@@ -289,9 +269,9 @@ def _find_generation_settings(
         if found is None:
             continue
         if (found.path / "generation_config.json").is_file():
-            return GenerationConfig.from_pretrained(found.path)
+            return transformers.GenerationConfig.from_pretrained(found.path)
         if (end := found.text_config.get("eos_token_id")) is not None:
-            return GenerationConfig(eos_token_id=end)
+            return transformers.GenerationConfig(eos_token_id=end)
     return None
 
 
@@ -343,9 +323,13 @@ def read_model(folder: Path, how: ReadingPlan) -> PreTrainedModel:
     """
     with _reading_errors(folder, how.gguf_file):
         model = _read_model(ModelFolder(folder), how)
-    _forget_gguf(model)
+    # transformers refuses to save a model with the mark of a GGUF file; its weights are unpacked.
+    if getattr(getattr(model.config, "quantization_config", None), "quant_method", None) == "gguf":
+        del model.config.quantization_config
+        for name, value in {"hf_quantizer": None, "is_quantized": False}.items():
+            setattr(model, name, value)
     # Tensors of these layers are not read, so a saved model must not count them.
-    for name in list_later_tokens(model.config):
+    for name in tensors.list_later_tokens(model.config):
         setattr(model.config, name, 0)
     # The layers of GPT-2 are no Linear.
     plain = all(type(parameter.data) is torch.Tensor for parameter in model.parameters())
@@ -374,8 +358,8 @@ def _reading_errors(folder: Path, gguf_file: str | None = None) -> Iterator[None
 
 
 def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
-    made: Any = AutoModelForCausalLM
-    arguments = how.list_arguments() | REPORTED
+    made: Any = transformers.AutoModelForCausalLM
+    arguments = how.list_arguments() | tensors.REPORTED
     folder.require_own_files(how.gguf_file, how.trust_remote_code)
     if how.gguf_file is None:
         folder.require_readable_weights()
@@ -389,11 +373,11 @@ def _read_model(folder: ModelFolder, how: ReadingPlan) -> PreTrainedModel:
         made = type(outline.hollow)
         arguments |= {"config": outline.shape, "key_mapping": outline.names}
     model: PreTrainedModel
-    with without_report():
+    with tensors.without_report():
         model, found = made.from_pretrained(
             folder.path, trust_remote_code=how.trust_remote_code, **arguments
         )
-    require_all_tensors(type(model).__name__, folder.path, found)
+    tensors.require_all_tensors(type(model).__name__, folder.path, found)
     # Saving would undo the renaming, but a saved student is a plain model.
     if arguments.get("key_mapping") and hasattr(model, "_weight_conversions"):
         del model._weight_conversions
@@ -423,13 +407,15 @@ def _make_outline(folder: ModelFolder, how: ReadingPlan) -> _Outline:
     folder.require_own_files(how.gguf_file, how.trust_remote_code)
     folder.require_decoder()
     extra = {"gguf_file": how.gguf_file} if how.gguf_file else {}
-    shape: PreTrainedConfig = AutoConfig.from_pretrained(folder.path, **trusted, **extra)
+    shape: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+        folder.path, **trusted, **extra
+    )
     text = None if how.gguf_file else find_text_config(shape, folder)
     shape = text or shape
-    make: Any = partial(AutoModelForCausalLM.from_config, dtype=how.dtype, **trusted)
+    make: Any = partial(transformers.AutoModelForCausalLM.from_config, dtype=how.dtype, **trusted)
     hollow = make(shape)
     tied = getattr(shape, "tie_word_embeddings", False) and not how.gguf_file
-    if is_split := tied and has_own_head(hollow, folder):
+    if is_split := tied and tensors.has_own_head(hollow, folder):
         shape.tie_word_embeddings = False
         hollow = make(shape)
     return _Outline(hollow, shape, map_names(hollow, folder) if text else {}, is_split)
@@ -447,22 +433,11 @@ def check_stored_model(folder: Path) -> list[Notice]:
     hide_progress_bars()
     with _reading_errors(folder), torch.device("meta"):
         outline = _make_outline(stored, ReadingPlan(torch.float32))
-        found = match_tensors(outline.hollow, stored, outline.names)
+        found = tensors.match_tensors(outline.hollow, stored, outline.names)
     if stored.stored_quantization is not None:
-        found = select_plain(outline.hollow, found)
-    require_all_tensors(type(outline.hollow).__name__, folder, found)
-    return list_notices(outline.hollow, outline.is_split, folder, found)
-
-
-def _forget_gguf(model: PreTrainedModel) -> None:
-    """Remove the mark of a GGUF file, because transformers refuses to save a model with it.
-
-    The weights are already unpacked.
-    """
-    if getattr(getattr(model.config, "quantization_config", None), "quant_method", None) == "gguf":
-        del model.config.quantization_config
-        for name, value in {"hf_quantizer": None, "is_quantized": False}.items():
-            setattr(model, name, value)
+        found = tensors.select_plain(outline.hollow, found)
+    tensors.require_all_tensors(type(outline.hollow).__name__, folder, found)
+    return tensors.list_notices(outline.hollow, outline.is_split, folder, found)
 
 
 def require_trainable_student(

@@ -81,11 +81,9 @@ class Precision:
         Raises ``ConfigError`` for fp16 on a CPU.
         """
         if name == "fp16" and device.type == "cpu":
-            raise ConfigError.of_field(
-                "/train/precision",
-                "fp16 needs a GPU, but the device of this run is cpu.",
-                "Set train.precision to auto, bf16 or fp32, or run where torch sees a GPU.",
-            )
+            detail = "fp16 needs a GPU, but the device of this run is cpu."
+            remedy = "Set train.precision to auto, bf16 or fp32, or run where torch sees a GPU."
+            raise ConfigError.of_field("/train/precision", detail, remedy)
         known = find_hardware(device).precision if name == "auto" else name
         return cls(device.type, _DTYPES[known])
 

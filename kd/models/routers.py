@@ -98,7 +98,6 @@ def _find_measure(student: PreTrainedModel) -> Callable[..., Tensor] | None:
     recorded = (getattr(student, "_can_record_outputs", None) or {}).get("router_logits")
     recorders = recorded if isinstance(recorded, list) else [recorded]
     kinds: list[Any] = [getattr(each, "target_class", each) for each in recorders]
-    found: Callable[..., Tensor] = measure
     if None in kinds:  # the class does not say which modules are its routers
-        return found
-    return found if any(isinstance(each, tuple(kinds)) for each in student.modules()) else None
+        return measure
+    return measure if any(isinstance(each, tuple(kinds)) for each in student.modules()) else None

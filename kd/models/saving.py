@@ -8,15 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TokenizersBackend,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cache.json_object import Json
 from kd.config.student import StudentConfig
@@ -65,8 +59,7 @@ def choose_save_dtype(options: TrainConfig, precision: Precision) -> torch.dtype
     """Return the precision to save in: the configured one, or with "auto" the one of training."""
     if options.save_dtype == "auto":
         return precision.dtype
-    dtype: torch.dtype = getattr(torch, options.save_dtype)
-    return dtype
+    return getattr(torch, options.save_dtype)
 
 
 def save_student(
@@ -149,7 +142,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
         # The library would not save them: a temperature without sampling, for example, which some
         # models have. What ends a text is kept.
         ids = {name: getattr(settings, name) for name in _TOKEN_IDS}
-        model.generation_config = GenerationConfig(**ids)
+        model.generation_config = transformers.GenerationConfig(**ids)
     model.save_pretrained(folder)
     model.generation_config = settings
     named = _add_old_names(read_json(folder / "config.json"), model.config)
@@ -212,7 +205,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         written["additional_special_tokens"] = extra
         del written["extra_special_tokens"]
     write_json(path, written)
-    if not isinstance(tokenizer, TokenizersBackend) or "auto_map" in written:
+    if not isinstance(tokenizer, transformers.TokenizersBackend) or "auto_map" in written:
         return
     written |= _list_old_rules(tokenizer, written)
     origin = Path(tokenizer.name_or_path or folder)
@@ -225,13 +218,14 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         left_out = {"add_prefix_space"} if "Llama" in name else set()
         kept = {each: value for each, value in written.items() if each not in left_out}
         write_json(path, kept | {"tokenizer_class": name})
-        if _list_rules(AutoTokenizer.from_pretrained(folder)) == _list_rules(tokenizer):
+        again = transformers.AutoTokenizer.from_pretrained(folder)
+        if _list_rules(again) == _list_rules(tokenizer):
             break
     if (origin / _SENTENCEPIECE).is_file() and not (folder / _SENTENCEPIECE).exists():
         shutil.copyfile(origin / _SENTENCEPIECE, folder / _SENTENCEPIECE)
 
 
-def _list_old_rules(tokenizer: TokenizersBackend, written: Json) -> Json:
+def _list_old_rules(tokenizer: transformers.TokenizersBackend, written: Json) -> Json:
     """List what transformers 4 takes from the settings and transformers 5 from tokenizer.json."""
     ids = tokenizer("a")["input_ids"]
     rules: Json = {
@@ -251,7 +245,7 @@ def _list_old_rules(tokenizer: TokenizersBackend, written: Json) -> Json:
 
 def _list_rules(tokenizer: PreTrainedTokenizerBase) -> Any:
     """All rules of a tokenizer but the state of its last call."""
-    if not isinstance(tokenizer, TokenizersBackend):
+    if not isinstance(tokenizer, transformers.TokenizersBackend):
         return None
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     return rules | {"truncation": None, "padding": None}, tokenizer.special_tokens_map

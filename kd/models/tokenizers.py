@@ -57,10 +57,8 @@ def load_tokenizer(
             folder, trust_remote_code=trust_remote_code, **extra
         )
     except Exception as error:
-        raise ModelError(
-            f"the tokenizer in {folder} cannot be loaded: {format_first_line(error)}",
-            "It needs a tokenizer.json.",
-        ) from error
+        detail = f"the tokenizer in {folder} cannot be loaded: {format_first_line(error)}"
+        raise ModelError(detail, "It needs a tokenizer.json.") from error
     require_steady(tokenizer, folder)
     return tokenizer
 

@@ -31,10 +31,9 @@ class Dropout:
             for attribute in _list_attributes(module)
         ]
         if not places:
-            raise ModelError(
-                f"train.dropout: the layers of {type(model).__name__} have no dropout.",
-                "Leave train.dropout out, or use weight decay (train.weight_decay).",
-            )
+            detail = f"train.dropout: the layers of {type(model).__name__} have no dropout."
+            remedy = "Leave train.dropout out, or use weight decay (train.weight_decay)."
+            raise ModelError(detail, remedy)
         return cls(tuple(places))
 
     def set(self, probability: float) -> None:

@@ -45,26 +45,7 @@ def make_optimizer(
     ``TrainingError`` for an argument in ``train.optim_args`` that the optimiser does not have; the
     message lists those it has. Raises ``ConfigError`` if the optimiser's library is missing.
     """
-    groups = _make_groups(student, list(extra), options)
-    optimizer: Optimizer
-    if options.optim == "muon":
-        optimizer = _make_halves(find_layer_matrices(student), groups, options, device)
-    elif options.optim == "adamw_8bit":
-        optimizer = _make_halves(find_eight_bit_weights(student), groups, options, device)
-    else:
-        optimizer = _make_one_optimizer(options.optim, groups, options, device)
-    if options.lm_head_floor:
-        keep_floor(optimizer, student.get_output_embeddings().weight, options.lm_head_floor)
-    return optimizer
-
-
-# ---------------------------------------------------------------------- layers
-
-
-def _make_groups(
-    student: PreTrainedModel, extra: list[Parameter], options: TrainConfig
-) -> list[ParameterGroup]:
-    """Groups of parameters with the same rate and decay; those with the full rate come first."""
+    # Groups have parameters of the same rate and decay; those with the full rate come first.
     trained = (each for each in student.parameters() if each.requires_grad)
     rates: dict[Parameter, float] = dict.fromkeys(trained, options.learning_rate)
     if options.layer_lr_decay < 1:
@@ -82,7 +63,19 @@ def _make_groups(
             own = [p for p in rates if rates[p] == rate and (p in decaying) == decays]
             if own:
                 groups.append({"params": own, "lr": rate, "weight_decay": decay})
-    return groups
+    optimizer: Optimizer
+    if options.optim == "muon":
+        optimizer = _make_halves(find_layer_matrices(student), groups, options, device)
+    elif options.optim == "adamw_8bit":
+        optimizer = _make_halves(find_eight_bit_weights(student), groups, options, device)
+    else:
+        optimizer = _make_one_optimizer(options.optim, groups, options, device)
+    if options.lm_head_floor:
+        keep_floor(optimizer, student.get_output_embeddings().weight, options.lm_head_floor)
+    return optimizer
+
+
+# ---------------------------------------------------------------------- layers
 
 
 def _find_biases(student: PreTrainedModel) -> set[Parameter]:
@@ -135,10 +128,8 @@ def _make_one_optimizer(
     try:
         optimizer: Optimizer = factory(groups, lr=options.learning_rate, **settings, **arguments)
     except ValueError as error:
-        raise TrainingError(
-            f"train.optim {name} cannot be made with optim_args {arguments}: {error}",
-            "Change train.optim_args.",
-        ) from error
+        detail = f"train.optim {name} cannot be made with optim_args {arguments}: {error}"
+        raise TrainingError(detail, "Change train.optim_args.") from error
     if OPTIMIZERS[name].whole and needs_whole_steps(groups):
         optimizer = WholeSteps(optimizer)
     if OPTIMIZERS[name].averages:
@@ -211,9 +202,8 @@ class CombinedOptimizer(Optimizer):
     """
 
     def __init__(self, parts: list[Optimizer], learning_rate: float) -> None:
-        super().__init__(
-            [group for part in parts for group in part.param_groups], {"lr": learning_rate}
-        )
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__(groups, {"lr": learning_rate})
         self.parts = parts
         for part in parts:
             part.state = self.state
@@ -236,14 +226,8 @@ _TUPLE_ARGUMENTS = {
 }
 #: Arguments that the loop sets itself, or that would break it.
 _RESERVED_ARGUMENTS = {
-    "lr",
-    "weight_decay",
-    "maximize",
-    "differentiable",
-    "capturable",
-    "foreach",
-    "fused",
-}
+    "lr", "weight_decay", "maximize", "differentiable", "capturable", "foreach", "fused",
+}  # fmt: skip
 
 
 def list_optimizer_arguments(name: str, options: TrainConfig) -> dict[str, float]:

@@ -45,6 +45,7 @@ class RoundedAdamW(AdamW):
         wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
         largest = [state["max_exp_avg_sq"]] if group["amsgrad"] else []
         beta1, beta2 = group["betas"]
+        settings = {key: group[key] for key in ("amsgrad", "lr", "weight_decay", "eps")}
         adamw(
             [wide],
             [gradient.to(wide.dtype)],
@@ -54,13 +55,10 @@ class RoundedAdamW(AdamW):
             [state["step"]],
             foreach=False,
             fused=bool(group["fused"]),
-            amsgrad=group["amsgrad"],
             beta1=beta1,
             beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
             maximize=False,
+            **settings,
         )
         if wide.dtype != parameter.dtype:
             copy_stochastic(get_own(parameter.detach()), get_own(wide))

@@ -87,20 +87,16 @@ def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess
     """Run torchrun for the length of the block; it is killed where the block raises."""
     # -P keeps the working folder out of the path: it may hold a folder named kd.
     command = [sys.executable, "-P", "-m", "kd.parallel.agent"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*command, str(folder), str(count), module, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": build_path(), "PYTHONUNBUFFERED": "1"},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _find_error(folder: Path, code: int) -> Exception:

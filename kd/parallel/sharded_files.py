@@ -12,11 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Size, Tensor, dtype
+from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -43,9 +40,8 @@ def take_part(whole: Tensor, like: Tensor) -> Tensor:
     """
     if not isinstance(like, DTensor):
         return whole
-    shape, offset = compute_local_shape_and_global_offset(
-        whole.shape, like.device_mesh, like.placements
-    )
+    place = (like.device_mesh, like.placements)
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, *place)
     own = whole[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
     # Not ``distribute_tensor``: it would move the part to the mesh's GPU, also beside a parameter
     # that lies on the host.
@@ -61,7 +57,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     """
     # The writer would pickle anything else.
     assert all(isinstance(each, Tensor) for each in tensors.values())
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
@@ -71,7 +67,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 def list_stored(folder: Path) -> dict[str, tuple[Size, dtype]]:
     """List the shape and the type of every tensor in ``folder``."""
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    metadata = hf_storage.HuggingFaceStorageReader(str(folder)).read_metadata()
     return {
         name: (each.size, each.properties.dtype)
         for name, each in metadata.state_dict_metadata.items()
@@ -84,6 +80,5 @@ def fill_tensors(folder: Path, tensors: dict[str, Tensor], group: Group) -> None
     with warnings.catch_warnings():
         # torch tells a process without others that it is alone.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load(
-            dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=group.alone
-        )
+        reader = hf_storage.HuggingFaceStorageReader(str(folder))
+        load(dict(tensors), storage_reader=reader, no_dist=group.alone)

@@ -19,14 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.parallel.group import Group
@@ -83,25 +77,25 @@ def shard(
     their gradients and what an optimiser keeps of them lie in the host's memory between the passes.
     """
     mesh = init_device_mesh(device.type, (group.size,))
-    reduced = MixedPrecisionPolicy(
+    reduced = fsdp.MixedPrecisionPolicy(
         param_dtype=None if dtype.itemsize >= 4 else dtype,
         reduce_dtype=None if dtype.itemsize >= 4 else torch.float32,
         # As without FSDP, hidden states between the layers stay in float32.
         cast_forward_inputs=False,
     )
-    place = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    hosted = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    place = hosted if offload else fsdp.OffloadPolicy()
     # One group at a time is whole on a rank, as in every pass.
     for layers in groups:
         for layer in layers:
             receive_values(layer, device)
-        fully_shard([*layers], mesh=mesh, mp_policy=reduced, offload_policy=place)
+        fsdp.fully_shard([*layers], mesh=mesh, mp_policy=reduced, offload_policy=place)
     receive_values(loss, device)
     # What lies outside of the layers keeps its own type, and is summed in float32 at least.
     narrow = any(each.dtype.itemsize < 4 for each in loss.parameters() if each.requires_grad)
-    outside = MixedPrecisionPolicy(
-        reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False
-    )
-    fully_shard(loss, mesh=mesh, mp_policy=outside, offload_policy=place)
+    summed = torch.float32 if narrow else None
+    outside = fsdp.MixedPrecisionPolicy(reduce_dtype=summed, cast_forward_inputs=False)
+    fsdp.fully_shard(loss, mesh=mesh, mp_policy=outside, offload_policy=place)
     return loss
 
 
@@ -118,7 +112,7 @@ def synchronising(loss: nn.Module, last: bool) -> AbstractContextManager[Any]:
 
 def is_sharded(loss: nn.Module) -> bool:
     """Whether the ranks hold parts of the parameters of ``loss``."""
-    return isinstance(loss, FSDPModule)
+    return isinstance(loss, fsdp.FSDPModule)
 
 
 def call_whole(loss: nn.Module, work: Callable[..., Result], *inputs: Any) -> Result | None:
@@ -128,7 +122,7 @@ def call_whole(loss: nn.Module, work: Callable[..., Result], *inputs: Any) -> Re
     """
     if isinstance(loss, StageLoss):
         return loss.call(work, *inputs)
-    if not isinstance(loss, FSDPModule):
+    if not isinstance(loss, fsdp.FSDPModule):
         return work(*inputs)
     found: Result = loss(work, *inputs)
     reshard(loss)
@@ -137,7 +131,7 @@ def call_whole(loss: nn.Module, work: Callable[..., Result], *inputs: Any) -> Re
 
 def reshard(loss: nn.Module) -> None:
     """Let each rank keep its part alone after a pass that no backward pass follows."""
-    if isinstance(loss, FSDPModule):
+    if isinstance(loss, fsdp.FSDPModule):
         loss.reshard()
 
 

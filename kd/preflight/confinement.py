@@ -100,6 +100,8 @@ def find_confinement_problems(config: JobConfig, root: Path, limits: Confinement
 
 #: The remedy for every name outside the permitted folders.
 _OUTSIDE = "Put it below KD_ROOT, or have the operator add its folder to KD_DATA_ROOTS."
+#: The same for a bucket.
+_OUTSIDE_STORES = "Put it below KD_STORE, or have the operator add its address to KD_DATA_STORES."
 
 
 def _find_refusals(each: NamedResource, root: Path, limits: Confinement) -> Iterator[Problem]:
@@ -107,35 +109,21 @@ def _find_refusals(each: NamedResource, root: Path, limits: Confinement) -> Iter
     # A task without a file is part of lm-eval, which is installed by the operator.
     if each.kind == "task" and not is_task_file(each):
         return
-    if is_stored_name(each.name):
-        yield from _check_stored(each, root, limits)
-    elif "://" in each.name:
+    stored = is_stored_name(each.name)
+    if "://" in each.name and not stored:
         yield from _check_url(each.pointer, each.name, limits)
-    elif not limits.permits(root / find_plain_prefix(each)):
-        yield Problem(
-            each.pointer, f"{each.name!r} lies outside the folders that jobs may read.", _OUTSIDE
-        )
-    elif (reason := _find_reason(each, root, limits)) is not None:
+    elif (reason := _find_reason(each, stored, root, limits)) is not None:
         yield Problem(each.pointer, *reason)
 
 
-def _check_stored(each: NamedResource, root: Path, limits: Confinement) -> Iterator[Problem]:
-    """Find that a job may not read what it names in a bucket, where credentials are not its own."""
-    if not limits.permits_url(each.name):
-        yield Problem(
-            each.pointer,
-            f"{each.name!r} lies outside the buckets that jobs may read.",
-            "Put it below KD_STORE, or have the operator add its address to KD_DATA_STORES.",
-        )
-    elif each.kind == "model" and not limits.allows_model(each.name, each.revision, root):
-        yield Problem(
-            each.pointer,
-            f"{each.name!r} is not on the operator's list of models.",
-            "GET /models shows the list.",
-        )
-
-
-def _find_reason(each: NamedResource, root: Path, limits: Confinement) -> Reason:
+def _find_reason(each: NamedResource, stored: bool, root: Path, limits: Confinement) -> Reason:
+    # Credentials of a bucket are not the job's own.
+    if stored and not limits.permits_url(each.name):
+        return f"{each.name!r} lies outside the buckets that jobs may read.", _OUTSIDE_STORES
+    if not stored and not limits.permits(root / find_plain_prefix(each)):
+        return f"{each.name!r} lies outside the folders that jobs may read.", _OUTSIDE
+    if stored and each.kind != "model":
+        return None
     try:
         return _CHECKS[each.kind](each, root, limits)
     except DataError as error:
@@ -149,6 +137,8 @@ def _check_model(each: NamedResource, root: Path, limits: Confinement) -> Reason
     if not limits.allows_model(each.name, each.revision, root):
         which = f"{each.name!r}" + (f" at revision {each.revision}" if each.revision else "")
         return f"{which} is not on the operator's list of models.", "GET /models shows the list."
+    if is_stored_name(each.name):
+        return None
     # Libraries join both to the model's folder, so that .. would leave it.
     if _leads_out(each.revision) or _leads_out(each.file):
         return "the revision or file leads out of the model's folder.", "Give a plain name."
@@ -233,9 +223,8 @@ def _check_links(name: str, files: Iterable[Path], limits: Confinement) -> Reaso
 
 def describe_missing_cache(name: str, home: Path, field: str = "fingerprint") -> Problem:
     """Describe a missing cache; a cache of another owner gets the same words."""
-    return Problem(
-        f"/cache/{field}", f"there is no sealed cache {name!r} below {home}.", "See `kd cache ls`."
-    )
+    detail = f"there is no sealed cache {name!r} below {home}."
+    return Problem(f"/cache/{field}", detail, "See `kd cache ls`.")
 
 
 # ---------------------------------------------------------------------- addresses
@@ -253,6 +242,5 @@ def _check_url(pointer: str, url: str, limits: Confinement) -> Iterator[Problem]
     except ConfigError as error:
         yield from (Problem(pointer, each.detail, each.remedy) for each in error.problems)
     except ValueError as error:  # it is no URL
-        yield Problem(
-            pointer, f"{url!r} is not a URL: {error}.", "Give a URL of the form https://host/path."
-        )
+        detail = f"{url!r} is not a URL: {error}."
+        yield Problem(pointer, detail, "Give a URL of the form https://host/path.")

@@ -77,8 +77,7 @@ def _open_saved(spec: DatasetSpec, limits: Confinement) -> Iterable[Row]:
     _require(spec, check_saved_names(folder))
     rows = open_saved_dataset(spec)
     _require(spec, _check_columns(rows.features))
-    saved: Iterable[Row] = rows
-    return saved
+    return rows
 
 
 def check_saved_names(folder: Path) -> Reason:

@@ -129,10 +129,8 @@ def _require_same_tokenizer(
             tokenizers.require_same_tokenizer(tokenizers.load_tokenizer(own), known, note=note)
         return
     source = config.teacher_files
-    if source is None or source.trust_remote_code:
-        return
-    teacher = find_source(source, root)
-    if teacher is None:
+    teacher = None if source is None or source.trust_remote_code else find_source(source, root)
+    if source is None or teacher is None:
         return
     theirs = tokenizers.load_tokenizer(teacher.path, source.gguf_file)
     size = vocabulary.choose_source_vocabulary(theirs, source, teacher.path)

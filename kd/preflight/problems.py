@@ -29,6 +29,7 @@ from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.parallel.limits import list_unsharded_fields, list_unstaged_fields
 from kd.parallel.variables import CPU, DEVICES_VARIABLE, split_names
+from kd.preflight import validate
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
 from kd.preflight.learned_rows import Show, find_row_problems, hide_row
@@ -38,13 +39,6 @@ from kd.preflight.teacher_checks import (
     find_missing_readers,
     find_teacher_problems,
     find_unreadable_weights,
-)
-from kd.preflight.validate import (
-    find_cache_problems,
-    find_disk_problems,
-    find_extension_problems,
-    find_student_problems,
-    find_text_problems,
 )
 from kd.progress import Notice, ignore_notice
 from kd.search.space import find_space_problems
@@ -144,11 +138,11 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
         length = config.data.sequence_length if is_open else None
         looked_up += find_teacher_problems(teacher, folders.root, config.cuts_teacher, length)
     looked_up += [
-        *find_student_problems(config, folders.root),
-        *find_text_problems(config, folders.root, folders.note),
-        *find_cache_problems(config, folders.home),
-        *find_extension_problems(config, folders.home),
-        *find_disk_problems(folders.home, config.cache.store),
+        *validate.find_student_problems(config, folders.root),
+        *validate.find_text_problems(config, folders.root, folders.note),
+        *validate.find_cache_problems(config, folders.home),
+        *validate.find_extension_problems(config, folders.home),
+        *validate.find_disk_problems(folders.home, config.cache.store),
     ]
     found = [*urls, *(each for each in looked_up if each.pointer not in named)]
     # The rows come first: they are shown before torch is imported, which takes many seconds.
@@ -168,17 +162,13 @@ def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
     wanted = config.evaluation
     why = config.explain_no_local_teacher()
     if wanted.teacher and why is not None:
-        yield Problem(
-            "/evaluation/teacher",
-            f"it needs a teacher that runs on this machine, but {why}.",
-            "Name its folder in teacher.model, or set evaluation.teacher to false.",
-        )
+        detail = f"it needs a teacher that runs on this machine, but {why}."
+        remedy = "Name its folder in teacher.model, or set evaluation.teacher to false."
+        yield Problem("/evaluation/teacher", detail, remedy)
     if wanted.baseline and (config.student is None or config.train is None):
-        yield Problem(
-            "/evaluation/baseline",
-            "a baseline is trained, but the job has no student or no train section.",
-            "Give both, or set evaluation.baseline to false.",
-        )
+        detail = "a baseline is trained, but the job has no student or no train section."
+        remedy = "Give both, or set evaluation.baseline to false."
+        yield Problem("/evaluation/baseline", detail, remedy)
 
 
 def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
@@ -195,11 +185,9 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
             "Set it to 1, or set teacher.parallel to none or device_map.",
         )
     if devices == 1 and is_shared:
-        yield Problem(
-            "/teacher/parallel",
-            f"{parallel} shares the teacher among several devices, but the job has one.",
-            "Set resources.gpus to 2 or more, or set this field to device_map.",
-        )
+        detail = f"{parallel} shares the teacher among several devices, but the job has one."
+        remedy = "Set resources.gpus to 2 or more, or set this field to device_map."
+        yield Problem("/teacher/parallel", detail, remedy)
     elif devices > 1 and (config.train is None or "train" not in config.own_kind.needs):
         if parallel == "none":
             yield Problem(

@@ -19,14 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cache.disk import (
-    TEMPORARY_PREFIX,
-    hash_file,
-    make_folder,
-    publish_folder,
-    remove_path,
-    storage_errors,
-)
+from cache import disk
 from kd.config.data import DatasetSpec
 from kd.errors import ConfigError, Problem
 from kd.python.bars import library_bars_hidden
@@ -105,9 +98,9 @@ def keep_model(model: Any, tokenizer: Any, home: Path, role: str) -> Path:
     # The files of a teacher name its caches: what is added for other readers would change that.
     save = type(model).save_pretrained if role == "teacher" else save_model
     models = home / "models"
-    with storage_errors(models):
-        make_folder(models)
-        temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=models))
+    with disk.storage_errors(models):
+        disk.make_folder(models)
+        temporary = Path(tempfile.mkdtemp(prefix=disk.TEMPORARY_PREFIX, dir=models))
         try:
             with library_bars_hidden():
                 save(model, temporary)
@@ -115,14 +108,14 @@ def keep_model(model: Any, tokenizer: Any, home: Path, role: str) -> Path:
             digest = hashlib.sha256()
             for path in sorted(each for each in temporary.rglob("*") if each.is_file()):
                 digest.update(str(path.relative_to(temporary)).encode())
-                digest.update(bytes.fromhex(hash_file(path)))
+                digest.update(bytes.fromhex(disk.hash_file(path)))
             folder = models / digest.hexdigest()[:_DIGITS]
             if folder.is_dir():
                 os.utime(folder)  # the rules of retention count from the last call that saved it
             else:
-                publish_folder(temporary, folder)
+                disk.publish_folder(temporary, folder)
         finally:
-            remove_path(temporary)
+            disk.remove_path(temporary)
     return folder
 
 
@@ -243,9 +236,9 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], home: Path) -> str:
     """Write one JSON object a line below ``home``; return the path, named by the content."""
     folder = home / "data"
     digest = hashlib.sha256()
-    with storage_errors(folder):
-        make_folder(folder)
-        handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
+    with disk.storage_errors(folder):
+        disk.make_folder(folder)
+        handle, name = tempfile.mkstemp(prefix=disk.TEMPORARY_PREFIX, dir=folder)
         try:
             with os.fdopen(handle, "wb") as file:
                 for row in rows:
@@ -258,5 +251,5 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], home: Path) -> str:
             path = folder / f"{digest.hexdigest()[:_DIGITS]}.jsonl"
             Path(name).replace(path)
         finally:
-            remove_path(Path(name))
+            disk.remove_path(Path(name))
     return str(path)

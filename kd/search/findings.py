@@ -130,10 +130,8 @@ def write_search(run_dir: Path, config: JobConfig, report: SearchReport) -> dict
     write_text(run_dir / "report.md", render_search_report(config, report))
     if report.best is None:
         why = next((row.why for row in report.trials if row.why), "All were stopped early.")
-        raise TrainingError(
-            f"None of the {len(report.trials)} trials completed. {why}",
-            f"{run_dir / 'report.md'} lists the outcome of each.",
-        )
+        detail = f"None of the {len(report.trials)} trials completed. {why}"
+        raise TrainingError(detail, f"{run_dir / 'report.md'} lists the outcome of each.")
     write_text(run_dir / "best.yaml", render_best_job(config, report.best))
     return {name: str(run_dir / name) for name in SEARCH_FILES}
 

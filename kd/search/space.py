@@ -114,9 +114,7 @@ Reason = tuple[str, str] | None
 def _check_known(dotted: str) -> Reason:
     sections: list[type[BaseModel]] = [JobConfig]
     for depth, part in enumerate(keys := dotted.split(".")):
-        known = {
-            name: field for section in sections for name, field in section.model_fields.items()
-        }
+        known = {name: field for each in sections for name, field in each.model_fields.items()}
         if part not in known:
             close = difflib.get_close_matches(part.lower(), known, n=1, cutoff=0.5)
             before = ".".join(keys[:depth])

@@ -34,10 +34,8 @@ def run_verify(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -
     write_json(run_dir / "verify.json", result)
     monitor.emit("artifact", name="verify.json", path=str(run_dir / "verify.json"))
     if damage:
-        raise CacheCorrupt(
-            f"{folder} is damaged: {'; '.join(damage[:10])}.",
-            "Delete it and capture it again, or restore a backup.",
-        )
+        detail = f"{folder} is damaged: {'; '.join(damage[:10])}."
+        raise CacheCorrupt(detail, "Delete it and capture it again, or restore a backup.")
     found = {"fingerprint": folder.name, "verified": True}
     monitor.emit("cache", **found)
     return StageResult(found)
@@ -64,10 +62,9 @@ def run_fidelity(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor)
     write_json(run_dir / "fidelity.json", {"fingerprint": folder.name, **asdict(found)})
     monitor.emit("artifact", name="fidelity.json", path=str(run_dir / "fidelity.json"))
     if found.problems:
-        raise FidelityError(
-            f"{folder}: the records differ from the teacher: {'; '.join(found.problems)}.",
-            "Check that the teacher runs in the same precision and with the same versions.",
-        )
+        detail = f"{folder}: the records differ from the teacher: {'; '.join(found.problems)}."
+        remedy = "Check that the teacher runs in the same precision and with the same versions."
+        raise FidelityError(detail, remedy)
     result = {"fingerprint": folder.name, "faithful": True, "noise": found.noise}
     monitor.emit("cache", **result)
     return StageResult(result)

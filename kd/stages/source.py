@@ -21,15 +21,8 @@ from kd.config.jobfile import read_record
 from kd.errors import ConfigError
 from kd.files import find_caches, read_json
 from kd.memory.host import choose_chunk_memory
+from kd.models import tokenizers
 from kd.models.folder import find_source, resolve_model, resolve_source
-from kd.models.tokenizers import (
-    KnownTokenizer,
-    hash_tokenizer,
-    load_source_tokenizer,
-    load_tokenizer,
-    require_same_tokenizer,
-    take_chat_template,
-)
 from kd.models.vocabulary import choose_student_vocabulary
 from kd.progress import Monitor, Notice
 from kd.text.batches import PlainText, Source
@@ -68,7 +61,9 @@ def open_source(
         what = "caches without a mean tail, so that loss.tail_control has no effect"
         remedy = "Capture it again, from a teacher on this machine."
         monitor.note(Notice(what, 1, str(store.folder.name), remedy))
-    require_same_tokenizer(tokenizer, KnownTokenizer.of_cache(store), note=monitor.note)
+    tokenizers.require_same_tokenizer(
+        tokenizer, tokenizers.KnownTokenizer.of_cache(store), note=monitor.note
+    )
     require_served(config.loss, store.codec)
     adopt_chat_template(tokenizer, config, store, monitor)
     return tokenizer, store
@@ -95,7 +90,7 @@ def adopt_chat_template(
         )
         place = config.student.model or "the student's tokenizer"
         monitor.note(Notice(what, 1, f"that of {place}", remedy))
-    take_chat_template(tokenizer, learned)
+    tokenizers.take_chat_template(tokenizer, learned)
 
 
 def find_teacher_tokenizer(config: JobConfig, source: Cache) -> PreTrainedTokenizerBase | None:
@@ -106,8 +101,8 @@ def find_teacher_tokenizer(config: JobConfig, source: Cache) -> PreTrainedTokeni
     found = find_source(teacher, Path())
     if found is None or not (teacher.gguf_file or found.has_tokenizer):
         return None
-    own = load_source_tokenizer(teacher, found.path)
-    return own if hash_tokenizer(own) == source.identity.tokenizer.sha256 else None
+    own = tokenizers.load_source_tokenizer(teacher, found.path)
+    return own if tokenizers.hash_tokenizer(own) == source.identity.tokenizer.sha256 else None
 
 
 def holds_chats(source: Cache, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -139,9 +134,9 @@ def load_student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
     if own is not None:
         # A tokenizer alone needs no weights.
         weights = "*.safetensors" if student.model else None
-        return load_tokenizer(resolve_model(own, student.revision, weights))
+        return tokenizers.load_tokenizer(resolve_model(own, student.revision, weights))
     assert teacher is not None, "JobConfig refuses a fresh student without a tokenizer"
-    return load_source_tokenizer(teacher, resolve_source(teacher, whole=False))
+    return tokenizers.load_source_tokenizer(teacher, resolve_source(teacher, whole=False))
 
 
 def select_cache_inputs(config: JobConfig) -> Json:

@@ -6,9 +6,9 @@ Shapes: B sequences of a batch, L positions of a sequence, N positions with a ta
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,11 @@ from cache.records import Records, Sequences
 from kd.text.corpus import Corpus
 from kd.text.packed_rows import PackedRows
 from kd.text.packing import compute_position_ids, needs_isolation
+from kd.text.steps.pinned import beside_work, copy_from_pieces, copy_to_pieces
 from kd.text.stored.shard_files import count_shard_sequences
+
+#: Bytes from which a column of two axes is wide.
+WIDE_BYTES = 2**20
 
 
 class Source(Protocol):
@@ -88,6 +92,11 @@ class PlainText:
     """A source without a teacher: the packed text itself."""
 
     corpus: Corpus
+    #: Plain text has no records.
+    codec: ClassVar[None] = None
+    #: Tokens are few bytes. The system keeps the pages of the token store as it has memory.
+    sequence_bytes: ClassVar[int] = 0
+    disk_reads: ClassVar[None] = None
 
     @property
     def train_count(self) -> int:
@@ -104,25 +113,10 @@ class PlainText:
         """The sequences of a shard of the token store, or all training sequences if fewer."""
         return max(min(self.train_count, count_shard_sequences(self.corpus.train.length)), 1)
 
-    @property
-    def sequence_bytes(self) -> int:
-        """0: the system keeps the pages of the token store, as far as it has memory."""
-        return 0
-
     @functools.cached_property
     def fingerprint(self) -> str:
         """A name for the content: a hash of it, for which the whole text is read once."""
         return self.corpus.compute_sha256()
-
-    @property
-    def codec(self) -> None:
-        """Plain text has no records."""
-        return None
-
-    @property
-    def disk_reads(self) -> None:
-        """Tokens are few bytes, which the system keeps in memory."""
-        return None
 
     def teacher_head(self) -> dict[str, NDArray[Any]]:
         """Raise ``LookupError``, because plain text has no teacher."""
@@ -143,19 +137,32 @@ class Batch:
     """The input of one forward pass.
 
     ``rows_N``: the flat places (b * L + l) of the positions with a target. ``gold_N``: the ids of
-    their targets. ``packed``: None if every row is one document without padding. ``teacher``: the
-    columns of the N records as they are stored (``kd.loss.targets`` decodes them); None without a
-    teacher.
+    their targets. ``packed``: None if every row is one document without padding. ``columns``: those
+    of the N records, read as ``teacher``. In pinned memory the bytes of wide ones are cut into
+    ``pieces``, and the columns are on the device meta. ``arrived``: when a GPU has got them.
     """
 
     tokens_BL: Tensor
     packed: PackedRows | None
     rows_N: Tensor
     gold_N: Tensor
-    teacher: dict[str, Tensor] | None
+    columns: dict[str, Tensor] | None
+    pieces: Mapping[str, list[Tensor]] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
 
     def __len__(self) -> int:
         return self.gold_N.shape[0]
+
+    @property
+    def teacher(self) -> dict[str, Tensor] | None:
+        """The columns of the N records as they are stored; None without a teacher.
+
+        ``kd.loss.targets`` decodes them. A GPU does nothing more before they have arrived. Of a
+        batch in pinned memory wide ones cannot be read.
+        """
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.gold_N.device).wait_event(self.arrived)
+        return self.columns
 
     @property
     def positions_BL(self) -> Tensor | None:
@@ -169,13 +176,31 @@ class Batch:
 
     def drop_records(self) -> Batch:
         """Return the batch without records, for a rank that computes no loss."""
-        return replace(self, teacher=None)
+        return replace(self, columns=None, pieces={})
 
     def to(self, device: torch.device) -> Batch:
-        """Copy the batch to ``device``, without waiting if it is pinned; on the CPU return it."""
+        """Copy the batch to ``device``, without waiting if it is pinned; on the CPU return it.
+
+        Wide columns of pinned memory come while the device computes: only the loss needs them.
+        """
         if device.type == "cpu":
             return self
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+        def bring(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return torch.empty_like(tensor, device=device)
+            return tensor.to(device, non_blocking=True)
+
+        moved = self._map(bring)
+        if not self.pieces:
+            return moved
+        columns = moved.columns or {}
+        with beside_work(device, "records") as stream:
+            for name, pieces in self.pieces.items():
+                copy_from_pieces(pieces, columns[name])
+                # A pass that breaks off gives the memory back while the bytes still come.
+                columns[name].record_stream(stream)
+            return replace(moved, pieces={}, arrived=stream.record_event())
 
     @property
     def is_pinned(self) -> bool:
@@ -183,18 +208,31 @@ class Batch:
         return self.tokens_BL.is_pinned()
 
     def pin(self) -> Batch:
-        """Copy the batch to pinned memory, from which a GPU copies while the CPU goes on."""
-        return self._map(Tensor.pin_memory)
+        """Copy the batch to pinned memory, from which a GPU copies while the CPU goes on.
+
+        Those of whole distributions take gigabytes. The host reads columns of one axis.
+        """
+        columns = self.columns or {}
+        wide = {name: each.contiguous() for name, each in columns.items() if _is_wide(each)}
+        pieces = {name: copy_to_pieces(each) for name, each in wide.items()}
+        hollow = {name: torch.empty_like(each, device="meta") for name, each in wide.items()}
+        batch = replace(self, columns=self.columns and columns | hollow, pieces=pieces)
+        return batch._map(lambda tensor: tensor if tensor.is_meta else tensor.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        teacher = self.teacher
-        return Batch(
+        columns = self.columns
+        return replace(
+            self,
             tokens_BL=change(self.tokens_BL),
             packed=None if self.packed is None else self.packed.map(change),
             rows_N=change(self.rows_N),
             gold_N=change(self.gold_N),
-            teacher=teacher and {name: change(column) for name, column in teacher.items()},
+            columns=columns and {name: change(column) for name, column in columns.items()},
         )
+
+
+def _is_wide(column: Tensor) -> bool:
+    return column.ndim > 1 and column.nbytes >= WIDE_BYTES
 
 
 def make_batch(sequences: Sequences, records: Records | None) -> Batch:
@@ -211,7 +249,7 @@ def make_batch(sequences: Sequences, records: Records | None) -> Batch:
         packed=find_packed_rows(torch.from_numpy(positions), target),
         rows_N=torch.from_numpy(rows),
         gold_N=torch.from_numpy(gold),
-        teacher={name: torch.from_numpy(column) for name, column in columns.items()} or None,
+        columns={name: torch.from_numpy(column) for name, column in columns.items()} or None,
     )
 
 

@@ -115,9 +115,8 @@ def encode_completion(
     unread = name_columns(pair.unread_columns)
     _note_row(unread, [pair.prompt, pair.completion], found, tokenizer, notes)
     if not pair.completion.strip():
-        raise DataError(
-            f"{found.where}: 'completion' is empty: there is nothing to learn.", "Remove the row."
-        )
+        detail = f"{found.where}: 'completion' is empty: there is nothing to learn."
+        raise DataError(detail, "Remove the row.")
     text = pair.prompt + pair.completion
     spans = None if whole else [[(len(pair.prompt), len(text))]]
     ((ids, trained),) = _tokenize([text], spans, tokenizer, special=True)

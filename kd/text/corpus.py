@@ -123,10 +123,9 @@ def _split(
         # From the end, so that neighbours in a text are on the same side of the split.
         split = count_held_out(count, config.held_out_fraction)
         if split >= count:
-            raise DataError(
-                f"data.train gives {count} sequence(s), too few to hold {split} out.",
-                "Add text, lower data.sequence_length, or set data.validation_fraction to 0.",
-            )
+            detail = f"data.train gives {count} sequence(s), too few to hold {split} out."
+            remedy = "Add text, lower data.sequence_length, or set data.validation_fraction to 0."
+            raise DataError(detail, remedy)
         count -= split
         held_out = part(whole, count, len(whole))
     if config.max_train_samples is not None:

@@ -63,10 +63,7 @@ _WORDS = frozenset(
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+",
         *(
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]" + many + suffix
-            for many in (
-                r"*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-                r"+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-            )
+            for many in (r"*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+", r"+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*")
             for suffix in ("", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?")
         ),
         r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+",

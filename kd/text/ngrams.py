@@ -76,8 +76,7 @@ class NGrams:
     def score_unigram(self, sequences: Sequences) -> NDArray[np.float64]:
         """Compute the unigram's loss on each target of ``sequences`` in nats, (N,)."""
         _, gold_N = _find_pairs(sequences)
-        losses_N: NDArray[np.float64] = -np.log(self.probability_V[gold_N])
-        return losses_N
+        return -np.log(self.probability_V[gold_N])
 
     def score_bigram(self, sequences: Sequences) -> NDArray[np.float64]:
         """Compute the bigram's loss on each target of ``sequences`` in nats, (N,)."""
@@ -89,8 +88,7 @@ class NGrams:
         place_N = np.minimum(np.searchsorted(self.pairs_P, pair_N), len(self.pairs_P) - 1)
         counts_N = np.where(self.pairs_P[place_N] == pair_N, self.count_P[place_N], 0)
         seen_N = counts_N + weight_N * self.probability_V[gold_N]
-        losses_N: NDArray[np.float64] = -np.log(seen_N / (self.follows_V[before_N] + weight_N))
-        return losses_N
+        return -np.log(seen_N / (self.follows_V[before_N] + weight_N))
 
     def measure_held_out(self, source: Source) -> tuple[float, float] | None:
         """Compute the mean losses of unigram and bigram on the held-out text, in nats."""

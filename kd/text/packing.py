@@ -43,13 +43,12 @@ class Document:
 
     def split(self, place: int) -> tuple[Document, Document]:
         """Return the document up to token ``place``, and the rest of it."""
-        first, rest = (
-            replace(
-                self, ids=self.ids[i], trained=None if self.trained is None else self.trained[i]
-            )
-            for i in (slice(place), slice(place, None))
-        )
-        return first, replace(rest, place=self.place.advance(place))
+
+        def cut(part: slice, begin: TextPlace) -> Document:
+            trained = None if self.trained is None else self.trained[part]
+            return replace(self, ids=self.ids[part], trained=trained, place=begin)
+
+        return cut(slice(place), self.place), cut(slice(place, None), self.place.advance(place))
 
     @property
     def end(self) -> TextPlace:
@@ -98,9 +97,8 @@ def pack_in_blocks(
         if number == 0 and not resumed:  # this block is full, or it is all the text there is
             tokens = sum(map(len, part))
             if tokens == 0:
-                raise DataError(
-                    f"data.{field} holds no text.", "Check the files and data.text_column."
-                )
+                detail = f"data.{field} holds no text."
+                raise DataError(detail, "Check the files and data.text_column.")
             if config.packing and tokens < config.sequence_length:
                 raise refuse_short(field, tokens, config.sequence_length)
         sequences = _pack_block(part, config, pad_id)
@@ -170,7 +168,8 @@ def _split_into_blocks(
 
 def _pack_block(documents: list[Document], config: DataConfig, pad_id: int) -> Sequences:
     tokens = _lay_out([each.ids for each in documents], config, _PAD)
-    start = _lay_out([_mark_first(each) for each in documents], config)
+    # True at the first token of each text, and nowhere in what continues one.
+    start = _lay_out([np.arange(len(each)) < each.begins for each in documents], config)
     real = tokens != _PAD
     target = np.zeros_like(start)
     start[:, 1:] |= real[:, :-1] & ~real[:, 1:]  # padding is a document of its own
@@ -190,12 +189,6 @@ def _lay_out(
     return whole.reshape(-1, config.sequence_length)
 
 
-def _mark_first(document: Document) -> np.ndarray:
-    start = np.zeros(len(document), bool)
-    start[0] = document.begins
-    return start
-
-
 def _pad_to_multiple(array: np.ndarray, length: int, fill: np.uint32 | bool) -> np.ndarray:
     """Add ``fill`` to ``array`` up to a multiple of ``length``."""
     return np.concatenate([array, np.full(-len(array) % length, fill, array.dtype)])
@@ -203,10 +196,8 @@ def _pad_to_multiple(array: np.ndarray, length: int, fill: np.uint32 | bool) -> 
 
 def refuse_short(field: str, tokens: int, length: int) -> DataError:
     """Return the error for a text of fewer tokens than a sequence."""
-    return DataError(
-        f"data.{field} holds {tokens} tokens, fewer than one sequence of {length}.",
-        "Add text or lower data.sequence_length.",
-    )
+    detail = f"data.{field} holds {tokens} tokens, fewer than one sequence of {length}."
+    return DataError(detail, "Add text or lower data.sequence_length.")
 
 
 def compute_position_ids(document_start: np.ndarray) -> np.ndarray:
@@ -221,8 +212,7 @@ def needs_isolation(positions: np.ndarray, target_mask: np.ndarray) -> np.ndarra
     That is so if a target has another document before it in the row. ``positions`` (S, L) are those
     of ``compute_position_ids``. A last document without a target, such as padding, does not count.
     """
-    needs: np.ndarray = ((positions != np.arange(positions.shape[1])) & target_mask).any(axis=1)
-    return needs
+    return ((positions != np.arange(positions.shape[1])) & target_mask).any(axis=1)
 
 
 def measure_text_lengths(sequences: Sequences) -> np.ndarray:

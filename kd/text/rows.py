@@ -89,14 +89,11 @@ class TextRow:
         """Return what the row has in ``column``; raises ``RowWithoutText`` if it is nothing."""
         if column not in self.cells:
             known = ", ".join(sorted(self.cells))
-            raise RowWithoutText(
-                f"{self.place} has no {column!r}; its columns: {known}.", self.suggest_format()
-            )
+            detail = f"{self.place} has no {column!r}; its columns: {known}."
+            raise RowWithoutText(detail, self.suggest_format())
         if self.cells[column] is None:
-            raise RowWithoutText(
-                f"{self.place}: {column!r} is null.",
-                f"Give it a value, or remove the row. {self.suggest_format()}",
-            )
+            remedy = f"Give it a value, or remove the row. {self.suggest_format()}"
+            raise RowWithoutText(f"{self.place}: {column!r} is null.", remedy)
         return self.cells[column]
 
     def read_text(self, column: str) -> str:
@@ -133,10 +130,8 @@ class TextRow:
     def refuse_type(self, what: str, value: Any, expected: str) -> DataError:
         """Return the error for a value that is not ``expected``, such as a text or a list."""
         found = _TYPES.get(type(value), f"of type {type(value).__name__}")
-        return DataError(
-            f"{self.place}: {what} must be {expected}, but is {found}.",
-            f"Convert it. {self.suggest_format()}",
-        )
+        detail = f"{self.place}: {what} must be {expected}, but is {found}."
+        return DataError(detail, f"Convert it. {self.suggest_format()}")
 
     def suggest_format(self) -> str:
         """Return the remedy for a row that is not of its format: the one that its columns show."""
@@ -177,10 +172,8 @@ def read_cell(cells: Any, place: str, config: DataConfig) -> str | Chat | Comple
 def require_object(cells: Any, place: str) -> Row:
     """Return the cells of a row; raise ``DataError`` if it is no object."""
     if not isinstance(cells, dict):
-        raise DataError(
-            f"{place} is not a JSON object: {str(cells)[:40]}.",
-            "Give one object with named columns per row.",
-        )
+        detail = f"{place} is not a JSON object: {str(cells)[:40]}."
+        raise DataError(detail, "Give one object with named columns per row.")
     return cells
 
 
@@ -273,10 +266,8 @@ def _read_turn(row: TextRow, turn: Any, what: str) -> Message:
         raise row.refuse_type(what, turn, "an object with keys")
     name = row.require_text(turn.get("from"), f"'from' in {what}")
     if name not in SHAREGPT_ROLES:
-        raise DataError(
-            f"{row.place}: {what} is from {name!r}, which is not known.",
-            f"Use one of {', '.join(SHAREGPT_ROLES)}.",
-        )
+        detail = f"{row.place}: {what} is from {name!r}, which is not known."
+        raise DataError(detail, f"Use one of {', '.join(SHAREGPT_ROLES)}.")
     value = turn.get("value")
     said = {"tool_calls": value} if name in _CALLS else {"content": value}
     rest = {key: each for key, each in turn.items() if key not in ("from", "value")}
@@ -298,10 +289,8 @@ def _read_message(row: TextRow, message: Any, what: str, content: str = "content
     # Chat templates ask whether a message has a key, such as tool_calls, and do not expect null.
     kept = {key: each for key, each in message.items() if key == "content" or not _is_empty(each)}
     for key in kept.keys() & _TELLING - {*_WEIGHTS}:
-        raise DataError(
-            f"{row.place}: {what} has {key!r}, which changes what is learned and is not read.",
-            "Write it into the content or as weight 0 or 1, or remove it.",
-        )
+        detail = f"{row.place}: {what} has {key!r}, which changes what is learned and is not read."
+        raise DataError(detail, "Write it into the content or as weight 0 or 1, or remove it.")
     weight = _read_weight(row, {key: kept.pop(key) for key in _WEIGHTS if key in kept}, role, what)
     calls = kept.pop("function_call", None) or kept.get("tool_calls")
     if calls:
@@ -316,10 +305,9 @@ def _read_weight(row: TextRow, said: Message, role: str, what: str) -> dict[str,
     """Return the weight of a message: 0 = it is not learned, nothing = it is."""
     for key, value in said.items():
         if value not in (0, 1):
-            raise DataError(
-                f"{row.place}: {key!r} in {what} is {value!r}, but must be 0 or 1.",
-                "0 = the message is not learned. Leave it out to learn the message.",
-            )
+            detail = f"{row.place}: {key!r} in {what} is {value!r}, but must be 0 or 1."
+            remedy = "0 = the message is not learned. Leave it out to learn the message."
+            raise DataError(detail, remedy)
         if value and key != "weight" and role != "assistant":
             raise DataError(
                 f"{row.place}: {key!r} in {what} is {value!r}, but only messages of the assistant "
@@ -345,8 +333,6 @@ def _read_part(row: TextRow, part: Any, what: str) -> str:
         raise row.refuse_type(what, part, "an object with keys")
     kind = part.get("type") or "text"
     if kind != "text":
-        raise DataError(
-            f"{row.place}: {what} is of type {kind!r}: only text can be read.",
-            "Remove the part or the row.",
-        )
+        detail = f"{row.place}: {what} is of type {kind!r}: only text can be read."
+        raise DataError(detail, "Remove the part or the row.")
     return row.require_text(part.get("text"), f"'text' in {what}")

@@ -131,10 +131,8 @@ def open_dataset(spec: DatasetSpec, streaming: bool) -> Iterable[Row]:
     is_local = not HUB_ID.match(spec.path) or (len(folder.parts) > 1 and folder.parent.is_dir())
     # A plain name may be that of a builder or of a dataset of the hub.
     if is_local and "://" not in spec.path and not folder.exists():
-        raise DataError(
-            f"dataset {spec.path!r}: there is no folder {str(folder.absolute())!r}.",
-            "Check the path, and the folder from which it starts.",
-        )
+        detail = f"dataset {spec.path!r}: there is no folder {str(folder.absolute())!r}."
+        raise DataError(detail, "Check the path, and the folder from which it starts.")
     try:
         return _open_rows(spec, streaming)
     except DataError:
@@ -195,10 +193,9 @@ def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[Row]:
 
     folder = Path(spec.path)
     if is_saved_dataset(folder):
-        saved: Iterable[Row] = open_saved_dataset(spec)
-        return saved
+        return open_saved_dataset(spec)
     copies = Path(config.HF_DATASETS_CACHE)
-    rows: Iterable[Row] = load_dataset(
+    return load_dataset(
         spec.path,
         spec.name,
         split=spec.split,
@@ -206,7 +203,6 @@ def _load_rows(spec: DatasetSpec, streaming: bool) -> Iterable[Row]:
         streaming=streaming,
         cache_dir=str(copies / "folders" / name_copy(folder) if folder.is_dir() else copies),
     )
-    return rows
 
 
 def name_copy(folder: Path) -> str:

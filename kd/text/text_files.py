@@ -225,10 +225,8 @@ def choose_format(path: Path, config: DataConfig) -> str:
     try:
         return SUFFIXES[find_suffix(path)]
     except KeyError:
-        raise DataError(
-            f"{path}: cannot tell the format from the suffix {find_suffix(path)!r}.",
-            f"Use one of {', '.join(SUFFIXES)}, or set data.format.",
-        ) from None
+        detail = f"{path}: cannot tell the format from the suffix {find_suffix(path)!r}."
+        raise DataError(detail, f"Use one of {', '.join(SUFFIXES)}, or set data.format.") from None
 
 
 # ---------------------------------------------------------------------- which are read
@@ -365,7 +363,6 @@ def _require_target(path: Path, is_file: bool) -> bool:
     wanted = find_suffix(path) in ("", *SUFFIXES) and not _is_hidden(path.name)
     if wanted and not is_file and path.is_symlink() and not path.exists():
         target = str(path.readlink())
-        raise DataError(
-            f"{path} is a link to {target!r}, where nothing is.", "Correct or remove the link."
-        )
+        detail = f"{path} is a link to {target!r}, where nothing is."
+        raise DataError(detail, "Correct or remove the link.")
     return is_file

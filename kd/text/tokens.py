@@ -81,10 +81,9 @@ class DocumentEncoder:
             raise
         # A chat template may raise anything; half a surrogate pair raises TypeError.
         except Exception as error:
-            raise DataError(
-                f"{found.where} cannot be tokenized: {type(error).__name__}: {error}",
-                "Correct or remove it; messages need a tokenizer with a chat template.",
-            ) from error
+            detail = f"{found.where} cannot be tokenized: {type(error).__name__}: {error}"
+            remedy = "Correct or remove it; messages need a tokenizer with a chat template."
+            raise DataError(detail, remedy) from error
 
     def _encode_together(self, group: list[FoundDocument]) -> Sequence[Known]:
         """Tokenize a group in the threads of the library; None for a document read by itself."""

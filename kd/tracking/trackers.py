@@ -55,9 +55,7 @@ class Trackers:
 
     def log(self, step: int, values: Json) -> None:
         """Send the numbers among ``values``."""
-        numbers = {
-            key: float(value) for key, value in values.items() if isinstance(value, int | float)
-        }
+        numbers = {key: float(x) for key, x in values.items() if isinstance(x, int | float)}
         numbers.pop("step", None)
         for name, tracker in list(self._trackers.items()):
             try:

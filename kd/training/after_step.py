@@ -47,9 +47,8 @@ def after_step(run: Run, step: Step) -> bool:
     # A run whose last step is taken is not interrupted: it finishes.
     if stopping and not run.is_over:
         done = run.progress.step
-        raise make_interruption(
-            f"at step {done} of {run.steps} of the training; step {done + 1} is the next"
-        )
+        where = f"at step {done} of {run.steps} of the training; step {done + 1} is the next"
+        raise make_interruption(where)
     return exhausted
 
 

@@ -53,11 +53,8 @@ class Calibration:
         return cls(*torch.tensor(sums, dtype=torch.float64))
 
     def __add__(self, other: Calibration) -> Calibration:
-        return Calibration(
-            self.count_I + other.count_I,
-            self.confidence_I + other.confidence_I,
-            self.right_I + other.right_I,
-        )
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Calibration(*(own + others for own, others in pairs))
 
     @property
     def error(self) -> float | None:
@@ -68,9 +65,7 @@ class Calibration:
     def curve(self) -> list[dict[str, float]]:
         """The reliability diagram: share, confidence and accuracy of each bin that is not empty."""
         total = float(self.count_I.sum())
-        rows = zip(
-            self.count_I.tolist(), self.confidence_I.tolist(), self.right_I.tolist(), strict=True
-        )
+        rows = zip(*self.to_json(), strict=True)
         return [
             {"share": count / total, "confidence": confidence / count, "accuracy": right / count}
             for count, confidence, right in rows

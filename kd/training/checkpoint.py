@@ -86,21 +86,17 @@ def _write_checkpoint(
         if not state.group.leads:
             return
         write_tensors(partial / FILES[3], random)
+        schedule = state.scheduler.state_dict()
+        files = sorted(partial.glob("[!.]*.safetensors"))
         content = {
             "format": FORMAT,
             "identity": identity,
             "progress": replace_nonfinite(asdict(state.progress)),
             "optimizer": numbers,
             "groups": [select_group_numbers(group) for group in state.optimizer.param_groups],
-            "scheduler": {
-                key: value
-                for key, value in state.scheduler.state_dict().items()
-                if key != "lr_lambdas"
-            },
+            "scheduler": {key: schedule[key] for key in schedule if key != "lr_lambdas"},
             "scaler": state.scaler.state_dict(),
-            "sha256": {
-                path.name: hash_file(path) for path in sorted(partial.glob("[!.]*.safetensors"))
-            },
+            "sha256": {path.name: hash_file(path) for path in files},
         }
         write_file(partial / STATE, sign_json(content))
 
@@ -149,10 +145,8 @@ def roll_back(folder: Path, state: TrainState, identity: str) -> Path:
     paths = list_checkpoints(folder)
     state.group.wait()
     if len(problems) == len(paths):
-        raise TrainingError(
-            f"{folder} holds no whole checkpoint to go back to.",
-            "Lower train.save_steps or train.learning_rate.",
-        )
+        detail = f"{folder} holds no whole checkpoint to go back to."
+        raise TrainingError(detail, "Lower train.save_steps or train.learning_rate.")
     kept = len(paths) - len(problems)
     for path in paths[kept:] if state.group.leads else []:
         remove_path(path)
@@ -221,8 +215,6 @@ def _load_verified_state(path: Path) -> SavedState:
     saved = SavedState.from_json(read_state(path))
     for name, digest in saved.sha256.items():
         if hash_file(path / name) != digest:
-            raise CacheCorrupt(
-                f"{name} differs from what was saved.",
-                "Delete the checkpoint: an older one is taken.",
-            )
+            detail = f"{name} differs from what was saved."
+            raise CacheCorrupt(detail, "Delete the checkpoint: an older one is taken.")
     return saved

@@ -85,10 +85,8 @@ def _require_compiler(device: torch.device) -> None:
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         missing.append("the package triton")
     if missing:
-        raise TrainingError(
-            f"train.compile needs {' and '.join(missing)}, which cannot be found.",
-            "Install it, or set train.compile to none.",
-        )
+        detail = f"train.compile needs {' and '.join(missing)}, which cannot be found."
+        raise TrainingError(detail, "Install it, or set train.compile to none.")
 
 
 def _read_counts() -> tuple[int, dict[str, int]]:

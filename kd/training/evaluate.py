@@ -48,11 +48,6 @@ def choose_evaluation_temperature(loss: LossConfig) -> float:
     return loss.temperature
 
 
-def call_directly(work: Callable[[Batch], BatchScore], batch: Batch) -> BatchScore:
-    """Return ``work(batch)``."""
-    return work(batch)
-
-
 @torch.no_grad()
 def evaluate_student(
     student: PreTrainedModel,
@@ -64,7 +59,7 @@ def evaluate_student(
     device: torch.device,
     temperature: float = 1.0,
     group: Group = ALONE,
-    call: Callable[..., BatchScore | None] = call_directly,
+    call: Callable[..., BatchScore | None] = lambda work, batch: work(batch),
 ) -> Evaluation:
     """Compute means over the held-out targets, in nats; empty where nothing is held out.
 

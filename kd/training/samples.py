@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cache.records import Sequences
@@ -135,8 +134,16 @@ def continue_prompts(
             eos_token_id=ends or None,
             pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         )
-        written_PL = _generate(model, ids_PL, rules)[:, length:]
-        for place, row in zip(places, written_PL.tolist(), strict=True):
+        # The library would take from the model's own rules whatever these omit.
+        generate: Any = model.generate  # nn.Module's own __getattr__ types it as a Tensor
+        own = model.generation_config
+        model.generation_config = rules
+        try:
+            mask_PL = torch.ones_like(ids_PL)
+            written_PL = generate(ids_PL, attention_mask=mask_PL, generation_config=rules)
+        finally:
+            model.generation_config = own
+        for place, row in zip(places, written_PL[:, length:].tolist(), strict=True):
             found[place] = _read_row(row, tokenizer, ends)
     return [found[place] for place in range(len(prompts))]
 
@@ -154,23 +161,6 @@ def _read_row(row: list[int], tokenizer: PreTrainedTokenizerBase, ends: list[int
         else:
             text += str(tokenizer.decode(list(run)))
     return Continuation(text, len(kept))
-
-
-def _generate(model: PreTrainedModel, ids_PL: Tensor, rules: GenerationConfig) -> Tensor:
-    """Generate by ``rules`` alone.
-
-    The model's own rules are set aside: the library would take from them whatever ``rules`` omit.
-    """
-    generate: Any = model.generate  # nn.Module's own __getattr__ types it as a Tensor
-    own = model.generation_config
-    model.generation_config = rules
-    try:
-        written_PL: Tensor = generate(
-            ids_PL, attention_mask=torch.ones_like(ids_PL), generation_config=rules
-        )
-    finally:
-        model.generation_config = own
-    return written_PL
 
 
 # ---------------------------------------------------------------------- during training

@@ -54,9 +54,8 @@ def skip_batch(run: Run, step: Step) -> None:
         # The search looks at single modules, whose weights no rank has.
         where = "With train.strategy fsdp the place of the fault is not searched."
     else:
-        batches = [batch for _, batch in faulty] or [
-            batch.to(run.device) for batch in step.micro_batches
-        ]
+        own = [batch for _, batch in faulty]
+        batches = own or [batch.to(run.device) for batch in step.micro_batches]
         compute_loss = partial(compute_mean_loss, run, step)
         where = locate_nonfinite(run.student, batches, run.loss.precision, compute_loss)
     numbers = sorted({number for number, _ in faulty})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from itertools import takewhile
 
@@ -12,14 +12,10 @@ from services.process.lasting_loops import repeat_in_thread
 from services.settings import Settings
 from services.store.audit import AuditLog
 from services.store.jobs.store import JobStore
-from services.store.retention.collector import AgeLimits, find_items, look, remove_items
+from services.store.retention.collector import find_items, look, read_ages, remove_items
 
 #: Time between two looks at the clock.
 INTERVAL_SECONDS = 60.0
-#: The actor of the nightly pass in the audit log.
-ACTOR = "retention"
-#: Time for which a pass of one day keeps others from beginning.
-PASS_SECONDS = 2 * 86400
 
 log = logging.getLogger("potstill.retention")
 
@@ -41,17 +37,18 @@ class NightlyRetention:
 
         ``now`` is the time of Redis, unless a test gives another. Raises ``RedisError``.
         """
-        limits = AgeLimits.of(self._settings)
-        if not limits.ages:
+        ages = read_ages(self._settings)
+        if not ages:
             return
         now = now or self._store.read_clock()
         today = f"kd:retention:{now.date()}"
         if now.hour != self._settings.retain_hour:
             return
-        if self._store.redis.set(today, "1", nx=True, ex=PASS_SECONDS):
-            scene = look(self._settings, self._store, limits)
+        # For longer than the day, so that no other process begins a pass of it.
+        if self._store.redis.set(today, "1", nx=True, ex=timedelta(days=2)):
+            scene = look(self._settings, self._store, ages)
             items = takewhile(lambda _: not self._stopping.is_set(), find_items(scene))
-            audit = partial(AuditLog(self._settings).record, ACTOR)
+            audit = partial(AuditLog(self._settings).record, "retention")
             gone, kept = remove_items(items, scene, audit)
             total = sum(item.bytes for item in gone)
             log.info("retention: %d removed, %d bytes; %d are needed", len(gone), total, len(kept))

@@ -112,10 +112,8 @@ def _parse_host_entry(name: str) -> httpx.URL:
         or not Hosts((entry,)).allows(entry)
         or entry.raw_path != b"/"
     ):
-        raise _make_config_error(
-            f"KD_WEBHOOK_HOSTS: {name!r} is not a receiver.",
-            "Write example.org, or http://example.org:8080.",
-        )
+        remedy = "Write example.org, or http://example.org:8080."
+        raise _make_config_error(f"KD_WEBHOOK_HOSTS: {name!r} is not a receiver.", remedy)
     return entry
 
 
@@ -219,14 +217,11 @@ def read_signer(file: Path | None) -> Signer:
         text = file.read_text(encoding="ascii")
         mode = file.stat().st_mode
     except (OSError, UnicodeError) as error:
-        raise _make_config_error(
-            f"KD_WEBHOOK_SECRET_FILE {file} cannot be read: {type(error).__name__}.", _MAKE_ONE
-        ) from None
+        detail = f"KD_WEBHOOK_SECRET_FILE {file} cannot be read: {type(error).__name__}."
+        raise _make_config_error(detail, _MAKE_ONE) from None
     if mode & 0o077:
-        raise _make_config_error(
-            f"KD_WEBHOOK_SECRET_FILE {file} has mode {mode & 0o777:o}: others may use it.",
-            f"chmod 600 {file}",
-        )
+        detail = f"KD_WEBHOOK_SECRET_FILE {file} has mode {mode & 0o777:o}: others may use it."
+        raise _make_config_error(detail, f"chmod 600 {file}")
     secrets = list[bytes]()
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if not line or line.startswith("#"):
@@ -330,10 +325,8 @@ class Webhooks:
         Raises ``PotstillError`` if host or address is not allowed. Reads no body.
         """
         if not self._hosts.allows(url):
-            raise _make_config_error(
-                f"{_decode_host(url)} is no longer allowed.",
-                "KD_WEBHOOK_HOSTS lists the receivers.",
-            )
+            remedy = "KD_WEBHOOK_HOSTS lists the receivers."
+            raise _make_config_error(f"{_decode_host(url)} is no longer allowed.", remedy)
         address = await self._run_in_thread(
             resolve_public_address, _decode_host(url), self._hosts.names
         )

@@ -228,10 +228,9 @@ def _make_provider(endpoint: str, part: str) -> TracerProvider:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise TelemetryError(
-            f"KD_OTLP_ENDPOINT is set, but {error.name} is not installed.",
-            "`pip install 'potstill[otel]'`, or unset KD_OTLP_ENDPOINT.",
-        ) from None
+        detail = f"KD_OTLP_ENDPOINT is set, but {error.name} is not installed."
+        remedy = "`pip install 'potstill[otel]'`, or unset KD_OTLP_ENDPOINT."
+        raise TelemetryError(detail, remedy) from None
     origin: dict[str, str | int] = {
         "service.name": f"potstill-{part}",
         "service.version": read_version(),

@@ -31,18 +31,7 @@ from typing import TYPE_CHECKING, cast
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from cache.disk import (
-    TEMPORARY_PREFIX,
-    hash_file,
-    list_file_sizes,
-    make_folder,
-    remove_path,
-    storage_errors,
-    sum_file_sizes,
-    sync_path,
-    walk_files,
-    write_file,
-)
+from cache import disk
 from cache.errors import PotstillError, StorageError
 from cache.json_object import Json
 from cache.remote.address import PLACE_FILE
@@ -136,9 +125,8 @@ class Backup:
             files = {name: BackupFile(**file) for name, file in found.pop("files").items()}
             return cls(**found, files=files)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BackupError(
-                f"{folder} is not a backup: {INDEX}: {error}.", "Name a folder of `kd backup`."
-            ) from None
+            remedy = "Name a folder of `kd backup`."
+            raise BackupError(f"{folder} is not a backup: {INDEX}: {error}.", remedy) from None
 
 
 @dataclass(frozen=True)
@@ -203,31 +191,29 @@ def make_backup(
 ) -> Backup:
     """Write a backup to ``folder``. After an error there is no such folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BackupError(
-            f"{folder} exists and is not empty.", "Name a folder that does not exist yet."
-        )
+        remedy = "Name a folder that does not exist yet."
+        raise BackupError(f"{folder} exists and is not empty.", remedy)
     places = locate_trees(settings)
     for name, place in {"KD_HOME": settings.home, "KD_STORE": places["caches"]}.items():
         if folder.is_relative_to(place):
-            raise BackupError(
-                f"{folder} is in {name}, and would be lost with it.", "Name another folder."
-            )
+            remedy = "Name another folder."
+            raise BackupError(f"{folder} is in {name}, and would be lost with it.", remedy)
     parts = [part for place in places.values() for part in list_parts(place)]
-    needed = SPARE_BYTES + sum(sum_file_sizes(part) for part in parts)
+    needed = SPARE_BYTES + sum(disk.sum_file_sizes(part) for part in parts)
     free = measure_free_bytes(folder)
     if free < needed:
         detail = f"{folder.parent}: a backup needs {needed} bytes, and {free} are free."
         raise StorageError(detail, "Free space there, or name a folder on another disk.")
-    temporary = folder.with_name(TEMPORARY_PREFIX + folder.name)
-    with storage_errors(folder.parent):
-        make_folder(folder.parent)
-        remove_path(temporary)
+    temporary = folder.with_name(disk.TEMPORARY_PREFIX + folder.name)
+    with disk.storage_errors(folder.parent):
+        disk.make_folder(folder.parent)
+        disk.remove_path(temporary)
         temporary.mkdir(mode=0o700)
         try:
             made = _fill(temporary, settings, client, pause_seconds)
             _publish(temporary, folder)
         finally:
-            remove_path(temporary)
+            disk.remove_path(temporary)
     return made
 
 
@@ -235,7 +221,7 @@ def _fill(folder: Path, settings: Settings, client: Redis, pause_seconds: float)
     rows = read_store(client, pause_seconds)
     with (folder / STORE).open("w", encoding="ascii") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
-    files = {STORE: BackupFile((folder / STORE).stat().st_size, hash_file(folder / STORE))}
+    files = {STORE: BackupFile((folder / STORE).stat().st_size, disk.hash_file(folder / STORE))}
     keys = settings.api_keys_file
     if keys is not None and keys.exists():
         files[KEYS] = copy_file(keys, folder / KEYS)
@@ -245,16 +231,11 @@ def _fill(folder: Path, settings: Settings, client: Redis, pause_seconds: float)
         found = copy_folder(place, folder / tree, links, leads=True)
         files |= {f"{tree}/{name}": file for name, file in found.items()}
     lacking = Lacking(_find_needed(settings, client), dict(sorted(links.items())))
-    write_file(folder / LACKING, (json.dumps(asdict(lacking), indent=1) + "\n").encode())
-    files[LACKING] = BackupFile((folder / LACKING).stat().st_size, hash_file(folder / LACKING))
-    made = Backup(
-        read_version(),
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        str(settings.home),
-        len(rows),
-        files,
-    )
-    write_file(folder / INDEX, (json.dumps(made.to_json(), indent=1) + "\n").encode())
+    disk.write_file(folder / LACKING, (json.dumps(asdict(lacking), indent=1) + "\n").encode())
+    files[LACKING] = BackupFile((folder / LACKING).stat().st_size, disk.hash_file(folder / LACKING))
+    moment = datetime.now(UTC).isoformat(timespec="seconds")
+    made = Backup(read_version(), moment, str(settings.home), len(rows), files)
+    disk.write_file(folder / INDEX, (json.dumps(made.to_json(), indent=1) + "\n").encode())
     return made
 
 
@@ -379,12 +360,10 @@ def copy_folder(
         try:
             return _copy_once(source, target, links, leads) if source.exists() else {}
         except (_FolderChanged, FileNotFoundError):
-            remove_path(target)
+            disk.remove_path(target)
             time.sleep(0.05)
-    raise BackupError(
-        f"{source} changed each of {TRIES} times that it was read.",
-        "Try again when its job has ended.",
-    )
+    remedy = "Try again when its job has ended."
+    raise BackupError(f"{source} changed each of {TRIES} times that it was read.", remedy)
 
 
 def _copy_once(
@@ -413,7 +392,7 @@ def _copy_once(
 
 
 def _is_kept(entry: os.DirEntry[str], leads: bool) -> bool:
-    passing = entry.name.startswith(TEMPORARY_PREFIX) or entry.name.endswith(PASSING_SUFFIXES)
+    passing = entry.name.startswith(disk.TEMPORARY_PREFIX) or entry.name.endswith(PASSING_SUFFIXES)
     return not passing and (
         entry.is_dir(follow_symlinks=leads) or entry.is_file(follow_symlinks=leads)
     )
@@ -436,11 +415,11 @@ def copy_file(source: Path, target: Path) -> BackupFile:
 
 def _publish(temporary: Path, folder: Path) -> None:
     for path in [temporary, *temporary.rglob("*")]:
-        sync_path(path)
+        disk.sync_path(path)
     if folder.exists():
         folder.rmdir()
     temporary.rename(folder)
-    sync_path(folder.parent)
+    disk.sync_path(folder.parent)
 
 
 # ---------------------------------------------------------------------- restore
@@ -449,12 +428,12 @@ def _publish(temporary: Path, folder: Path) -> None:
 def verify_backup(folder: Path) -> Backup:
     """Read the backup in ``folder`` and check every file. Raises ``BackupError``."""
     found = Backup.read(folder)
-    sizes = list_file_sizes(folder)
+    sizes = disk.list_file_sizes(folder)
     sizes.pop(INDEX)
     wrong = [f"{name}: missing" for name in found.files if name not in sizes]
     wrong += [f"{name}: not part of the backup" for name in sizes if name not in found.files]
     for name in found.files.keys() & sizes.keys():
-        if found.files[name] != BackupFile(sizes[name], hash_file(folder / name)):
+        if found.files[name] != BackupFile(sizes[name], disk.hash_file(folder / name)):
             wrong.append(f"{name}: its bytes have changed")
     if wrong:
         detail = f"{folder} is damaged in {len(wrong)} places: {'; '.join(sorted(wrong)[:5])}."
@@ -472,20 +451,19 @@ def restore_backup(
     """
     if alive := JobStore(client).list_workers():
         names = ", ".join(worker.id for worker in alive[:5])
-        raise BackupError(
-            f"Workers use this job store: {names}.", "Stop them and the API, then try again."
-        )
+        remedy = "Stop them and the API, then try again."
+        raise BackupError(f"Workers use this job store: {names}.", remedy)
     if not force:
         _require_empty(settings, client)
-    with storage_errors(settings.home):
-        make_folder(settings.home)
+    with disk.storage_errors(settings.home):
+        disk.make_folder(settings.home)
         for tree, place in locate_trees(settings).items():
             # A backup of an earlier version knows nothing of some trees: what is there stays.
             if LACKING in found.files or (folder / tree).is_dir():
                 _replace(folder / tree, place)
         if settings.api_keys_file is not None and KEYS in found.files:
-            make_folder(settings.api_keys_file.parent)
-            write_file(settings.api_keys_file, (folder / KEYS).read_bytes(), mode=0o600)
+            disk.make_folder(settings.api_keys_file.parent)
+            disk.write_file(settings.api_keys_file, (folder / KEYS).read_bytes(), mode=0o600)
     with (folder / STORE).open(encoding="ascii") as lines:
         write_store(client, (StoredKey(**json.loads(line)) for line in lines))
     return release_all_jobs(client)
@@ -499,28 +477,27 @@ def _require_empty(settings: Settings, client: Redis) -> None:
     there += [str(keys)] if keys is not None and keys.exists() and keys.stat().st_size else []
     if jobs or there:
         what = [*(["jobs in the job store"] if jobs else []), *there]
-        raise BackupError(
-            f"{settings.home} is not empty: {', '.join(what)}.", "--force replaces all of it."
-        )
+        remedy = "--force replaces all of it."
+        raise BackupError(f"{settings.home} is not empty: {', '.join(what)}.", remedy)
 
 
 def _has_file(part: Path) -> bool:
-    return part.is_file() or any(True for _ in walk_files(part))
+    return part.is_file() or any(True for _ in disk.walk_files(part))
 
 
 def _replace(source: Path, target: Path) -> None:
     """Fill ``target`` with what is in ``source``; a link or a mount point stays in its place."""
-    make_folder(target)
-    temporary = target / f"{TEMPORARY_PREFIX}restored"
-    remove_path(temporary)
+    disk.make_folder(target)
+    temporary = target / f"{disk.TEMPORARY_PREFIX}restored"
+    disk.remove_path(temporary)
     temporary.mkdir()
     copy_folder(source, temporary / "whole", {})
     for old in list_parts(target):
         if old != temporary:
-            remove_path(old)
+            disk.remove_path(old)
     for new in list_parts(temporary / "whole"):
         _publish(new, target / new.name)
-    remove_path(temporary)
+    disk.remove_path(temporary)
 
 
 def write_store(client: Redis, rows: Iterator[StoredKey]) -> None:

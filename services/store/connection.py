@@ -7,16 +7,9 @@ from urllib.parse import quote, urlsplit
 
 import redis.asyncio
 import redis.asyncio.sentinel
-from redis import Redis
+from redis import Redis, exceptions
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    ResponseError,
-)
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -69,15 +62,15 @@ def _connect(
 def name_failure(error: Exception) -> str:
     """Say as the end of a sentence what a job store does in place of its work."""
     # The library has no class for a disk that cannot be written.
-    if isinstance(error, OutOfMemoryError) or str(error).startswith("MISCONF"):
+    if isinstance(error, exceptions.OutOfMemoryError) or str(error).startswith("MISCONF"):
         return "is full and takes no writes"
-    if isinstance(error, ReadOnlyError):
+    if isinstance(error, exceptions.ReadOnlyError):
         return "is a read-only copy"
-    if isinstance(error, AuthenticationError):
+    if isinstance(error, exceptions.AuthenticationError):
         return "refuses the password"
-    if isinstance(error, NoPermissionError):
+    if isinstance(error, exceptions.NoPermissionError):
         return "does not allow this user a command"
-    return "refuses a command" if isinstance(error, ResponseError) else "does not answer"
+    return "refuses a command" if isinstance(error, exceptions.ResponseError) else "does not answer"
 
 
 def describe_failure(error: Exception) -> str:
@@ -123,7 +116,7 @@ def ask_server(client: Redis, section: str | None = None) -> dict[str, Any]:
     """Return what INFO says; empty if this user may not ask. Raises ``RedisError``."""
     try:
         return client.info(section) if section else client.info()
-    except ResponseError:
+    except exceptions.ResponseError:
         return {}
 
 

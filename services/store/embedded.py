@@ -137,10 +137,9 @@ class EmbeddedServer:
         if self._answers():
             return
         if not self._owned:
-            raise StoreUnavailable(
-                f"The server in {self._folder} does not answer, and another process owns it.",
-                "Stop the other `kd up` or `kd demo`, or choose another KD_HOME.",
-            )
+            detail = f"The server in {self._folder} does not answer, and another process owns it."
+            remedy = "Stop the other `kd up` or `kd demo`, or choose another KD_HOME."
+            raise StoreUnavailable(detail, remedy)
         if find_bind_error(int(self._port), "127.0.0.1") is not None:
             (self._folder / "port").unlink()
             self._port = self._read_or_create("port", lambda: str(find_free_port()))
@@ -192,9 +191,8 @@ class EmbeddedServer:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 _end(self._process)
                 tail = (self._folder / "server.log").read_text(errors="replace")[-600:].strip()
-                raise StoreUnavailable(
-                    f"The server {self._binary} did not start: {tail}", self._suggest_remedy(tail)
-                )
+                remedy = self._suggest_remedy(tail)
+                raise StoreUnavailable(f"The server {self._binary} did not start: {tail}", remedy)
             time.sleep(0.02)
 
     def _suggest_remedy(self, tail: str) -> str:

@@ -115,10 +115,8 @@ def rewrite(data: Data, formats: Sequence[Format] | None = None) -> list[FoundFo
     busy = [worker.id for worker in alive]
     busy += [run.name for run in (data.settings.home / "runs").glob("*") if is_held(run)]
     if busy:
-        raise UpgradeError(
-            f"Workers or runs are alive: {', '.join(busy[:5])}.",
-            "Stop the service, wait for runs of `kd run`, and try again.",
-        )
+        remedy = "Stop the service, wait for runs of `kd run`, and try again."
+        raise UpgradeError(f"Workers or runs are alive: {', '.join(busy[:5])}.", remedy)
     rewritten = []
     for each in FORMATS if formats is None else formats:
         for place in each.find(data):
@@ -136,10 +134,8 @@ def _rewrite_place(each: Format, place: Place) -> None:
         each.rewriters[number](place)
         before, number = number, each.read(place)
         if number <= before:
-            raise UpgradeError(
-                f"The rewriter of {each.name} {before} left it at {number}.",
-                "This is a bug in Potstill. Continue with the earlier version, and report it.",
-            )
+            remedy = "This is a bug in Potstill. Continue with the earlier version, and report it."
+            raise UpgradeError(f"The rewriter of {each.name} {before} left it at {number}.", remedy)
 
 
 # ---------------------------------------------------------------------- where formats lie
@@ -194,10 +190,8 @@ def require_known_records(client: Redis) -> None:
     except OtherFormat as error:
         _, _, text = str(error).partition(" ")
         detail, _, remedy = text.partition(": ")
-        raise UpgradeError(
-            f"{detail[:1].upper()}{detail[1:]}.",
-            f"{remedy[:1].upper()}{remedy[1:]}; or restore a backup of this version.",
-        ) from None
+        remedy = f"{remedy[:1].upper()}{remedy[1:]}; or restore a backup of this version."
+        raise UpgradeError(f"{detail[:1].upper()}{detail[1:]}.", remedy) from None
 
 
 def _find_key_file(data: Data) -> Iterator[Path]:

@@ -177,10 +177,8 @@ def parse_lifetime(text: str) -> timedelta:
     """Return the time that text such as ``90d`` names; raises ``KeysError`` for any other text."""
     match = _LIFETIME.fullmatch(text.strip())
     if match is None or not int(match[1]):
-        raise KeysError(
-            f"{text!r} is not a time for which a key is valid.",
-            "Give a whole number and a unit: 90d for days, 12h for hours, 26w for weeks.",
-        )
+        remedy = "Give a whole number and a unit: 90d for days, 12h for hours, 26w for weeks."
+        raise KeysError(f"{text!r} is not a time for which a key is valid.", remedy)
     return int(match[1]) * _UNITS[match[2]]
 
 
@@ -199,15 +197,10 @@ def create_key(
     Returns the text of the key, which is stored nowhere.
     """
     wanted = tuple(dict.fromkeys(scopes))
-    if not NAME.fullmatch(name) or name == RESERVED:
-        raise KeysError(
-            f"{name!r} cannot be the name of a key.",
-            "Use lower case, digits, dot, dash, underscore.",
-        )
+    _require_name("key", name)
     if not wanted or set(wanted) - set(SCOPES):
-        raise KeysError(
-            f"the scopes {', '.join(wanted) or '(none)'} are unknown.", f"Use {', '.join(SCOPES)}."
-        )
+        remedy = f"Use {', '.join(SCOPES)}."
+        raise KeysError(f"the scopes {', '.join(wanted) or '(none)'} are unknown.", remedy)
     team = _choose_team(path, name, team)
     text = PREFIX + secrets.token_urlsafe(32)
     end = None if lifetime is None else datetime.now(UTC).replace(microsecond=0) + lifetime
@@ -219,30 +212,26 @@ def create_key(
 
 def _choose_team(path: Path, name: str, team: str | None) -> str | None:
     """The team of a new key. A file with errors raises ``KeysError``, and gets no more lines."""
-    _require_team(team)
+    _require_name("team", team)
     teams = {key.team for key in read_keys(path) if key.name == name} if path.exists() else set()
     if team is None:
         return next(iter(teams), None)
     if teams - {team}:
         other = next(iter(teams - {team})) or name
-        raise KeysError(
-            f"the keys of {name} are of team {other}, and cannot be of team {team} too.",
-            f"Leave --team out, or revoke them first: kd keys revoke {name}.",
-        )
+        detail = f"the keys of {name} are of team {other}, and cannot be of team {team} too."
+        raise KeysError(detail, f"Leave --team out, or revoke them first: kd keys revoke {name}.")
     return team
 
 
-def _require_team(team: str | None) -> None:
-    if team is not None and not NAME.fullmatch(team):
-        raise KeysError(
-            f"{team!r} cannot be the name of a team.",
-            "Use lower case, digits, dot, dash, underscore.",
-        )
+def _require_name(kind: str, name: str | None) -> None:
+    if name is not None and (not NAME.fullmatch(name) or (kind == "key" and name == RESERVED)):
+        remedy = "Use lower case, digits, dot, dash, underscore."
+        raise KeysError(f"{name!r} cannot be the name of a {kind}.", remedy)
 
 
 def set_quota(path: Path, team: str, quota: Quota) -> None:
     """Set the quotas of a team. Where a value is None, the operator's setting counts."""
-    _require_team(team)
+    _require_name("team", team)
     read_keys(path)  # a file with errors, or none, gets no more lines
     _append(path, {"quota_of": team, **asdict(quota), "at": _format_now()})
 
@@ -292,9 +281,8 @@ def _parse_entry(path: Path, number: int, line: str) -> ApiKey | str | tuple[str
         return ApiKey(name, digest, scopes, str(entry.get("created_at", "")), end, team)
     except (ValueError, TypeError, KeyError) as error:
         remedy = "Correct or remove the line; until then no key is accepted."
-        raise KeysError(
-            f"{path}, line {number}: this is not a key ({type(error).__name__}: {error}).", remedy
-        ) from None
+        detail = f"{path}, line {number}: this is not a key ({type(error).__name__}: {error})."
+        raise KeysError(detail, remedy) from None
 
 
 def _parse_quota(entry: Json) -> Quota:
@@ -319,17 +307,15 @@ def _read_file_state(path: Path) -> tuple[int, ...]:
         raise _make_unreadable_error(path, error) from None
     if found.st_mode & _FORBIDDEN_MODE:
         mode = stat.S_IMODE(found.st_mode)
-        raise KeysError(
-            f"the mode of {path} is {mode:04o}, so that others may use it.", f"chmod 600 {path}"
-        )
+        remedy = f"chmod 600 {path}"
+        raise KeysError(f"the mode of {path} is {mode:04o}, so that others may use it.", remedy)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
 
 
 def _make_unreadable_error(path: Path, error: Exception) -> KeysError:
     reason = getattr(error, "strerror", None) or error
-    return KeysError(
-        f"the file of API keys {path} cannot be read: {reason}.", "Make one: `kd keys new NAME`."
-    )
+    detail = f"the file of API keys {path} cannot be read: {reason}."
+    return KeysError(detail, "Make one: `kd keys new NAME`.")
 
 
 def _format_now() -> str:

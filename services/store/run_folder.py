@@ -57,14 +57,12 @@ def read_run(folder: Path) -> FoundRun:
     newer version wrote.
     """
     if not JOB_ID.fullmatch(folder.name):
-        raise RunFolderError(
-            f"{folder} is not the folder of a job: its name is not a job id.",
-            "Name a folder below KD_HOME/runs whose name begins with job_.",
-        )
+        detail = f"{folder} is not the folder of a job: its name is not a job id."
+        remedy = "Name a folder below KD_HOME/runs whose name begins with job_."
+        raise RunFolderError(detail, remedy)
     if is_held(folder):
-        raise RunFolderError(
-            f"{folder} is in use: a process writes to it.", "Wait until its run has ended."
-        )
+        remedy = "Wait until its run has ended."
+        raise RunFolderError(f"{folder} is in use: a process writes to it.", remedy)
     require_known_run(folder)
     written = read_json(folder / "config.json")
     if written is None:
@@ -125,7 +123,7 @@ def list_spare_checkpoints(folder: Path, keep: int, may_go_on: bool) -> Iterator
     for place in sorted(place for pattern in CHECKPOINTS for place in folder.glob(pattern)):
         paths = sorted(place.glob("step-*"))
         best = _read_best_step(paths) if may_go_on else None
-        yield from ((path, reason) for path in paths[: len(paths) - keep] if path.name != best)
+        yield from ((path, reason) for path in paths[: -keep or None] if path.name != best)
         yield from ((path, INTERRUPTED) for path in find_interrupted(place))
 
 

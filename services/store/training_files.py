@@ -22,15 +22,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from cache.disk import (
-    TEMPORARY_PREFIX,
-    discard_path,
-    make_folder,
-    publish_folder,
-    remove_path,
-    storage_errors,
-    sum_file_sizes,
-)
+from cache import disk
 from services.store.jobs.records import make_id
 
 log = logging.getLogger(__name__)
@@ -71,7 +63,7 @@ class PendingFile:
         self._files = files
         self._team = team
         self._place = files.locate(team, self.id).parent
-        self._temporary = self._place.with_name(TEMPORARY_PREFIX + self.id)
+        self._temporary = self._place.with_name(disk.TEMPORARY_PREFIX + self.id)
         self._temporary.mkdir()
         self._file = (self._temporary / CONTENT).open("wb")
         self.bytes = 0
@@ -107,14 +99,14 @@ class PendingFile:
                     return known
                 raise NameTaken(filename)
             require_room()
-            publish_folder(self._temporary, self._place)
+            disk.publish_folder(self._temporary, self._place)
         return record
 
     def discard(self) -> None:
         """Remove what was received, unless it was published."""
         with suppress(OSError):  # on a full disk the last bytes cannot be written
             self._file.close()
-        remove_path(self._temporary)
+        disk.remove_path(self._temporary)
 
 
 class TrainingFiles:
@@ -131,13 +123,13 @@ class TrainingFiles:
         Raises ``StorageError`` if the disk is full or not writable.
         """
         team_folder = self._folder / team
-        with storage_errors(team_folder):
-            make_folder(team_folder)
+        with disk.storage_errors(team_folder):
+            disk.make_folder(team_folder)
             # What uploads and deletions left behind whose process has died.
-            for path in team_folder.glob(f"{TEMPORARY_PREFIX}*"):
+            for path in team_folder.glob(f"{disk.TEMPORARY_PREFIX}*"):
                 with suppress(FileNotFoundError):
                     if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
-                        remove_path(path)
+                        disk.remove_path(path)
             pending = PendingFile(self, team)
             try:
                 yield pending
@@ -165,18 +157,18 @@ class TrainingFiles:
     def remove(self, team: str, file_id: str) -> None:
         """Delete a file. It is gone at once, even if the process ends before the disk is free."""
         folder = self._folder / team / file_id
-        with suppress(FileNotFoundError), storage_errors(folder):
-            discard_path(folder)
+        with suppress(FileNotFoundError), disk.storage_errors(folder):
+            disk.discard_path(folder)
 
     def measure(self) -> dict[str, int]:
         """Bytes of the files of each team, with those that are being received."""
         folders = self._folder.iterdir() if self._folder.is_dir() else ()
-        return {folder.name: sum_file_sizes(folder) for folder in folders if folder.is_dir()}
+        return {folder.name: disk.sum_file_sizes(folder) for folder in folders if folder.is_dir()}
 
     def measure_team(self, team: str) -> int:
         """Bytes of the files of one team, with those that are being received."""
         folder = self._folder / team
-        return sum_file_sizes(folder) if folder.is_dir() else 0
+        return disk.sum_file_sizes(folder) if folder.is_dir() else 0
 
 
 def _read_record(folder: Path) -> TrainingFile | None:

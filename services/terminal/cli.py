@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cache.errors import PotstillError
+from services.terminal import console
 from services.terminal.catalogue import Catalogue
 from services.terminal.commands import (
     accounts,
@@ -37,21 +38,6 @@ from services.terminal.commands.before import forecast, init, validate
 from services.terminal.commands.data import backup, buckets, upgrade
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.commands.hub import export, report, runs, transfer
-from services.terminal.console import (
-    NO_TERMINAL_WIDTH,
-    Home,
-    Server,
-    err,
-    make_settings,
-    mode,
-    notes,
-    out,
-    print_as_json,
-    print_error,
-    print_result,
-    print_table,
-    write_any_letters,
-)
 from services.terminal.exit_codes import FAILED, INVALID, UNREACHABLE
 
 if TYPE_CHECKING:
@@ -60,7 +46,7 @@ if TYPE_CHECKING:
 #: Settings of every command: -h, and the width of help where no terminal has one.
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 if not sys.stdout.isatty():
-    CONTEXT["terminal_width"] = NO_TERMINAL_WIDTH
+    CONTEXT["terminal_width"] = console.NO_TERMINAL_WIDTH
 #: Exit codes of errors by their type; every other error is FAILED.
 EXIT_OF_ERROR = {
     "invalid_config": INVALID,
@@ -97,7 +83,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from kd.python.version import read_version
 
-        out.print(read_version())
+        console.out.print(read_version())
         raise typer.Exit
 
 
@@ -128,7 +114,7 @@ def up(
     workers: Annotated[
         int, typer.Option(min=1, help="How many workers to run; each runs one stage at a time.")
     ] = 1,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Run the whole service in this terminal: job store, API and workers. Ctrl-C stops it."""
     import threading
@@ -137,13 +123,13 @@ def up(
     from services.terminal.in_process import interrupt_on_signals
 
     interrupt_on_signals()
-    with running(make_settings(host=host, port=port, home=home), workers, _say) as settings:
-        if mode.as_json:
+    with running(console.make_settings(host=host, port=port, home=home), workers, _say) as settings:
+        if console.mode.as_json:
             # One line, because the command goes on: a program reads the line and uses the service.
             facts = {"server": settings.server, "home": str(settings.home), "pid": os.getpid()}
             print(json.dumps(facts), flush=True)
         else:
-            out.print(
+            console.out.print(
                 f"Potstill is up at {settings.server}"
                 f"  (data and logs in {settings.home}; Ctrl-C stops it)"
             )
@@ -163,7 +149,7 @@ def serve(
     from services.api.__main__ import run_api
 
     log_format = "json" if as_json else None  # None: as KD_LOG_FORMAT says
-    run_api(_require_store(make_settings(host=host, port=port, log_format=log_format)))
+    run_api(_require_store(console.make_settings(host=host, port=port, log_format=log_format)))
 
 
 @app.command()
@@ -182,13 +168,13 @@ def worker(
     if unknown := set(names) - set(stages):
         detail = f"{', '.join(unknown)}: the stages are {', '.join(stages)}"
         raise typer.BadParameter(detail, param_hint="--queues")
-    run_worker(_require_store(make_settings(log_format="json" if as_json else None)), names)
+    run_worker(_require_store(console.make_settings(log_format="json" if as_json else None)), names)
 
 
 @app.command()
 def demo(
     baseline: Annotated[bool, typer.Option(help="Also train a student without a teacher.")] = False,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Run the example job through the whole service on this machine, and print its report."""
     from services.terminal.client import dump
@@ -196,9 +182,9 @@ def demo(
     from services.terminal.in_process import interrupt_on_signals
 
     interrupt_on_signals()
-    jobs = run_demo(make_settings(home=home), baseline, notes)
-    if not print_as_json(list(map(dump, jobs))):
-        print_demo(jobs, out, notes)
+    jobs = run_demo(console.make_settings(home=home), baseline, console.notes)
+    if not console.print_as_json(list(map(dump, jobs))):
+        print_demo(jobs, console.out, console.notes)
     raise typer.Exit(0 if succeeded(jobs) else FAILED)
 
 
@@ -214,22 +200,22 @@ def example(
     written = copy_example(folder)
     job = written / "job.yaml"
     facts = {"folder": str(written), "job": str(job)}
-    print_result(facts, f"wrote {written}; try: kd run {job}")
+    console.print_result(facts, f"wrote {written}; try: kd run {job}")
 
 
 # ---------------------------------------------------------------------- help
 
 
 @app.command()
-def doctor(home: Home = None, server: Server = None) -> None:
+def doctor(home: console.Home = None, server: console.Server = None) -> None:
     """Check whether this machine has what Potstill needs."""
     from services.terminal.commands.doctor import examine_machine
 
-    found = examine_machine(make_settings(home=home, server=server))
+    found = examine_machine(console.make_settings(home=home, server=server))
     facts = [{"what": each.what, "ok": each.ok, "detail": each.detail} for each in found]
-    if not print_as_json(facts):
+    if not console.print_as_json(facts):
         rows = [["ok" if each.ok else "no", each.what, each.detail] for each in found]
-        print_table(["", "", ""], rows)
+        console.print_table(["", "", ""], rows)
     raise typer.Exit(0 if all(each.ok for each in found if each.needed) else FAILED)
 
 
@@ -250,18 +236,18 @@ def explain(
 
     if not code:
         codes = list_codes()
-        print_result(codes, "\n".join(codes))
+        console.print_result(codes, "\n".join(codes))
     elif entry := find_entry(code):
-        print_result({"code": code.replace("-", "_"), "entry": entry}, entry)
+        console.print_result({"code": code.replace("-", "_"), "entry": entry}, entry)
     elif fields := explain_field(code):
         lines = []
         for each in fields:
             default = f"; default {each.default}" if each.default not in ("", "required") else ""
             needed = ", required" if each.default == "required" else ""
             lines.append(f"{each.place}: {each.value}{default}{needed}")
-            meaning = textwrap.fill(each.meaning, min(out.width, 100) - 4)
+            meaning = textwrap.fill(each.meaning, min(console.out.width, 100) - 4)
             lines.append(textwrap.indent(meaning, "    "))
-        print_result([each._asdict() for each in fields], "\n".join(lines))
+        console.print_result([each._asdict() for each in fields], "\n".join(lines))
     else:
         raise typer.BadParameter(
             f"{code!r} is neither a code of an error nor a field of a job. `kd explain` lists the "
@@ -273,7 +259,7 @@ def explain(
 def _say(text: str) -> None:
     """Print a line to stderr. It is lost where a full disk or a closed terminal takes none."""
     with suppress(OSError):
-        notes.print(text, markup=False)
+        console.notes.print(text, markup=False)
 
 
 def _require_store(settings: Settings) -> Settings:
@@ -303,27 +289,27 @@ def main() -> None:
     With -v the traceback is printed too.
     """
     verbose = "-v" in sys.argv or "--verbose" in sys.argv
-    write_any_letters()
+    console.write_any_letters()
     try:
         app()
     except PotstillError as error:
-        print_error(error.detail, error.remedy, error.help)
+        console.print_error(error.detail, error.remedy, error.help)
         if verbose:
-            err.print_exception()
+            console.err.print_exception()
         invalid = getattr(error, "status", None) == 422
         sys.exit(INVALID if invalid else EXIT_OF_ERROR.get(error.type, FAILED))
     except ModuleNotFoundError as error:  # the base install has what the API needs, and no torch
         remedy = "pip install 'potstill[worker]' installs all that a run needs."
-        print_error(f"{error.name} is not installed.", remedy)
+        console.print_error(f"{error.name} is not installed.", remedy)
         sys.exit(FAILED)
     except Exception as error:
-        print_error(
+        console.print_error(
             f"{type(error).__name__}: {error}",
             "" if verbose else "`kd -v ...` shows the traceback.",
             PotstillError("").help,
         )
         if verbose:
-            err.print_exception()
+            console.err.print_exception()
         sys.exit(FAILED)
 
 

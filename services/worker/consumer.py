@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -54,33 +55,30 @@ UNRESPONSIVE_SECONDS = 60.0
 log = logging.getLogger("potstill.worker")
 
 
+@dataclass(eq=False)
 class StageWorker:
     """Runs one stage at a time until it is asked to stop."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        app: Celery,
-        store: JobStore,
-        stages: list[str],
-        device: WorkerDevice,
-    ) -> None:
-        self.settings = settings
-        self.app = app
-        self.store = store
-        self.stages = stages
-        self.device = device
-        self.id = name_process()
-        self.price = find_price(settings.prices, device.kind, device.name)
-        self.stopping = threading.Event()
-        self.ended = threading.Event()
-        self.failed = False
-        self.claim: Claim | None = None
-        self.helped: Claim | None = None
-        self.lock_waiter = LockWaiter(store, settings.lease_seconds, self.stopping, self._announce)
-        self._failure: type[RedisError] | None = None
+    settings: Settings
+    app: Celery
+    store: JobStore
+    stages: list[str]
+    device: WorkerDevice
+    id: str = field(default_factory=name_process)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    failed: bool = False
+    claim: Claim | None = None
+    helped: Claim | None = None
+    _failure: type[RedisError] | None = None
+    _last_work: float = field(default_factory=time.monotonic)
+    _device_seen: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
         self._started = datetime.now(UTC)
-        self._last_work = self._device_seen = time.monotonic()
+        self.price = find_price(self.settings.prices, self.device.kind, self.device.name)
+        lease = self.settings.lease_seconds
+        self.lock_waiter = LockWaiter(self.store, lease, self.stopping, self._announce)
 
     def work(self, stage: str) -> None:
         """Run waiting stages until none is left, first in the queue of ``stage``.
@@ -119,9 +117,8 @@ class StageWorker:
                 telemetry.span("help", job.traceparent, "CONSUMER", stage=job.stage, **names),
             ):
                 log.info("helps with a capture")
-                CaptureHelp(
-                    self.store, self.settings, order, self.id, self.device, self.stopping
-                ).run()
+                given = (self.store, self.settings, order, self.id, self.device, self.stopping)
+                CaptureHelp(*given).run()
         finally:
             self.helped = None
             self._last_work = time.monotonic()
@@ -163,15 +160,8 @@ class StageWorker:
 
     def _supervise(self, claim: Claim) -> None:
         log.info("stage %s begins", claim.stage)
-        ended = Attempt(
-            self.store,
-            self.settings,
-            claim,
-            self.device,
-            self.stopping,
-            self.id,
-            self._call_helpers,
-        ).run()
+        given = (self.store, self.settings, claim, self.device, self.stopping, self.id)
+        ended = Attempt(*given, self._call_helpers).run()
         if ended.held_lock is not None:
             log.info("another process does the same work: the job waits for it")
             self.lock_waiter.hold_claim(claim, ended.held_lock)

@@ -118,10 +118,8 @@ class WorkerDevice:
             return
         known = {gpu.uuid for gpu in find_gpus()}
         if lost := [gpu.uuid for gpu in self.gpus if gpu.uuid not in known]:
-            raise DeviceError(
-                f"The GPU {', '.join(lost)} has vanished.",
-                "Start the container again; see nvidia-smi.",
-            )
+            remedy = "Start the container again; see nvidia-smi."
+            raise DeviceError(f"The GPU {', '.join(lost)} has vanished.", remedy)
 
     def give_back(self) -> None:
         """Unlock the GPUs for other workers."""
@@ -223,10 +221,8 @@ def count_cpus(wanted: str | None) -> int:
     names = split_names(wanted or "")
     cpus = names.count(CPU)
     if cpus not in (0, len(names)):
-        raise DeviceError(
-            f"KD_DEVICES is {wanted!r}, which mixes the CPU with GPUs.",
-            "Name GPUs only, such as 0, or the CPU only. Start one worker for each kind.",
-        )
+        remedy = "Name GPUs only, such as 0, or the CPU only. Start one worker for each kind."
+        raise DeviceError(f"KD_DEVICES is {wanted!r}, which mixes the CPU with GPUs.", remedy)
     return cpus
 
 
@@ -250,9 +246,8 @@ def choose_gpus(
 def _require_gpu(name: str, gpus: list[Gpu]) -> Gpu:
     if (gpu := _find(name, gpus)) is None:
         known = ", ".join(f"{each.index} ({each.uuid})" for each in gpus) or "none"
-        raise DeviceError(
-            f"KD_DEVICES names the GPU {name!r}, which does not exist.", f"GPUs here: {known}."
-        )
+        remedy = f"GPUs here: {known}."
+        raise DeviceError(f"KD_DEVICES names the GPU {name!r}, which does not exist.", remedy)
     return gpu
 
 

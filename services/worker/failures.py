@@ -100,19 +100,15 @@ def describe_kill(
         )
         return make_failure(OUT_OF_MEMORY, detail, MEMORY_REMEDY)
     name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
-    return make_failure(
-        WORKER_LOST,
-        f"The process of {where} was killed by signal {number} ({name}).",
-        f"See {log_file}.",
-    )
+    detail = f"The process of {where} was killed by signal {number} ({name})."
+    return make_failure(WORKER_LOST, detail, f"See {log_file}.")
 
 
 def describe_hang(where: str, seconds: float, log_file: Path) -> Failure:
     """Describe a process that was killed because it was silent."""
     detail = f"The process of {where} reported nothing for {seconds:g} s and was killed."
-    return make_failure(
-        WORKER_LOST, detail, f"{log_file} shows where it hung; KD_SILENCE_SECONDS allows more time."
-    )
+    remedy = f"{log_file} shows where it hung; KD_SILENCE_SECONDS allows more time."
+    return make_failure(WORKER_LOST, detail, remedy)
 
 
 def describe_crash(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
@@ -22,26 +23,19 @@ from services.worker.stage_process import Outbox
 log = logging.getLogger("potstill.worker")
 
 
+@dataclass(eq=False)
 class Heartbeat:
-    """Beats for one claim until it is closed or fenced."""
+    """Beats for one claim, with a lease in seconds, until it is closed or fenced."""
 
-    def __init__(
-        self,
-        store: JobStore,
-        claim: Claim,
-        lease_seconds: float,
-        outbox: Outbox,
-        counters: RunCounters,
-    ) -> None:
-        self.reply: BeatReply = "go"
-        self._store = store
-        self._claim = claim
-        self._lease = lease_seconds
-        self._outbox = outbox
-        self._counters = counters
-        self._contact = time.monotonic()
-        self._lost = False
-        self._closing = threading.Event()
+    _store: JobStore
+    _claim: Claim
+    _lease: float
+    _outbox: Outbox
+    _counters: RunCounters
+    reply: BeatReply = "go"
+    _lost: bool = False
+    _contact: float = field(default_factory=time.monotonic)
+    _closing: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Heartbeat:
         self._thread = start_loop("heartbeat", self._run, self._closing)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 
 from redis.exceptions import RedisError
 
@@ -36,26 +38,21 @@ WHERE = f"a helper of stage {CAPTURE.name}"
 log = logging.getLogger("potstill.worker")
 
 
+@dataclass(frozen=True, eq=False)
 class CaptureHelp:
     """Supervises the child that helps, until no range is left or the capture stops."""
 
-    def __init__(
-        self,
-        store: JobStore,
-        settings: Settings,
-        order: HelpOrder,
-        worker: str,
-        device: WorkerDevice,
-        stopping: threading.Event,
-    ) -> None:
-        self._store = store
-        self._settings = settings
-        self._order = order
-        self._worker = worker
-        self._device = device
-        self._stopping = stopping
-        name = re.sub(r"[^A-Za-z0-9.-]", "-", worker)
-        self._run_dir = settings.run_dir(order.member.id) / HELPERS / name
+    _store: JobStore
+    _settings: Settings
+    _order: HelpOrder
+    _worker: str
+    _device: WorkerDevice
+    _stopping: threading.Event
+
+    @property
+    def _run_dir(self) -> Path:
+        name = re.sub(r"[^A-Za-z0-9.-]", "-", self._worker)
+        return self._settings.run_dir(self._order.member.id) / HELPERS / name
 
     def run(self) -> None:
         """Help to the end. A failure is a warning of the job, and this worker helps no more."""

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -28,21 +29,18 @@ POLL_SECONDS = 1.0
 log = logging.getLogger("potstill.worker")
 
 
+@dataclass(eq=False)
 class LockWaiter:
-    """Waits for locks, with one thread for each job. ``announce`` gets a claim."""
+    """Waits for locks, with one thread for each job.
 
-    def __init__(
-        self,
-        store: JobStore,
-        lease_seconds: float,
-        stopping: threading.Event,
-        announce: Callable[[Claim], None],
-    ) -> None:
-        self._store = store
-        self._lease = lease_seconds
-        self._stopping = stopping
-        self._announce = announce
-        self._threads: list[threading.Thread] = []
+    The lease is in seconds, and the last argument gets a claim that waits in the queue again.
+    """
+
+    _store: JobStore
+    _lease: float
+    _stopping: threading.Event
+    _announce: Callable[[Claim], None]
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     def hold_claim(self, claim: Claim, lock: Path) -> None:
         """Keep the claim until ``lock`` is free or the job must stop."""

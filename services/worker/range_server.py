@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -48,36 +48,29 @@ OpenTable = Callable[[SharedCapture, int], Membership | None]
 log = logging.getLogger("potstill.worker")
 
 
+@dataclass(eq=False)
 class RangeServer:
-    """Answers one child, and keeps its membership alive.
+    """Answers one child, and keeps its membership alive, with a lease in seconds.
 
     ``member`` is None for the child that leads the capture, until it opens the table with
-    ``open_table``; ``report`` then gets the progress of all workers after each beat.
+    ``_open_table``; ``_report`` then gets the progress of all workers after each beat.
     """
 
-    def __init__(
-        self,
-        table: RangeTable,
-        lease_seconds: float,
-        member: Membership | None = None,
-        open_table: OpenTable | None = None,
-        report: Callable[[Event], None] | None = None,
-    ) -> None:
-        self.member = member
-        #: Whether the capture goes on: "stop" and "fenced" tell a helper to end.
-        self.reply = "go"
-        self._pipe: int | None = None
-        self._table = table
-        self._lease = lease_seconds
-        self._open_table = open_table
-        self._report = report
-        self._reported = ReportedProgress()
-        self._total = 0
-        self._warnings: list[str] = []
-        self._known: frozenset[int] = frozenset()
-        self._asks: queue.SimpleQueue[RangeAsk] = queue.SimpleQueue()
-        self._unanswered: RangeAsk | None = None
-        self._closing = threading.Event()
+    _table: RangeTable
+    _lease: float
+    member: Membership | None = None
+    _open_table: OpenTable | None = None
+    _report: Callable[[Event], None] | None = None
+    #: Whether the capture goes on: "stop" and "fenced" tell a helper to end.
+    reply: str = "go"
+    _pipe: int | None = None
+    _reported: ReportedProgress = field(default_factory=ReportedProgress)
+    _total: int = 0
+    _warnings: list[str] = field(default_factory=list)
+    _known: frozenset[int] = frozenset()
+    _asks: queue.SimpleQueue[RangeAsk] = field(default_factory=queue.SimpleQueue)
+    _unanswered: RangeAsk | None = None
+    _closing: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> RangeServer:
         self._thread = start_loop("ranges", self._run, self._closing)

@@ -33,15 +33,8 @@ from services.settings import Settings
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import CaptureTerms, Membership, RangeTable
+from services.worker import failures
 from services.worker.devices import WorkerDevice
-from services.worker.failures import (
-    Failure,
-    describe_crash,
-    describe_error,
-    describe_hang,
-    describe_kill,
-    describe_memory_limit,
-)
 from services.worker.heartbeat import Heartbeat
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
 from services.worker.range_server import RangeServer, count_workers, find_place
@@ -70,29 +63,25 @@ class AttemptResult:
     unfit: str = ""
 
 
+@dataclass(eq=False)
 class Attempt:
-    """Supervises the child of one claim until it ends, and writes the outcome to the record."""
+    """Supervises the child of one claim until it ends, and writes the outcome to the record.
 
-    def __init__(
-        self,
-        store: JobStore,
-        settings: Settings,
-        claim: Claim,
-        device: WorkerDevice,
-        stopping: threading.Event,
-        worker: str = "",
-        call_helpers: Callable[[str, int | None], None] = lambda *_: None,
-    ) -> None:
-        """``call_helpers`` asks other workers to help with the capture of a job."""
-        self._worker = worker
-        self._call_helpers = call_helpers
-        self._child: Child | None = None
-        self._store = store
-        self._settings = settings
-        self._claim = claim
-        self._device = device
-        self._stopping = stopping
-        self._run_dir = settings.run_dir(claim.id)
+    The last argument asks other workers to help with the capture of a job.
+    """
+
+    _store: JobStore
+    _settings: Settings
+    _claim: Claim
+    _device: WorkerDevice
+    _stopping: threading.Event
+    _worker: str = ""
+    _call_helpers: Callable[[str, int | None], None] = lambda *_: None
+    _child: Child | None = None
+
+    @property
+    def _run_dir(self) -> Path:
+        return self._settings.run_dir(self._claim.id)
 
     def run(self) -> AttemptResult:
         """Run the stage to its end."""
@@ -140,7 +129,7 @@ class Attempt:
             if self._child is not None:
                 self._child.outbox.put(event)
 
-        return RangeServer(table, lease, open_table=open_table, report=report)
+        return RangeServer(table, lease, None, open_table, report)
 
     def _record_failed_start(self, error: Exception) -> AttemptResult:
         """Record that no child started. If Redis is away, the job goes back to the queue.
@@ -150,7 +139,7 @@ class Attempt:
         """
         if isinstance(error, RedisError):
             return self._write(lambda: self._store.release(self._claim))
-        failure = describe_error(error)
+        failure = failures.describe_error(error)
         if isinstance(error, OSError | StorageError) and not isinstance(error, StoreError):
             ended = self._write(lambda: self._store.fail_attempt(self._claim, failure))
             return replace(ended, unfit=failure["detail"])
@@ -230,7 +219,7 @@ def describe_end(
     run_dir: Path,
     least_memory: int | None = None,
     short_of_memory: str = "",
-) -> Failure:
+) -> failures.Failure:
     """Describe why the child that did the work ``where`` has failed (``services.worker.failures``).
 
     ``limit`` is that of its memory in bytes.
@@ -238,13 +227,13 @@ def describe_end(
     code = child.process.returncode
     log_file = run_dir / "log.txt"
     if child.kill_reason == "memory":
-        return describe_memory_limit(where, limit, least_memory)
+        return failures.describe_memory_limit(where, limit, least_memory)
     if code < 0 and child.kill_reason == "silence":
         seconds = child.silence_timer.patience(settings.silence_seconds)
-        return describe_hang(where, seconds, log_file)
+        return failures.describe_hang(where, seconds, log_file)
     if code < 0:
-        return describe_kill(-code, where, short_of_memory, log_file, least_memory)
-    return child.error or describe_crash(code, where, log_file, child.hide)
+        return failures.describe_kill(-code, where, short_of_memory, log_file, least_memory)
+    return child.error or failures.describe_crash(code, where, log_file, child.hide)
 
 
 def retry_until_answered(conclude: Callable[[], str], give_up: threading.Event) -> str:

@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from tests.support.kd.tokenizers import permuted
 from tests.support.packed_zoo import make_random
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
+long_param = partial(pytest.param, marks=pytest.mark.long)
 Job = dict[str, Any]
 
 
@@ -64,8 +65,7 @@ class Listener:
 def run(
     job: Job, home: Path, name: str = "x", listener: Listener | None = None, stage: str = ""
 ) -> StageResult:
-    config = parse_config(job)
-    monitor = (listener or Listener()).monitor
+    config, monitor = parse_config(job), (listener or Listener()).monitor
     if stage:
         return run_stage(stage, config, home, home / "runs" / name, monitor)
     return run_stages(config, home, home / "runs" / name, monitor)
@@ -437,7 +437,7 @@ def test_a_home_elsewhere_gives_the_same_bytes(done, job, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stop_at", [("progress", 3), ("metrics", 3)], ids=["in the capture", "in the training"]
+    "stop_at", [long_param(("progress", 3)), ("metrics", 3)], ids=["in a capture", "in a training"]
 )
 def test_a_run_that_was_stopped_ends_in_the_same_student(done, job, tmp_path, stop_at):
     with pytest.raises(Interrupted) as caught:
@@ -658,7 +658,7 @@ def damage_shard(home: Path, flip: int | None) -> Path:
 
 
 @pytest.mark.parametrize(
-    "flip", [len(b"header") + 30, -1, None], ids=["a byte within", "the last byte", "deleted"]
+    "flip", [len(b"header") + 30, long_param(-1), long_param(None)], ids=["within", "last", "gone"]
 )
 def test_a_damaged_cache_is_refused_and_captured_anew(done, job, home, flip):
     before = cache_bytes(home)

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.faults import Answer, Cluster, RequestedAction, RequestedJob, Soak, SoakPlan
+from bench.support.faults import (
+    Answer,
+    Cluster,
+    FaultInjector,
+    RequestedAction,
+    RequestedJob,
+    Soak,
+    SoakPlan,
+)
 from bench.support.judge import (
     LedgerLine,
     SoakVerdict,
@@ -23,16 +31,39 @@ from bench.support.judge import (
 )
 from bench.support.paths import ROOT
 
-PLAN = SoakPlan(faults=20, jobs=7, seed=5, backlog=5, pace=(0.2, 0.8))
+#: The faults that kill something: each with its weight and its victim. A worker that runs nothing
+#: recovers nothing that could be measured, so others are killed more often.
+KILLS = {
+    "child killed": (4, "worker"),
+    "worker killed": (1, "worker"),
+    "Redis killed": (2, "plane"),
+    "API killed": (2, "plane"),
+}
 
 
 @pytest.mark.alone
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("_server_binary")
-def test_a_soak_of_faults_leaves_nothing_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "kinds"),
+    [
+        pytest.param(
+            SoakPlan(faults=20, jobs=7, seed=5, backlog=5, pace=(0.2, 0.8)),
+            FaultInjector.KINDS,
+            marks=pytest.mark.long,
+            id="every kind",
+        ),
+        pytest.param(
+            SoakPlan(faults=8, jobs=4, seed=78, backlog=4, pace=(0.3, 0.8)), KILLS, id="kills"
+        ),
+    ],
+)
+def test_a_soak_of_faults_leaves_nothing_wrong(
+    tmp_path: Path, plan: SoakPlan, kinds: dict[str, tuple[int, str]]
+) -> None:
     cluster = Cluster(tmp_path / "home", workers=2)
     try:
-        soak = Soak(cluster, PLAN)
+        soak = Soak(cluster, plan, FaultInjector(cluster, plan.seed, kinds))
         try:
             soak.run()
         finally:
@@ -40,7 +71,7 @@ def test_a_soak_of_faults_leaves_nothing_wrong(tmp_path: Path) -> None:
         verdict = SoakVerdict(soak, tmp_path / "spare")
         print(render_recoveries(verdict.rows(), verdict.summary()))
         assert verdict.violations == []
-        assert len(soak.orders) >= PLAN.jobs and len(soak.chaos.injuries) >= PLAN.faults
+        assert len(soak.orders) >= plan.jobs and len(soak.chaos.injuries) >= plan.faults
         assert sum(len(times) for _, _, times in verdict.rows()) > 3, (
             "some recoveries were measured"
         )

@@ -179,6 +179,7 @@ def test_the_job_of_a_killed_supervisor_continues_after_a_lease_without_an_orpha
 
 
 @pytest.mark.alone
+@pytest.mark.long
 def test_a_terminated_supervisor_saves_and_loses_nothing(
     cluster: Callable[..., Cluster], spare: Path
 ) -> None:
@@ -242,6 +243,7 @@ def test_a_host_that_sleeps_past_its_lease_writes_nothing_more(
 
 
 @pytest.mark.alone
+@pytest.mark.long
 def test_a_child_that_stays_stopped_is_killed_and_replaced(
     cluster: Callable[..., Cluster], spare: Path
 ) -> None:

@@ -239,6 +239,7 @@ def test_a_redis_without_memory_refuses_jobs_and_loses_none(parts: Parts, inputs
 
 
 @pytest.mark.alone
+@pytest.mark.long
 def test_a_redis_without_disk_refuses_jobs_and_loses_none(
     new_parts: MakeParts, inputs: Path, tmpfs: Callable[[Path, str], Path], tmp_path: Path
 ) -> None:
@@ -405,6 +406,7 @@ def libfaketime() -> Path:
 
 
 @pytest.mark.alone
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs LD_PRELOAD")
 def test_clocks_that_jump_an_hour_do_not_change_leases(
     new_parts: MakeParts, tmp_path: Path
@@ -422,7 +424,7 @@ def test_clocks_that_jump_an_hour_do_not_change_leases(
     api = parts.start("services.api", **jumping)
     wait_until(lambda: parts.answers("/healthz") and api.poll() is None)
     worker = parts.start("services.worker", **jumping)
-    name = "light-21-8-200"
+    name = "light-21-5-200"
     job_id = parts.submit(name, "distill")
     for jump in ("+3600", "-3600", "+0"):
         wait_until(lambda: read_ledger(parts.settings.run_dir(job_id)))

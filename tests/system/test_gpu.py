@@ -57,6 +57,7 @@ from kd.models.products.wide import sums_wide
 from kd.models.tokenizers import load_tokenizer
 from kd.pipeline import run_stages
 from kd.progress import Event, Monitor
+from kd.text import batches
 from kd.text.batches import Batch, make_batch
 from tests.support.kd.quantizers import needs_torchao
 from tests.support.kd.samples import make_recorder
@@ -252,14 +253,18 @@ def pick_draw(columns: dict[str, Any]) -> dict[str, Any]:
     return {name: columns[name][:, 0] for name in names if columns[name].ndim > 1}
 
 
+@pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("vocabulary", [300, 70_000])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_pinned_columns_arrive_in_their_own_types(profile: str, vocabulary: int, bits: int) -> None:
+def test_columns_arrive_in_their_own_types(
+    profile: str, vocabulary: int, bits: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "WIDE_BYTES", 0)
     batch = make_random_batch(
         make_gpu_codec(profile, vocabulary, **({"bits": bits} if profile == "hidden" else {}))
     )
-    there = batch.to(GPU)
+    there = (batch.pin() if pinned else batch).to(GPU)
     assert (
         batch.teacher is not None
         and there.teacher is not None

@@ -39,9 +39,9 @@ from cache.profiles.threshold import KNOWN_STEPS, WHOLE, count_units
 from cache.random import PURPOSE_KNOWN_ROUNDING, PURPOSE_TAIL, draw_uniforms
 from cache.rounding import KNOWN_STEP, UNKNOWN
 from cache.units.dither import PATIENCE, DitherTables, hash_positions, hash_slots, hash_tokens
-from kd.capture.host_copy import copy_to_device
 from kd.capture.sampling import BLOCK, Sampler, TokenSizes
 from kd.loss.sparse_targets import expect_best_heads, list_masses_on, pick_smallest
+from kd.text.steps.pinned import copy_to_device
 
 #: The bits of ``hash_tokens``.
 _TOKEN_BITS = 52

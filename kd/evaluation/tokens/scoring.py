@@ -64,6 +64,7 @@ def write_tokens(
     shown = {*sequences.tokens.reshape(-1).tolist()}
     for columns in scored.values():
         shown.update(token for row in columns["top_ids"] for token in row)
+    arrays = (sequences.tokens, sequences.document_start, sequences.target_mask)
     found = {
         "format": FORMAT,
         "held_out": source.validation_count > 0,
@@ -77,19 +78,12 @@ def write_tokens(
                 "starts": np.flatnonzero(start_L).tolist(),
                 "scored": (np.flatnonzero(mask_L) + 1).tolist(),
             }
-            for number, tokens_L, start_L, mask_L in zip(
-                numbers,
-                sequences.tokens,
-                sequences.document_start,
-                sequences.target_mask,
-                strict=True,
-            )
+            for number, tokens_L, start_L, mask_L in zip(numbers, *arrays, strict=True)
         ],
         "texts": decode_each(sorted(shown), tokenizer),
     }
-    text = json.dumps(
-        replace_nonfinite(found), separators=(",", ":"), allow_nan=False, ensure_ascii=False
-    )
+    plain = replace_nonfinite(found)
+    text = json.dumps(plain, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     write_text(path, text + "\n")
 
 
@@ -129,9 +123,8 @@ def score_models(
                 name: model.lm_head.compute_logits(states[name][rows]).log_softmax(1)
                 for name, model in models.items()
             }
-            parts.append(
-                {name: _score(q_NV, batch.gold_N[rows]) for name, q_NV in logprobs.items()}
-            )
+            gold_N = batch.gold_N[rows]
+            parts.append({name: _score(q_NV, gold_N) for name, q_NV in logprobs.items()})
             for name, q_NV in logprobs.items():
                 if TEACHER in logprobs and name != TEACHER:
                     p_NV = widen_logprobs(logprobs[TEACHER], q_NV.shape[1])

@@ -17,15 +17,8 @@ from typing import Any
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 
+from cache import disk
 from cache.checking.verify import verify_cache
-from cache.disk import (
-    TEMPORARY_PREFIX,
-    locked,
-    make_folder,
-    publish_folder,
-    remove_path,
-    storage_errors,
-)
 from cache.json_object import Json
 from cache.remote.address import read_binding
 from cache.shards.names import MANIFEST
@@ -105,7 +98,7 @@ def _pull_student(api: HfApi, place: Repository, out: Path) -> tuple[Path, bool]
         raise HubError(f"{out} exists and is not empty.", "Give a new folder with --out.")
     with _locked_folder(locate_temporary(out)) as staging:
         _download(api, place, staging)
-        publish_folder(staging, out)
+        disk.publish_folder(staging, out)
     return out, False
 
 
@@ -114,26 +107,26 @@ def _pull_cache(api: HfApi, place: Repository, root: Path) -> tuple[Path, bool]:
     if read_binding(root) is not None:
         remedy = "Pull into a folder with --out, and copy it with the bucket's own tools."
         raise HubError("The caches of this place are in a bucket.", remedy)
-    temporary = root / f"{TEMPORARY_PREFIX}pull-{place.name.replace('/', '--')}"
+    temporary = root / f"{disk.TEMPORARY_PREFIX}pull-{place.name.replace('/', '--')}"
     with _locked_folder(temporary) as staging:
         _fetch(api, place, staging, allow_patterns=MANIFEST)
         folder = root / read_manifest(staging).identity.fingerprint
         if folder.is_dir() and not verify_cache(folder):
-            remove_path(staging)
+            disk.remove_path(staging)
             return folder, True
         _download(api, place, staging)
-        with locked(locate_lock(folder)):
-            publish_folder(staging, folder)
+        with disk.locked(locate_lock(folder)):
+            disk.publish_folder(staging, folder)
     return folder, False
 
 
 @contextmanager
 def _locked_folder(staging: Path) -> Iterator[Path]:
     """Let one process at a time fill ``staging``; it stays if the block fails."""
-    with storage_errors(staging.parent):
-        make_folder(staging.parent)
+    with disk.storage_errors(staging.parent):
+        disk.make_folder(staging.parent)
         lock = staging.with_name(f"{staging.name}.lock")
-        with locked(lock):
+        with disk.locked(lock):
             yield staging
             lock.unlink()
 
@@ -146,7 +139,7 @@ def _download(api: HfApi, place: Repository, staging: Path) -> None:
     _fetch(api, place, staging, ignore_patterns=[*_LEFT_OUT[place.type]])
     wrong, others = _compare(api, place, staging)
     for name in wrong | others:
-        remove_path(staging / name)
+        disk.remove_path(staging / name)
     if wrong:
         what = f"{min(wrong)} of {place} arrived with other bytes than the hub announced."
         raise HubError(what, "Run the same command again: what has arrived whole is kept.")
@@ -154,7 +147,7 @@ def _download(api: HfApi, place: Repository, staging: Path) -> None:
         what = f"{place} is damaged or not complete: {'; '.join(problems[:3])}."
         remedy = "If a push was interrupted, let it finish first. Else push again what is sound."
         raise HubError(what, remedy)
-    remove_path(staging / ".cache")  # the notes of huggingface_hub on what has arrived
+    disk.remove_path(staging / ".cache")  # the notes of huggingface_hub on what has arrived
 
 
 def _fetch(api: HfApi, place: Repository, folder: Path, **which: Any) -> None:

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kd.text.steps.pinned import copy_to_device
+
 #: Elements of the scores of one block.
 BLOCK_ELEMENTS = 2**21
 #: Queries of a block at least, whatever the row's length.
@@ -95,34 +97,25 @@ def differentiate_in_blocks(
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries ``start`` to ``stop``, which read keys from ``first`` on."""
+    """Some ``queries`` that follow each other, and the ``keys`` that they read."""
 
-    start: int
-    stop: int
-    first: int
+    queries: slice
+    keys: slice
     hidden_qk: Tensor
-
-    @property
-    def queries(self) -> slice:
-        return slice(self.start, self.stop)
-
-    @property
-    def keys(self) -> slice:
-        return slice(self.first, self.stop)
 
 
 def _cut_blocks(first_l: NDArray[np.int64], heads: int, device: torch.device) -> Iterator[_Block]:
     length = len(first_l)
     start = 0
-    # Once: a GPU has to be waited for when numbers are copied to it.
-    first_l1 = torch.from_numpy(first_l).to(device)[:, None]
+    first_l1 = copy_to_device(first_l, device)[:, None]
     while start < length:
         first = int(first_l[start:].min())
         fitting = BLOCK_ELEMENTS // (heads * (start - first + 1))
         stop = min(start + min(max(fitting, LEAST_QUERIES), MOST_QUERIES), length)
         key_k = torch.arange(first, stop, device=device)
         query_q1 = torch.arange(start, stop, device=device)[:, None]
-        yield _Block(start, stop, first, (key_k > query_q1) | (key_k < first_l1[start:stop]))
+        hidden_qk = (key_k > query_q1) | (key_k < first_l1[start:stop])
+        yield _Block(slice(start, stop), slice(first, stop), hidden_qk)
         start = stop
 
 
@@ -147,7 +140,7 @@ class _BlockAttention(torch.autograd.Function):
             work = _Work(q_KGlD, k_KlD, v_KlE, sink_KG, scoring, ctx.seed)
             for block in _cut_blocks(first_l, work.heads, q_KGlD.device):
                 weights_KGqk, _ = work.compute_weights(block)
-                kept_KGqk = work.drop(weights_KGqk)
+                kept_KGqk = weights_KGqk * work.draw_factors(weights_KGqk)
                 output_KGlE[:, :, block.queries] = kept_KGqk @ work.take(v_KlE, block.keys)
         return output_KGlE
 
@@ -210,12 +203,11 @@ class _Work:
         total_KGq1 = weights_KGqk.sum(dim=-1, keepdim=True) + (self.sink_KG11 - top_KGq1).exp()
         return weights_KGqk.div_(total_KGq1), tanh_KGqk
 
-    def drop(self, each_KGqk: Tensor) -> Tensor:
-        """Set the share ``dropout`` to zero and scale up the rest; call it once for each block."""
-        return each_KGqk * self.draw_factors(each_KGqk)
-
     def draw_factors(self, like_KGqk: Tensor) -> Tensor:
-        """Return what dropout multiplies the weights of the next block with."""
+        """Return what dropout multiplies the weights of the next block with; call it once for each.
+
+        The share ``dropout`` becomes zero, and the rest is scaled up.
+        """
         keep = 1.0 - self.scoring.dropout
         if keep == 1.0:
             return like_KGqk.new_ones(())

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from kd.text.packed_rows import PackedRows
+from kd.text.steps.pinned import copy_to_device
 
 #: Says for (rows, heads, queries, keys) which of the keys the queries read.
 MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
@@ -181,11 +182,8 @@ class DocumentMask:
         length = self.first_BL.shape[1]
         starts = [number * length + span.start for number, row in enumerate(self.spans)
                   for span in row]  # fmt: skip
-        bounds_C = torch.tensor([*starts, self.first_BL.numel()], dtype=torch.int32)
-        if not self.first_BL.is_cuda:
-            return bounds_C
-        # Only from pinned memory a copy does not wait for what the device still computes.
-        return bounds_C.pin_memory().to(self.first_BL.device, non_blocking=True)
+        bounds_C = np.array([*starts, self.first_BL.numel()], dtype=np.int32)
+        return copy_to_device(bounds_C, self.first_BL.device)
 
 
 @dataclass(frozen=True, eq=False)

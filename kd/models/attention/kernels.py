@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.flex_attention import flex_attention_forward
 
@@ -45,6 +46,9 @@ KERNEL_TOLERANCE = 5e-2
 #: sdp_utils.cpp: "head_dim_gt192_constraints_on_sm86_89_or_120").
 SMALL_GPUS = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
 REFUSED_WIDTHS = range(193, 225)
+#: What computes torch's attention of spans. On an H100 or B200 torch prefers cuDNN (sdp_utils.cpp:
+#: check_prefer_cudnn_attention), which takes up to a second to plan each length that is new.
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -312,15 +316,16 @@ def _run_spans(
     blocks = blocks or given or scoring.softcap is not None or sink_H is not None
     spans = (span for row in mask.spans for span in row)
     found = []
-    for number, (span, q_HlD, k_KlD, v_KlE) in enumerate(zip(spans, *parts, strict=True)):
-        if span.causal and not blocks:
-            output_HlE = _run_torch(q_HlD[None], k_KlD[None], v_KlE[None], scoring)[0]
-        else:
-            q_KGlD = q_HlD.unflatten(0, (-1, groups))
-            output_HlE = attend_in_blocks(
-                q_KGlD, k_KlD, v_KlE, sink_KG, span.first_l, scoring.of_span(number)
-            ).flatten(0, 1)
-        found.append(output_HlE.transpose(0, 1))
+    with sdpa_kernel(WITHOUT_PLANS):
+        for number, (span, q_HlD, k_KlD, v_KlE) in enumerate(zip(spans, *parts, strict=True)):
+            if span.causal and not blocks:
+                output_HlE = _run_torch(q_HlD[None], k_KlD[None], v_KlE[None], scoring)[0]
+            else:
+                q_KGlD = q_HlD.unflatten(0, (-1, groups))
+                output_HlE = attend_in_blocks(
+                    q_KGlD, k_KlD, v_KlE, sink_KG, span.first_l, scoring.of_span(number)
+                ).flatten(0, 1)
+            found.append(output_HlE.transpose(0, 1))
     return torch.cat(found).view(batch, length, heads, -1)
 
 

@@ -34,7 +34,15 @@ class Leader:
         names = inspect.signature(trunk.forward)
 
         def begin(_: nn.Module, some: tuple[Any, ...], others: dict[str, Any]) -> None:
-            self._begin(model, names.bind_partial(*some, **others).arguments["input_ids"])
+            if self._reading:
+                self._meet_again()
+            documents = get_documents()
+            tokens_BL: Tensor = names.bind_partial(*some, **others).arguments["input_ids"]
+            rows = (tokens_BL,) if documents is None else (tokens_BL, documents.positions_BL)
+            apart = documents is not None and documents.apart
+            packed = uses_packed_attention(model)
+            self._channel.send(ReadingOrder("read", tensors=rows, packed=packed, apart=apart))
+            self._reading = True
 
         def end(*_: Any) -> None:
             self._reading = False
@@ -42,16 +50,6 @@ class Leader:
         # First of all: FSDP2's own hook may wait for the others.
         trunk.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
         trunk.register_forward_hook(end)
-
-    def _begin(self, model: PreTrainedModel, tokens_BL: Tensor) -> None:
-        if self._reading:
-            self._meet_again()
-        documents = get_documents()
-        rows = (tokens_BL,) if documents is None else (tokens_BL, documents.positions_BL)
-        apart = documents is not None and documents.apart
-        packed = uses_packed_attention(model)
-        self._channel.send(ReadingOrder("read", tensors=rows, packed=packed, apart=apart))
-        self._reading = True
 
     def _meet_again(self) -> None:
         """After a pass that was broken off: go on where all ranks did so, and raise where not."""

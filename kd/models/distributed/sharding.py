@@ -94,10 +94,8 @@ def require_shareable(parallel: str, hollow: PreTrainedModel, size: int) -> None
 def _find_problem(parallel: str, hollow: PreTrainedModel, size: int) -> tuple[str, str] | None:
     name = type(hollow).__name__
     if not _has_engine():
-        return (
-            f"{parallel} needs a transformers that shards models as it reads them.",
-            "Install the version in constraints.txt; or set it to device_map.",
-        )
+        what = f"{parallel} needs a transformers that shards models as it reads them."
+        return what, "Install the version in constraints.txt; or set it to device_map."
     if not find_decoder_layers(hollow):
         return (f"{name} has no list of layers to share.", "Set it to device_map.")
     if parallel == "fsdp":

@@ -91,10 +91,9 @@ def require_steady(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     sampling = (tokenizer.init_kwargs.get("sp_model_kwargs") or {}).get("enable_sampling")
     if dropout or sampling:
         found = f"BPE dropout {dropout:g}" if dropout else "enable_sampling"
-        raise ModelError(
-            f"the tokenizer in {folder} has {found}: it encodes one text otherwise each time.",
-            "Set model.dropout to null in its tokenizer.json, or remove enable_sampling.",
-        )
+        detail = f"the tokenizer in {folder} has {found}: it encodes one text otherwise each time."
+        remedy = "Set model.dropout to null in its tokenizer.json, or remove enable_sampling."
+        raise ModelError(detail, remedy)
 
 
 # ---------------------------------------------------------------------- samples

@@ -21,10 +21,8 @@ def read_tools(tools: Any, place: str) -> list[Any] | None:
     """Return the tools of a row: those of a list, or of the JSON text of one."""
     tools = _parse(tools)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(
-            f"{place}: 'tools' must be a list of JSON schemas, but is {str(tools)[:40]!r}.",
-            "Convert it, or remove the column.",
-        )
+        detail = f"{place}: 'tools' must be a list of JSON schemas, but is {str(tools)[:40]!r}."
+        raise DataError(detail, "Convert it, or remove the column.")
     return [_wrap(tool) if _is_bare(tool) else tool for tool in tools or ()] or None
 
 
@@ -44,10 +42,8 @@ def _read_call(call: Any, what: str) -> Call:
     wrapped = _wrap(call) if _is_bare(call) else call
     function = wrapped.get("function") if isinstance(wrapped, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(
-            f"{what} calls a tool without a name: {str(call)[:60]}.",
-            'A call is {"function": {"name": ..., "arguments": {...}}}.',
-        )
+        detail = f"{what} calls a tool without a name: {str(call)[:60]}."
+        raise DataError(detail, 'A call is {"function": {"name": ..., "arguments": {...}}}.')
     arguments = _parse(function.get("arguments"))
     if arguments in (None, ""):
         arguments = {}

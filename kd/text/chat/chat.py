@@ -32,11 +32,8 @@ class Chat:
     def is_learned(self, number: int) -> bool:
         """Return whether message ``number`` is one of the assistant that may be learned."""
         message = self.messages[number]
-        return bool(
-            message.get("role") == "assistant"
-            and number >= self.learned_from
-            and message.get("weight", 1)
-        )
+        weighs = message.get("role") == "assistant" and message.get("weight", 1)
+        return number >= self.learned_from and bool(weighs)
 
     def list_learned(self) -> list[int]:
         """Return the numbers of the messages that may be learned."""

@@ -207,9 +207,7 @@ def unpack(path: Path, raw: BinaryIO) -> Any:
         try:
             import pyarrow
         except ImportError:
-            raise DataError(
-                f"{path} is compressed with zstd, which needs pyarrow.",
-                "Install it: pip install 'potstill[worker]'.",
-            ) from None
+            detail = f"{path} is compressed with zstd, which needs pyarrow."
+            raise DataError(detail, "Install it: pip install 'potstill[worker]'.") from None
         return pyarrow.CompressedInputStream(raw, "zstd")
     return raw

@@ -59,6 +59,12 @@ def count_loader_threads(options: TrainConfig) -> int:
     return int(torch.cuda.is_available()) if wanted is None else wanted
 
 
+def count_pinned_bytes(source: Source, options: TrainConfig) -> int:
+    """Count the bytes of the batches that all ranks pin: of the step, and of those read ahead."""
+    steps = count_loader_threads(options) * STEPS_AHEAD + 1
+    return steps * options.sequences_per_step * source.sequence_bytes
+
+
 @dataclass(frozen=True)
 class _StepReader:
     """Reads the micro-batches of steps that the ``group``'s own rank computes."""

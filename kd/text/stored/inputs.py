@@ -85,12 +85,9 @@ def hash_rules(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of all rules of a tokenizer: those of its library, its template, its ids."""
     library = getattr(tokenizer, "backend_tokenizer", None)
     if library is None:
+        options = {name: str(value) for name, value in tokenizer.init_kwargs.items()}
         # Without its folder.
-        options = {
-            name: str(value)
-            for name, value in tokenizer.init_kwargs.items()
-            if not str(value).startswith("/")
-        }
+        options = {name: options[name] for name in options if not options[name].startswith("/")}
         rules: Any = [sorted(tokenizer.get_vocab().items()), options]
     else:
         rules = json.loads(library.to_str())

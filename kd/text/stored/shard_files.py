@@ -24,14 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.disk import (
-    TEMPORARY_PREFIX,
-    find_last_change,
-    locked,
-    remove_path,
-    set_aside,
-    sum_file_sizes,
-)
+from cache import disk
 from cache.errors import CacheError
 from cache.json_object import Json
 from cache.reading.usage import exclude_readers, locate_use, read_last_use
@@ -251,18 +244,15 @@ def read_object(folder: Path, path: Path) -> Json:
 def require_format(folder: Path, value: Json) -> None:
     """Raise ``DataError`` if a file of the store has another version than this program."""
     if (found := value.get("format")) != FORMAT:
-        raise DataError(
-            f"{folder}: the token store has version {found}, but this program reads {FORMAT}.",
-            "Upgrade Potstill, or delete the folder: the text is then tokenized again.",
-        )
+        detail = f"{folder}: the token store has version {found}, but this program reads {FORMAT}."
+        remedy = "Upgrade Potstill, or delete the folder: the text is then tokenized again."
+        raise DataError(detail, remedy)
 
 
 def damaged(folder: Path, what: str) -> DataError:
     """Return the error for a store that is damaged."""
-    return DataError(
-        f"The token store {folder} is damaged: {what}.",
-        "Delete that folder and run again: the text is then tokenized again.",
-    )
+    detail = f"The token store {folder} is damaged: {what}."
+    return DataError(detail, "Delete that folder and run again: the text is then tokenized again.")
 
 
 @dataclass(frozen=True)
@@ -278,10 +268,10 @@ class StoreSummary:
 def list_stores(texts: Path) -> Iterator[StoreSummary]:
     """List the token stores below ``texts``; the last use is the last reading or writing."""
     for folder in sorted(texts.iterdir()) if texts.is_dir() else ():
-        if folder.name.startswith(TEMPORARY_PREFIX) or not (folder / INPUTS).is_file():
+        if folder.name.startswith(disk.TEMPORARY_PREFIX) or not (folder / INPUTS).is_file():
             continue
-        size = sum_file_sizes(folder)
-        used = max(find_last_change(folder), read_last_use(folder) or 0.0)
+        size = disk.sum_file_sizes(folder)
+        used = max(disk.find_last_change(folder), read_last_use(folder) or 0.0)
         yield StoreSummary(folder, size, used, (folder / MANIFEST).is_file())
 
 
@@ -295,10 +285,10 @@ def remove_store(folder: Path, require_free: Callable[[], None]) -> None:
     def refuse() -> None:
         raise CacheError(f"{folder} is being written by a run.", "Wait until the run has ended.")
 
-    with locked(locate_lock(folder), refuse):
+    with disk.locked(locate_lock(folder), refuse):
         with exclude_readers(folder):
             require_free()
-            aside = set_aside(folder)
-            remove_path(locate_use(folder))
-        remove_path(aside)
-        remove_path(locate_lock(folder))
+            aside = disk.set_aside(folder)
+            disk.remove_path(locate_use(folder))
+        disk.remove_path(aside)
+        disk.remove_path(locate_lock(folder))

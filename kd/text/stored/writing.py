@@ -19,23 +19,9 @@ from kd.progress import SILENT, Monitor
 from kd.text.mixtures import TextReader
 from kd.text.packing import join_blocks
 from kd.text.reading.notes import TextNotes
+from kd.text.stored import shard_files
 from kd.text.stored.inputs import Inputs, hash_young_files, require_inputs
 from kd.text.stored.places import Cursor
-from kd.text.stored.shard_files import (
-    FORMAT,
-    INPUTS,
-    MANIFEST,
-    PROGRESS,
-    Layout,
-    StoreProgress,
-    TextManifest,
-    TokenSeal,
-    locate_lock,
-    locate_seal,
-    locate_shard,
-    read_object,
-    require_format,
-)
 
 #: Bytes of English text for a token.
 _BYTES_PER_TOKEN = 4.0
@@ -49,7 +35,7 @@ class StoreOrder:
     they are not known. ``notes`` holds what the reading finds.
     """
 
-    layout: Layout
+    layout: shard_files.Layout
     describe: Callable[[], Inputs]
     read: Callable[[Cursor | None], TextReader]
     wanted: int | None
@@ -63,33 +49,34 @@ def write_store(folder: Path, order: StoreOrder, monitor: Monitor = SILENT) -> N
     Raises ``DataError`` if the folder holds another text, or where the text changes meanwhile,
     and ``StorageError`` if the disk is too small.
     """
-    lock = locate_lock(folder)
+    lock = shard_files.locate_lock(folder)
     with storage_errors(folder):
         make_folder(folder.parent)
         with locked(lock, lambda: monitor.check("while another process read the text")):
-            if (folder / INPUTS).is_file() and _has_changed(folder):
+            if (folder / shard_files.INPUTS).is_file() and _has_changed(folder):
                 remove_path(folder)
             make_folder(folder)
             inputs = order.describe()
-            if not (folder / INPUTS).is_file():
+            if not (folder / shard_files.INPUTS).is_file():
                 young = hash_young_files(inputs)
-                write_json(folder / INPUTS, {"format": FORMAT, "inputs": inputs, "young": young})
+                content = {"format": shard_files.FORMAT, "inputs": inputs, "young": young}
+                write_json(folder / shard_files.INPUTS, content)
             check_inputs(folder, inputs)
-            if (folder / MANIFEST).is_file():
+            if (folder / shard_files.MANIFEST).is_file():
                 return
-            done = StoreProgress.read(folder)
+            done = shard_files.StoreProgress.read(folder)
             _require_space(folder, order, done)
             manifest = _write_shards(folder, order, done)
             _require_same(folder, order, inputs)
             # A complete store is not read again, so that it tells what was found in its text.
             notices = tuple(order.notes.list_notices())
-            write_json(folder / MANIFEST, replace(manifest, notices=notices).to_json())
-            remove_path(folder / PROGRESS)
+            write_json(folder / shard_files.MANIFEST, replace(manifest, notices=notices).to_json())
+            remove_path(folder / shard_files.PROGRESS)
 
 
 def is_current(folder: Path, expected: Inputs) -> bool:
     """Return whether the store in ``folder`` is complete; raise if it is not of ``expected``."""
-    if not (folder / MANIFEST).is_file():
+    if not (folder / shard_files.MANIFEST).is_file():
         return False
     check_inputs(folder, expected)
     return not _has_changed(folder)
@@ -97,21 +84,23 @@ def is_current(folder: Path, expected: Inputs) -> bool:
 
 def _has_changed(folder: Path) -> bool:
     """Return whether a file that was young when the store was begun has another content now."""
-    young = read_object(folder, folder / INPUTS).get("young", {})
+    young = shard_files.read_object(folder, folder / shard_files.INPUTS).get("young", {})
     return any(not Path(file).is_file() or hash_file(Path(file)) != young[file] for file in young)
 
 
 def check_inputs(folder: Path, expected: Inputs) -> None:
     """Raise ``DataError`` if the store was made of other inputs, or by another version."""
-    found = read_object(folder, folder / INPUTS)
-    require_format(folder, found)
+    found = shard_files.read_object(folder, folder / shard_files.INPUTS)
+    shard_files.require_format(folder, found)
     require_inputs(folder, found.get("inputs"), expected)
 
 
-def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) -> TextManifest:
+def _write_shards(
+    folder: Path, order: StoreOrder, found: shard_files.StoreProgress | None
+) -> shard_files.TextManifest:
     """Write the shards that are missing; return the manifest of all."""
     reader = order.read(None if found is None else found.cursor)
-    done = found or StoreProgress(0, 0, 0, "", reader.cursor)
+    done = found or shard_files.StoreProgress(0, 0, 0, "", reader.cursor)
     order.notes.recall(done.notes)
     size = order.layout.shard_sequences
     while True:
@@ -120,16 +109,17 @@ def _write_shards(folder: Path, order: StoreOrder, found: StoreProgress | None) 
         if not parts:
             break
         sequences = join_blocks(parts)
-        path = locate_shard(folder, done.shards)
+        path = shard_files.locate_shard(folder, done.shards)
         data = order.layout.encode(sequences)
-        seal = TokenSeal.of(data, sequences)
+        seal = shard_files.TokenSeal.of(data, sequences)
         make_folder(path.parent)
         write_file(path, data)
-        write_json(locate_seal(folder, done.shards), asdict(seal))
+        write_json(shard_files.locate_seal(folder, done.shards), asdict(seal))
         # A shard counts from here on. One that is killed before is written again.
         done = done.add(seal, reader.cursor, order.notes.to_json())
-        write_json(folder / PROGRESS, done.to_json())
-    return TextManifest(order.layout, done.sequences, done.targets, done.sha256, reader.ended)
+        write_json(folder / shard_files.PROGRESS, done.to_json())
+    counts = (done.sequences, done.targets, done.sha256)
+    return shard_files.TextManifest(order.layout, *counts, reader.ended)
 
 
 def _require_same(folder: Path, order: StoreOrder, inputs: Inputs) -> None:
@@ -144,7 +134,7 @@ def _require_same(folder: Path, order: StoreOrder, inputs: Inputs) -> None:
     )
 
 
-def _require_space(folder: Path, order: StoreOrder, done: StoreProgress | None) -> None:
+def _require_space(folder: Path, order: StoreOrder, done: shard_files.StoreProgress | None) -> None:
     """Raise ``StorageError`` if the disk cannot hold the tokens that are to come."""
     layout = order.layout
     limits = [order.source_bytes / _BYTES_PER_TOKEN] if order.source_bytes else []

@@ -13,15 +13,7 @@ from kd.models.precision import make_scaler
 from kd.training import checkpoint
 from kd.training.preparing.parts import StepParts
 from kd.training.preparing.setting import TrainingSetting
-from kd.training.resume.continuing import (
-    Earlier,
-    copy_best,
-    copy_history,
-    find_earlier,
-    forget_lost_best,
-    lengthen,
-    make_resumed_scheduler,
-)
+from kd.training.resume import continuing
 from kd.training.resume.identity import RunIdentity
 from kd.training.saved.state import TrainingProgress, TrainState
 
@@ -35,25 +27,25 @@ def restore_state(
 ) -> TrainState:
     """Return the state of the newest checkpoint that the job may go on from, or a new one."""
     folder = setting.folder
-    earlier = None if resume is None else find_earlier(resume, folder, identity)
+    earlier = None if resume is None else continuing.find_earlier(resume, folder, identity)
     steps = parts.loss.steps
-    scheduler = make_resumed_scheduler(parts.optimizer, options, resume, steps, folder)
+    scheduler = continuing.make_resumed_scheduler(parts.optimizer, options, resume, steps, folder)
     state = _make_state(setting, parts, scheduler)
     # A new run draws its random numbers from this seed on; a checkpoint brings the state of the
     # generators with it. Ranks draw different dropout.
     torch.manual_seed(options.seed + setting.group.rank)
-    stored = earlier or Earlier(folder / "checkpoints", identity.own)
+    stored = earlier or continuing.Earlier(folder / "checkpoints", identity.own)
     for problem in checkpoint.load_newest(stored.checkpoints, state, stored.identity):
         setting.monitor.emit("warning", message=problem)
     state.progress.stems = identity.shared
     if resume is not None and earlier is not None:
-        state = lengthen(state, options, resume, steps)
-        if (warning := forget_lost_best(earlier, state, options)) is not None:
+        state = continuing.lengthen(state, options, resume, steps)
+        if (warning := continuing.forget_lost_best(earlier, state, options)) is not None:
             setting.monitor.emit("warning", message=warning)
         if setting.group.leads:
-            copy_history(earlier, folder)
+            continuing.copy_history(earlier, folder)
         checkpoint.save_checkpoint(folder / "checkpoints", state, identity.own)
-    copy_best(options, resume, folder, state)
+    continuing.copy_best(options, resume, folder, state)
     _keep_threads(setting, state.progress)
     return state
 

@@ -41,6 +41,9 @@ def place_student(setting: TrainingSetting, options: TrainConfig) -> None:
     if options.fp8:
         require_float8(setting.device)
     set_tf32(setting.device, options.tf32)
+    # Where rows have many widths, plans for all of them cost more than they gain
+    # (``kd.models.attention.kernels.WITHOUT_PLANS``).
+    torch.backends.cuda.enable_cudnn_sdp(options.order != "length")
     require_same_parameters(setting.student, setting.group)
     if not is_hollow(setting.student):
         nn.Module.to(setting.student, choose_first_place(options, setting.device, setting.group))

@@ -25,6 +25,7 @@ from kd.models.precision import round_parameters
 from kd.models.products.float8 import multiply_in_float8
 from kd.models.stages.cut import pick_own_layers
 from kd.parallel.group import Group
+from kd.text.steps.reading import count_pinned_bytes
 from kd.training.preparing.requirements import require_stages
 from kd.training.preparing.setting import TrainingSetting
 
@@ -58,6 +59,7 @@ def examine_student(
     if options.is_pure_bfloat16:
         # The checks above need all bits of float32, and all that follows sees the rounded weights.
         round_parameters(student, torch.bfloat16)
+    on_gpu = setting.device.type == "cuda"
     # The bytes of the device that are free, and those that the student takes there.
     free = measure_free_memory(setting.device)
     tensors = (*student.parameters(), *student.buffers())
@@ -66,22 +68,17 @@ def examine_student(
     room = None if None in rooms else min(rooms)
     found = None
     if group.leads:
-        in_kernels = suits_kernels(setting.source.codec, loss.divergence)
-        kernels = setting.device.type == "cuda" and in_kernels
-        sizes = (length, setting.vocabulary, setting.precision)
+        kernels = on_gpu and suits_kernels(setting.source.codec, loss.divergence)
+        what = (length, setting.vocabulary, setting.precision, kernels)
         step = describe_step(
-            student,
-            options,
-            *sizes,
-            kernels=kernels,
-            looks_ahead=loss.looks_ahead,
-            device=setting.device,
+            student, options, *what, looks_ahead=loss.looks_ahead, device=setting.device
         )
         strategy = _choose_strategy(loss, step, room, group)
         found = asdict(estimate_rank(step, strategy, group.size)), strategy
     fields, strategy = group.share(found)
     memory = StepMemory(**fields)
-    host = memory.warn_of_host(read_memory_bytes(), group.size)
+    batches = count_pinned_bytes(setting.source, options) if on_gpu else 0
+    host = memory.warn_of_host(read_memory_bytes(), group.size, batches)
     for warning in filter(None, (memory.warning(room), host)):
         setting.monitor.emit("warning", message=warning)
     return lm_head, memory, strategy

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from cache.disk import make_folder, storage_errors
 from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.train import TrainConfig
-from kd.errors import ConfigError, Problem, TrainingError
+from kd.errors import ConfigError, TrainingError
 from kd.files import whole_folder
 from kd.optim.schedules import Plateau, make_scheduler
 from kd.training import checkpoint
@@ -53,13 +53,14 @@ def find_earlier(resume: ResumeConfig, run_dir: Path, identity: RunIdentity) -> 
         folder = run_dir.parent / resume.run / "checkpoints"
         newest = checkpoint.read_newest_state(folder)
         if newest is None:
-            raise _refuse("/resume/run", f"the run {resume.run} has no checkpoint.", _NAME_A_RUN)
+            detail = f"the run {resume.run} has no checkpoint."
+            raise ConfigError.of_field("/resume/run", detail, _NAME_A_RUN)
     if newest.identity == identity.own:
         return None if folder == own else Earlier(folder, identity.own)
     if newest.progress.stems.get(resume.schedule) != identity.shared[resume.schedule]:
         if folder == own:
             return None  # the checkpoint itself is refused, with what differs
-        raise _refuse(
+        raise ConfigError.of_field(
             "/resume/run",
             f"the run {resume.run} trained another student: more than its length differs from "
             "this job.",
@@ -101,11 +102,9 @@ def lengthen(
     """
     progress = state.progress
     if progress.step >= steps:
-        raise _refuse(
-            "/train",
-            f"the run has taken {progress.step} steps already, and this job has {steps}.",
-            f"Raise train.max_steps above {progress.step}, or train.epochs.",
-        )
+        detail = f"the run has taken {progress.step} steps already, and this job has {steps}."
+        remedy = f"Raise train.max_steps above {progress.step}, or train.epochs."
+        raise ConfigError.of_field("/train", detail, remedy)
     progress.evaluations_since_best = 0
     progress.evaluation_due = False
     match resume.schedule:
@@ -221,7 +220,3 @@ def copy_history(earlier: Earlier, run_dir: Path) -> None:
 
 
 _NAME_A_RUN = "Name a run folder beside this one, or the id of a job whose training has started."
-
-
-def _refuse(pointer: str, detail: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(pointer, detail, remedy)])

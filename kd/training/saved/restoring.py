@@ -80,9 +80,7 @@ def _restore_optimizer(path: Path, saved: SavedState, state: TrainState) -> None
         for key, value in old.items():
             # JSON turned the tuples of betas into lists.
             group[key] = tuple(value) if isinstance(value, list) else value
-    group_of = {
-        parameter: group for group in optimizer.param_groups for parameter in group["params"]
-    }
+    group_of = {each: group for group in optimizer.param_groups for each in group["params"]}
     optimizer.state.clear()
     tensors = _load_optimizer_tensors(path, parameters, state)
     for full_name, value in {**tensors, **saved.optimizer}.items():

@@ -114,11 +114,7 @@ def is_sharded(state: TrainState) -> bool:
 
 def name_parameters(state: TrainState) -> dict[Tensor, str]:
     """Names of all parameters that the optimiser may hold; those of an extra are {extra}/{name}."""
-    names: dict[Tensor, str] = {
-        parameter: name for name, parameter in state.model.named_parameters()
-    }
+    names: dict[Tensor, str] = {each: name for name, each in state.model.named_parameters()}
     for extra, module in state.extras.items():
-        names.update(
-            {parameter: f"{extra}/{name}" for name, parameter in module.named_parameters()}
-        )
+        names |= {each: f"{extra}/{name}" for name, each in module.named_parameters()}
     return names

@@ -23,10 +23,8 @@ def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    tensors.update(
-        {name: buffer for name, buffer in model.named_buffers() if name not in transient}
-    )
-    return tensors
+    kept = {name: each for name, each in model.named_buffers() if name not in transient}
+    return tensors | kept
 
 
 def collect_optimizer_state(state: TrainState) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -20,12 +20,8 @@ def decode_cursor(cursor: str | None) -> int | None:
     if cursor is None:
         return None
     if not cursor:
-        raise ApiProblem(
-            422,
-            "cursor is empty.",
-            "Leave it out for the first page; next_cursor is null after the last page.",
-            "bad-cursor",
-        )
+        remedy = "Leave it out for the first page; next_cursor is null after the last page."
+        raise ApiProblem(422, "cursor is empty.", remedy, "bad-cursor")
     try:
         text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode("ascii")
         # Base64 has several spellings of one text; only our own is accepted.
@@ -33,9 +29,5 @@ def decode_cursor(cursor: str | None) -> int | None:
             return int(text)
     except ValueError:  # not base64, or not ASCII
         pass
-    raise ApiProblem(
-        422,
-        f"cursor {cursor!r} does not belong to this list.",
-        "Begin again without a cursor.",
-        "bad-cursor",
-    )
+    detail = f"cursor {cursor!r} does not belong to this list."
+    raise ApiProblem(422, detail, "Begin again without a cursor.", "bad-cursor")

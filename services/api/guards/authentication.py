@@ -155,13 +155,9 @@ def _find_key(request: Request, shown: HTTPAuthorizationCredentials | None) -> A
         key = file.find(shown.credentials) if shown is not None else None
     except KeysError as error:
         # The file may have been tampered with, so no request is accepted until it is sound again.
-        raise ApiProblem(
-            503,
-            f"The API keys cannot be read, so no request is accepted: {type(error).__name__}.",
-            "The server's log shows the reason.",
-            "keys-unreadable",
-            headers=_RETRY_HEADERS,
-        ) from error
+        detail = f"The API keys cannot be read, so no request is accepted: {type(error).__name__}."
+        remedy = "The server's log shows the reason."
+        raise ApiProblem(503, detail, remedy, "keys-unreadable", headers=_RETRY_HEADERS) from error
     if key is None:
         unknown = "The API key is unknown or was revoked."
         detail = "The request has no API key." if shown is None else unknown

@@ -22,14 +22,7 @@ from fastapi import APIRouter, Query
 from cache.disk import is_lock_free
 from cache.reading.usage import is_read, read_last_use
 from cache.shards.names import MANIFEST
-from kd.client.wire.caches import (
-    CacheCheck,
-    CacheRecords,
-    CacheStatistics,
-    CacheUsage,
-    CacheUser,
-    ShardStates,
-)
+from kd.client.wire import caches as wire
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from kd.config.kinds import CAPTURE, KINDS, Kind
 from kd.files import read_json
@@ -57,13 +50,15 @@ def read_statistics(
     folder: KnownCache,
     service: TheService,
     seed: Annotated[int, Query(ge=0, lt=1 << 53, description="Chooses the records.")] = 0,
-) -> CacheStatistics:
+) -> wire.CacheStatistics:
     """Show histograms of entropy, entries and kept mass, of at most about 65,536 records."""
-    return CacheStatistics.model_validate(service.reading.read("statistics", folder, seed=seed))
+    return wire.CacheStatistics.model_validate(
+        service.reading.read("statistics", folder, seed=seed)
+    )
 
 
 @router.get("/caches/{fingerprint}/shards", **guard(READ, 404, 409, 422))
-def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> ShardStates:
+def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> wire.ShardStates:
     """Show which shards of a cache are sealed, in work, missing or corrupt.
 
     Corrupt are the shards that the last job of kind verify has found damaged, and those whose files
@@ -76,7 +71,7 @@ def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> S
     expected = _count_expected_shards(jobs)
     states = service.reading.read("shards", folder, damaged=damaged, expected=expected)
     ended = check.view.at if check is not None and counts else None
-    return ShardStates(**states, verified_at=ended)
+    return wire.ShardStates(**states, verified_at=ended)
 
 
 @router.get("/caches/{fingerprint}/records", **guard(READ, 404, 409, 422))
@@ -86,15 +81,15 @@ def read_records(
     sequence: Annotated[int, Query(ge=0, description="Number of the sequence, from 0.")] = 0,
     start: Annotated[int, Query(ge=0, description="Number of the first record in it.")] = 0,
     limit: Annotated[int, Query(ge=1, le=PAGE_RECORDS, description="Records.")] = 50,
-) -> CacheRecords:
+) -> wire.CacheRecords:
     """Show some records of one sequence: what the teacher expected, and what the text said."""
     asked = {"sequence": sequence, "start": start, "limit": limit}
     found = service.reading.read("records", folder, **asked)
-    return CacheRecords.model_validate(found)
+    return wire.CacheRecords.model_validate(found)
 
 
 @router.get("/caches/{fingerprint}/usage", **guard(READ, 404, 422))
-def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> CacheUsage:
+def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> wire.CacheUsage:
     """Show the jobs and students of a cache, its last checks, and why it is kept."""
     jobs = _read_jobs(service, caller, folder)
     own = [job for job in jobs if job.parent is None]
@@ -104,10 +99,10 @@ def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> Ca
         for kind in KINDS.values()
         if kind.checks
     }
-    return CacheUsage(
+    return wire.CacheUsage(
         jobs=[
-            CacheUser(
-                **job.model_dump(include={*CacheUser.model_fields}),
+            wire.CacheUser(
+                **job.model_dump(include={*wire.CacheUser.model_fields}),
                 student="student" in job.artifacts,
             )
             for job in own[:SHOWN_JOBS]
@@ -132,7 +127,7 @@ def _read_jobs(service: Service, caller: Caller, folder: Path) -> list[JobRecord
 class _Check:
     """A check as it is shown, with all that it found, and whether it has ended."""
 
-    view: CacheCheck
+    view: wire.CacheCheck
     lines: tuple[str, ...]
     ended: bool
 
@@ -152,7 +147,7 @@ def _find_check(
     sealed = 0.0
     with suppress(OSError):  # the cache may be removed at any time
         sealed = (folder / MANIFEST).stat().st_mtime
-    view = CacheCheck(
+    view = wire.CacheCheck(
         job=found.id,
         status=found.status,
         at=at,

@@ -18,15 +18,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cache.json_object import Json
-from kd.client.wire.history import (
-    JobCurve,
-    JobCurves,
-    JobEvents,
-    MetricSeries,
-    MetricsHistory,
-    RunEntry,
-    RunList,
-)
+from kd.client.wire import history as wire
 from kd.client.wire.jobs import Job
 from kd.python.runs import sort_runs
 from services.api.answers.byte_ranges import ByteSource, send_bytes
@@ -79,13 +71,13 @@ def job_events(
             max_length=NAMES_LENGTH, description="Only events of these types, separated by commas."
         ),
     ] = None,
-) -> JobEvents:
+) -> wire.JobEvents:
     """List a job's events, oldest first. With Accept: text/event-stream this is the stream."""
     wanted = [name for name in (types or "").split(",") if name]
     found = service.store.read_events(job.id, after, limit + 1, wanted, finds_step=True)
     data = found[:limit]
     newest = data[-1].id if data else after
-    return JobEvents(data=data, has_more=len(found) > limit, next_after=newest)
+    return wire.JobEvents(data=data, has_more=len(found) > limit, next_after=newest)
 
 
 async def _join_tail(job: KnownJob, service: TheService) -> AsyncIterator[JobTail]:
@@ -165,7 +157,7 @@ def job_metrics(
     max_points: Annotated[
         int, Query(ge=4, le=8192, description="The most points of each metric.")
     ] = 1000,
-) -> MetricsHistory:
+) -> wire.MetricsHistory:
     """Show a job's metrics over its steps, one series for each metric.
 
     A long series is thinned: equal spans of steps each keep their lowest and highest point. With
@@ -178,10 +170,10 @@ def job_metrics(
         if not wanted or any(fnmatchcase(name, each) for each in wanted):
             steps, values = zip(*thin_points(found, max_points), strict=True)
             series.append(
-                MetricSeries(name=name, steps=[*steps], values=[*values], points=len(found))
+                wire.MetricSeries(name=name, steps=[*steps], values=[*values], points=len(found))
             )
     last_step = points[-1]["step"] if points else None
-    return MetricsHistory(series=series, last_step=last_step)
+    return wire.MetricsHistory(series=series, last_step=last_step)
 
 
 def _read_points(service: Service, job: Job, after: int, before: int | None) -> list[Json]:
@@ -223,7 +215,7 @@ def job_curves(
             description=f"Ids of jobs, separated by commas; {MOST_CURVES} at most.",
         ),
     ],
-) -> JobCurves:
+) -> wire.JobCurves:
     """Show a few points of the loss of several jobs: the first, the last, and some between them.
 
     It costs the same for long runs as for short ones, so that a list can show a curve in each row.
@@ -234,19 +226,19 @@ def job_curves(
     for job_id, points in found.items():
         if known := [each for each in points if each.get("loss") is not None]:
             steps, values = ([each[name] for each in known] for name in ("step", "loss"))
-            curves.append(JobCurve(job=job_id, steps=steps, values=values))
-    return JobCurves(data=curves)
+            curves.append(wire.JobCurve(job=job_id, steps=steps, values=values))
+    return wire.JobCurves(data=curves)
 
 
 @router.get("/runs", **guard(READ))
-def list_runs(service: TheService, caller: TheCaller) -> RunList:
+def list_runs(service: TheService, caller: TheCaller) -> wire.RunList:
     """List the runs on this server's disk and what they have measured, the newest first.
 
     Runs of `kd run` belong to no key: an admin alone sees them, or everyone where no key is
     needed.
     """
     found = sort_runs(service.settings.runs, service.store.find_jobs(caller))
-    return RunList(data=[RunEntry.model_validate(run.to_json()) for run in found])
+    return wire.RunList(data=[wire.RunEntry.model_validate(run.to_json()) for run in found])
 
 
 # ---------------------------------------------------------------------- log

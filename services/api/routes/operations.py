@@ -13,16 +13,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from kd.client.wire.service import (
-    Health,
-    Limits,
-    ModelEntry,
-    ModelList,
-    Ready,
-    Version,
-    Worker,
-    WorkerList,
-)
+from kd.client.wire import service as wire
 from kd.preflight.limits import read_allow_list
 from kd.python.version import read_version
 from services.api.answers.problems import (
@@ -49,14 +40,14 @@ router = APIRouter(tags=["service"], route_class=StrictRoute)
 
 
 @router.get("/models", **guard(READ))
-def list_models(service: TheService) -> ModelList:
+def list_models(service: TheService) -> wire.ModelList:
     """List the models that jobs may name, if they are restricted, and the caller's limits."""
     settings = service.settings
     listed = read_allow_list(settings.model_allow_list)
-    return ModelList(
+    return wire.ModelList(
         restricted=listed is not None,
-        data=[ModelEntry(model=entry.name, revision=entry.revision) for entry in listed or ()],
-        limits=Limits(
+        data=[wire.ModelEntry(model=entry.name, revision=entry.revision) for entry in listed or ()],
+        limits=wire.Limits(
             open_jobs=settings.quota_open_jobs,
             record_bytes=settings.quota_record_bytes,
             posts_a_minute=settings.rate_post,
@@ -69,7 +60,7 @@ def list_models(service: TheService) -> ModelList:
 
 
 @router.get("/workers", **guard(READ))
-def list_workers(service: TheService, caller: TheCaller) -> WorkerList:
+def list_workers(service: TheService, caller: TheCaller) -> wire.WorkerList:
     """List the workers with a heartbeat in the last 30 seconds.
 
     A worker's job is shown only if the caller may see that job.
@@ -83,18 +74,18 @@ def list_workers(service: TheService, caller: TheCaller) -> WorkerList:
         if state.job is None or service.store.get(state.job, caller) is None:
             known |= {"job": None, "attempt": None}
         age = max(0.0, (now - state.beat_at).total_seconds()) if state.beat_at else None
-        found.append(Worker(**known, busy=state.job is not None, beat_age_seconds=age))
-    return WorkerList(data=found)
+        found.append(wire.Worker(**known, busy=state.job is not None, beat_age_seconds=age))
+    return wire.WorkerList(data=found)
 
 
 @router.get("/healthz")
-async def healthz() -> Health:
+async def healthz() -> wire.Health:
     """Answer that the process is alive."""
-    return Health()
+    return wire.Health()
 
 
 @router.get("/readyz", responses=describe_problems(503))
-def readyz(service: TheService) -> Ready:
+def readyz(service: TheService) -> wire.Ready:
     """Check that the service accepts jobs.
 
     The job store can be written, the reconciler runs, and the disk has room.
@@ -111,7 +102,7 @@ def readyz(service: TheService) -> Ready:
         raise _make_unready_problem(detail, "reconciler-stopped")
     if full := service.settings.find_full_disk():
         raise _make_unready_problem(full, "disk-full")
-    return Ready(warnings=service.store.find_lost_records(service.settings.runs))
+    return wire.Ready(warnings=service.store.find_lost_records(service.settings.runs))
 
 
 def _make_unready_problem(detail: str, slug: str) -> ApiProblem:
@@ -130,8 +121,8 @@ def metrics(service: TheService) -> Response:
 
 
 @router.get("/version", dependencies=READ)
-def get_version(service: TheService) -> Version:
+def get_version(service: TheService) -> wire.Version:
     """Show the version of the server."""
-    return Version(
+    return wire.Version(
         version=read_version(), record_format=RECORD_FORMAT, file_view=identify_file_view()
     )

@@ -18,15 +18,7 @@ from typing import cast
 
 from fastapi import APIRouter, Request
 
-from kd.client.wire.operator import (
-    DiskSpace,
-    KeyEntries,
-    KeyEntry,
-    QueueHealth,
-    RedisHealth,
-    ServiceHealth,
-    StorageReport,
-)
+from kd.client.wire import operator as wire
 from kd.client.wire.service import WorkerState
 from kd.config.kinds import list_stage_names
 from kd.files import Disk
@@ -39,6 +31,7 @@ from services.settings import Settings
 from services.store.connection import ask_server, find_unsuitability
 from services.store.jobs.store import JobStore
 from services.store.key_file import KeyFile
+from services.store.retention.collector import survey
 
 #: Seconds by which the clocks of Redis and the server may differ: leases and events take the first,
 #: logs and files the second.
@@ -53,14 +46,14 @@ router = APIRouter(tags=["service"], route_class=StrictRoute)
 
 
 @router.get("/keys", **guard(ADMIN))
-def list_keys(request: Request, service: TheService) -> KeyEntries:
+def list_keys(request: Request, service: TheService) -> wire.KeyEntries:
     """List the API keys that are not revoked, with the time of their last use."""
     file: KeyFile | None = request.app.state.keys
     if file is None:
-        return KeyEntries(required=False, data=[])
+        return wire.KeyEntries(required=False, data=[])
     used = service.key_use.read()
     entries = [
-        KeyEntry(
+        wire.KeyEntry(
             id=key.id,
             name=key.name,
             team=key.team or key.name,
@@ -72,25 +65,22 @@ def list_keys(request: Request, service: TheService) -> KeyEntries:
         )
         for key in file.list_keys()
     ]
-    return KeyEntries(required=True, data=entries)
+    return wire.KeyEntries(required=True, data=entries)
 
 
 # ---------------------------------------------------------------------- storage
 
 
 @router.get("/storage", **guard(ADMIN))
-def show_storage(service: TheService) -> StorageReport:
+def show_storage(service: TheService) -> wire.StorageReport:
     """Show what is on the disk, and what `kd gc` without options would remove now, and why."""
-    # It loads zarr, which the other routes do without.
-    from services.store.retention.overview import survey
-
     return survey(service.settings, service.store, read_disks(service.settings))
 
 
-def read_disks(settings: Settings) -> dict[str, DiskSpace | None]:
+def read_disks(settings: Settings) -> dict[str, wire.DiskSpace | None]:
     """The disk of the data folder, and that of the caches where KD_STORE names a folder."""
     disks = {
-        name: DiskSpace(**asdict(Disk.of(folder)), floor_bytes=settings.disk_floor_bytes)
+        name: wire.DiskSpace(**asdict(Disk.of(folder)), floor_bytes=settings.disk_floor_bytes)
         for name, folder in settings.places.items()
     }
     return {"disk": disks["KD_HOME"], "caches_disk": disks.get("KD_STORE")}
@@ -100,7 +90,7 @@ def read_disks(settings: Settings) -> dict[str, DiskSpace | None]:
 
 
 @router.get("/health", **guard(ADMIN))
-def show_health(service: TheService) -> ServiceHealth:
+def show_health(service: TheService) -> wire.ServiceHealth:
     """Show the state of the service and of what it needs, and say what is wrong."""
     store = service.store
     workers = store.list_workers()
@@ -111,13 +101,14 @@ def show_health(service: TheService) -> ServiceHealth:
     depths = store.read_queue_depths(stages)
     serving = {stage: sum(stage in worker.stages for worker in workers) for stage in stages}
     queues = [
-        QueueHealth(stage=stage, waiting=depths[stage], workers=serving[stage]) for stage in stages
+        wire.QueueHealth(stage=stage, waiting=depths[stage], workers=serving[stage])
+        for stage in stages
     ]
     full = service.settings.find_full_disk()
     unsuitable = find_unsuitability(store.redis)
     faults = [] if unsuitable is None else [str(unsuitable)]
     faults += store.find_lost_records(service.settings.runs)
-    return ServiceHealth(
+    return wire.ServiceHealth(
         problems=[*faults, *_find_faults(redis, age, full, queues, workers)],
         version=read_version(),
         python=platform.python_version(),
@@ -132,13 +123,13 @@ def show_health(service: TheService) -> ServiceHealth:
     )
 
 
-def _ask_redis(store: JobStore) -> RedisHealth:
+def _ask_redis(store: JobStore) -> wire.RedisHealth:
     began = time.monotonic()
     store.redis.ping()
     took = time.monotonic() - began
     ahead = store.read_clock_ms() / 1000 - time.time()
     found = ask_server(store.redis)
-    return RedisHealth(
+    return wire.RedisHealth(
         version=str(found.get("valkey_version") or found.get("redis_version", "")),
         answer_seconds=took,
         clock_ahead_seconds=ahead,
@@ -152,10 +143,10 @@ def _ask_redis(store: JobStore) -> RedisHealth:
 
 
 def _find_faults(
-    redis: RedisHealth,
+    redis: wire.RedisHealth,
     reconciler_age: float | None,
     full: str | None,
-    queues: Iterable[QueueHealth],
+    queues: Iterable[wire.QueueHealth],
     workers: Iterable[WorkerState],
 ) -> Iterator[str]:
     """Say what is wrong, a sentence for each."""

@@ -14,16 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from cache.json_object import Json
-from kd.client.wire.jobs import (
-    TERMINAL_STATUSES,
-    Cost,
-    Job,
-    JobError,
-    JobLinks,
-    Metrics,
-    Progress,
-    Status,
-)
+from kd.client.wire import jobs as wire
 from kd.config.job import JobConfig
 from kd.config.jobfile import fill_record, find_unusable_text
 from kd.config.kinds import KINDS
@@ -46,7 +37,7 @@ SECTION_OF_EVENT = {
 RENAMED = {"metrics.perplexity": "metrics.train_perplexity"}
 
 
-class JobRecord(Job):
+class JobRecord(wire.Job):
     """A job as the store knows it: with the owner of the key that created it.
 
     ``stopped_with`` is the search whose end cancelled this trial; empty for any other job. ``turn``
@@ -58,12 +49,12 @@ class JobRecord(Job):
     turn: int = Field(0, exclude=True)
 
 
-def build_links(job_id: str) -> JobLinks:
+def build_links(job_id: str) -> wire.JobLinks:
     """Build the paths below a job."""
     own = f"/jobs/{job_id}"
     parts = ("events", "metrics", "logs", "checkpoints", "artifacts")
     below = {part: f"{own}/{part}" for part in parts}
-    return JobLinks.model_validate({"self": own, "stream": f"{own}/events/stream", **below})
+    return wire.JobLinks.model_validate({"self": own, "stream": f"{own}/events/stream", **below})
 
 
 def make_job_id() -> str:
@@ -131,8 +122,8 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
             nested.setdefault(section, {})[inner] = json.loads(value)
     cost = None  # no device had a price
     if "cost" in record:
-        is_final = record.get("status") in TERMINAL_STATUSES
-        cost = Cost(amount=float(record["cost"]), final=is_final)
+        is_final = record.get("status") in wire.TERMINAL_STATUSES
+        cost = wire.Cost(amount=float(record["cost"]), final=is_final)
     return JobRecord.model_validate(
         {
             **{name: value for name, value in record.items() if "." not in name},
@@ -182,12 +173,12 @@ def _describe_unreadable(
         kind=_choose(record.get("kind"), tuple(KINDS), "distill"),
         name="unreadable",
         owner=record.get("owner", "local"),
-        status=_choose(record.get("status"), typing.get_args(Status), "failed"),
+        status=_choose(record.get("status"), typing.get_args(wire.Status), "failed"),
         actions=more.get("actions", []),
         stage=ascii(record.get("stage", ""))[1:-1],
-        progress=Progress(),
-        metrics=Metrics(),
-        error=JobError(
+        progress=wire.Progress(),
+        metrics=wire.Metrics(),
+        error=wire.JobError(
             type="unreadable_record",
             detail=f"The record of this job cannot be read: {type(error).__name__}: {reason}",
             remedy="Cancel it if it runs, and delete it: DELETE /jobs/{id} or `kd jobs rm`.",

@@ -1,1 +1,1 @@
-"""Remove things after some time, by the operator's rules. Begin with ``collection.py``."""
+"""Remove things after some time, by the operator's rules. Begin with ``collector.py``."""

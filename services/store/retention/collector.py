@@ -1,10 +1,11 @@
 """The collector: what the operator's rules remove, and what stays because something needs it.
 
     rules      the table ``RULES``: the kind, the setting, how things are found and removed
-    limits     what the settings, or one call of `kd gc`, say (Redis itself removes old events)
-    in use     in_use.py: the names in open jobs, kept students and ended jobs
-    items      what is older than its limit, with the reason, and who needs it
+    ages       what the settings, or one call of `kd gc`, say (Redis itself removes old events)
+    scene      the names in open jobs, held runs, kept students and ended jobs (in_use.py)
+    items      what has reached its age, with the reason, and who needs it
     removal    asks again who needs it, under the lock that its user takes
+    survey     all that is stored, and what the rules would remove of it
 
 A removal renames first and deletes then, so that a kill leaves no half that would be believed. What
 a kill leaves behind is a leftover, which the next pass removes.
@@ -23,100 +24,92 @@ a kill leaves behind is a leftover, which the next pass removes.
 
 from __future__ import annotations
 
+import heapq
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+from pydantic import Field
 
 from cache import disk
 from cache.errors import CacheError, StorageError
 from cache.reading.usage import read_last_use
 from cache.shards.names import FINGERPRINT, MANIFEST
-from kd.client.wire.operator import StoredItem
+from kd.client.wire import operator as wire
 from kd.files import LOCK
 from kd.text.stored.shard_files import list_stores, remove_store
 from services.settings import DAY_SECONDS, Settings
+from services.store import run_folder
 from services.store.callers import LOCAL_CALLER
+from services.store.jobs.caches import NamingJob
 from services.store.jobs.store import JobStore
-from services.store.retention.in_use import InUse, read_in_use
-from services.store.run_folder import (
-    INTERRUPTED,
-    JOB_ID,
-    is_held,
-    list_spare_checkpoints,
-    remove_run_files,
-)
+from services.store.retention.in_use import add_file, add_names, read_students
 from services.store.training_files import ABANDONED_SECONDS, TrainingFiles
 
-if TYPE_CHECKING:
-    from cache.remote.upkeep import Garbage
-
-#: The counter of the bytes that the rules have freed, by kind.
-FREED = "kd_retention_freed_bytes_total"
-#: Age of leftovers that `kd gc` removes if the settings name none.
-LEFTOVERS_SECONDS = 7 * DAY_SECONDS
 #: The names that ``kd.python.inputs`` gives to models and data.
 SAVED = re.compile(r"([0-9a-f]{32})(\.jsonl)?")
+#: The kinds of what is stored, and how many things of each list are shown.
+STORED = ("caches", "texts", "runs", "evaluations", "imports", "files")
+SHOWN = 50
+#: Why a run without a record is named.
+UNKNOWN = "no job record names this run; `kd jobs adopt FOLDER` would restore its record"
 
 
 class Kept(Exception):
     """Something stays; the text says why."""
 
 
-@dataclass(frozen=True)
-class Item:
-    """Something that a rule would remove.
+class Item(wire.StoredItem):
+    """Something that a rule would remove. Its path names it in every listing.
 
     ``name`` is the id, fingerprint or digest by which others name it. ``since`` is the time from
     which its age counts, in seconds since 1970. ``kept_by`` says who needs it: None = nobody, so
-    that it can be removed. An item that is ``due`` goes whatever its age. ``garbage`` is what the
-    cache knows of a leftover.
+    that it can be removed. An item that is ``due`` goes whatever its age. ``run`` is the run folder
+    that it is or lies in, if its removal takes the lock of that. ``garbage`` is what the cache
+    knows of a leftover.
     """
 
-    rule: str
-    name: str
     path: Path
-    since: float
     reason: str
     bytes: int = 0
-    kept_by: str | None = None
-    due: bool = False
-    age_seconds: float = 0.0
-    garbage: Garbage | None = None
+    rule: str = Field(exclude=True)
+    since: float = Field(exclude=True)
+    due: bool = Field(False, exclude=True)
+    run: Path | None = Field(None, exclude=True)
+    garbage: Any = Field(None, exclude=True)
 
-    @property
-    def kind(self) -> str:
-        """The kind of the thing; some kinds have two rules."""
-        return RULES[self.rule].kind
-
-    @property
-    def key(self) -> tuple[str, Path]:
-        """The kind and the path. They name the thing in every listing, whichever rule finds it."""
-        return self.kind, self.path
-
-    @property
-    def view(self) -> StoredItem:
-        """The thing as the API shows it."""
-        return StoredItem.model_validate(self, from_attributes=True)
+    @classmethod
+    def of(cls, rule: str, name: str, path: Path, since: float, reason: str, **more: Any) -> Item:
+        """Return what a rule has found, of the kind that the table gives to it."""
+        kind = RULES[rule].kind
+        return cls(kind=kind, rule=rule, name=name, path=path, since=since, reason=reason, **more)
 
 
 @dataclass(frozen=True)
 class Scene:
     """The service as one pass of the rules sees it.
 
-    ``now`` is the time of its beginning in seconds since 1970. With ``force`` what is only named
-    can be removed too; what a process holds never can. Without a job store no job is known, and
-    only the rule of leftovers can be on.
+    ``ages`` are those in seconds from which on the rules remove something; a rule without one is
+    off. ``now`` is the time of the beginning in seconds since 1970. With ``force`` what is only
+    named can be removed too; what a process holds never can. Without a job store no job is known,
+    and only the rule of leftovers can be on. ``students``, ``open`` and ``ended`` map each name
+    that must stay to who names it: a kept student, an open job or held run, and an ended job.
     """
 
     settings: Settings
     job_store: JobStore | None
-    limits: AgeLimits
-    in_use: InUse
+    ages: Mapping[str, float]
+    force: bool
     now: float
-    force: bool = False
+    students: dict[str, str]
+    open: dict[str, str] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    ended_jobs: list[NamingJob] = field(default_factory=list)
 
     @property
     def store(self) -> JobStore:
@@ -124,9 +117,10 @@ class Scene:
         assert self.job_store is not None, "without a job store only leftovers are removed"
         return self.job_store
 
-    def is_old(self, rule: str, since: float) -> bool:
-        """Return whether the age of something has reached the limit of a rule that is on."""
-        return rule in self.limits.ages and self.now - since >= self.limits.ages[rule]
+    def find_holder(self, name: str, ended: bool = False) -> str | None:
+        """Say who names ``name``; with ``ended`` also an ended job, which may be retried."""
+        found = self.open.get(name) or self.students.get(name)
+        return found or (self.ended.get(name) if ended else None)
 
     def find_last_change(self, path: Path) -> float:
         """Return the time of the last change of anything at ``path``."""
@@ -135,20 +129,17 @@ class Scene:
         except FileNotFoundError:  # it is being written or removed, or it lies in a bucket
             return self.now
 
-    def find_holder(self, name: str, ended: bool = False) -> str | None:
-        """Say who needs ``name``; with ``ended`` also an ended job, which may be retried."""
-        return None if self.force else self.in_use.find_holder(name, ended)
-
-    def require_unnamed(self, name: str) -> None:
-        """Raise ``Kept`` if an open job names this now: it may be newer than the list."""
+    def require_free(self, item: Item) -> None:
+        """Raise ``Kept`` if somebody needs the item since it was listed."""
         known = self.job_store is not None and not self.force
-        if known and (users := self.store.find_open_users(name)):
+        if known and (users := self.store.find_open_users(item.name)):
             raise Kept(f"the job {users[0]}, which has not ended, names it")
-
-    def require_unread(self, folder: Path) -> None:
-        """Raise ``Kept`` if a run has read a cache or a token store since it was listed."""
-        if (read_last_use(folder) or 0.0) > self.now:
+        if (read_last_use(item.path) or 0.0) > self.now:
             raise Kept("a run has read it since it was listed")
+        if item.run is None and self.find_last_change(item.path) > self.now:
+            raise Kept("it was saved again since it was listed")
+        if item.run == item.path and not self.store.list_unknown([item.name]):
+            raise Kept("a job record names it by now")
 
 
 # ---------------------------------------------------------------------- caches and texts
@@ -161,75 +152,61 @@ def _find_caches(scene: Scene) -> Iterator[Item]:
         if FINGERPRINT.fullmatch(folder.name):
             captured = scene.find_last_change(manifest)
             used = max(read_last_use(folder) or captured, captured)
-            yield Item("caches", folder.name, folder, used, "not used for {age}")
-            yield Item("captured", folder.name, folder, captured, "captured {age} ago")
+            yield Item.of("caches", folder.name, folder, used, "not used for {age}")
+            yield Item.of("captured", folder.name, folder, captured, "captured {age} ago")
 
 
 def _remove_cache(scene: Scene, item: Item) -> None:
     from cache.operations import remove_cache  # it loads zarr
 
-    def require_free() -> None:
-        scene.require_unnamed(item.name)
-        scene.require_unread(item.path)
-
-    remove_cache(item.path, require_free)
+    remove_cache(item.path, lambda: scene.require_free(item))
     scene.store.forget_cache(LOCAL_CALLER, item.name)
 
 
 def _find_texts(scene: Scene) -> Iterator[Item]:
     """Yield token stores. A run that needs one again makes it again."""
     for store in list_stores(scene.settings.texts):
-        yield Item("texts", store.folder.name, store.folder, store.used, "not used for {age}")
+        yield Item.of("texts", store.folder.name, store.folder, store.used, "not used for {age}")
 
 
 def _remove_text(scene: Scene, item: Item) -> None:
-    remove_store(item.path, lambda: scene.require_unread(item.path))
+    remove_store(item.path, lambda: scene.require_free(item))
 
 
 # ---------------------------------------------------------------------- ended jobs
 
 
 def _find_ended(scene: Scene) -> Iterator[Item]:
-    """Yield run folders of ended jobs; of those that stay, the log and the checkpoints.
+    """Yield run folders of ended jobs, and the log and the spare checkpoints of each.
 
     Only a job that has succeeded cannot be retried, and needs no checkpoint beside its student.
     """
-    ages = scene.limits.ages
-    for job in scene.in_use.ended_jobs:
+    always = scene.settings.retain_checkpoints_of_students
+    for job in scene.ended_jobs:
         folder = scene.settings.run_dir(job.id)
         reason = f"{job.status} {{age}} ago"
-        yield Item("runs", job.id, folder, job.ended, reason)
-        if scene.is_old("runs", job.ended) and scene.find_holder(job.id) is None:
-            continue
+        yield Item.of("runs", job.id, folder, job.ended, reason)
         if (log := folder / "log.txt").is_file():
-            yield Item("logs", job.id, log, job.ended, reason)
+            yield Item.of("logs", job.id, log, job.ended, reason, run=folder)
         may_go_on = job.status != "succeeded"
-        beside = "beside" in ages and not may_go_on and (folder / "student").is_dir()
-        if beside or "checkpoints" in ages:
-            rule = "beside" if beside else "checkpoints"
-            keep = 0 if beside else scene.limits.keep
-            for path, why in list_spare_checkpoints(folder, keep, may_go_on):
-                yield Item(rule, job.id, path, job.ended, why)
+        beside = not (always or may_go_on) and (folder / "student").is_dir()
+        if beside or scene.settings.retain_checkpoints:
+            keep = 0 if beside else scene.settings.retain_checkpoints
+            for path, why in run_folder.list_spare_checkpoints(folder, keep, may_go_on):
+                yield Item.of("checkpoints", job.id, path, job.ended, why, run=folder)
 
 
 def _remove_run(scene: Scene, item: Item) -> None:
     """Delete the record, which one call of the script decides, and then the folder."""
-    if is_held(item.path):
+    if run_folder.is_held(item.path):
         _keep()
-    if not scene.store.retire(item.name, scene.limits.ages["runs"], scene.force):
+    if not scene.store.retire(item.name, scene.ages["runs"], scene.force):
         raise Kept("it has not ended, or an open job names it")
-    remove_run_files(scene.settings, item.name)
+    run_folder.remove_run_files(scene.settings, item.name)
 
 
 def _keep() -> NoReturn:
     raise Kept("a process writes to it")
-
-
-def _remove_part(scene: Scene, item: Item) -> None:
-    """Remove a checkpoint or a log while no stage can begin in its run."""
-    with disk.locked(scene.settings.run_dir(item.name) / LOCK, _keep):
-        scene.require_unnamed(item.name)
-        disk.discard_path(item.path)
 
 
 # ---------------------------------------------------------------------- what users gave
@@ -241,24 +218,15 @@ def _find_files(scene: Scene) -> Iterator[Item]:
     for team in sorted(root.glob("*")):
         for file in TrainingFiles(root).list_files(team.name):
             reason = f"uploaded {{age}} ago by team {team.name}"
-            yield Item("files", file.id, team / file.id, file.created_at, reason)
+            yield Item.of("files", file.id, team / file.id, file.created_at, reason)
 
 
 def _find_imports(scene: Scene) -> Iterator[Item]:
     """Yield models and data that calls of `import kd` have saved. A new call saves them again."""
-    for root in (scene.settings.models, scene.settings.data):
-        for path in sorted(root.glob("*")):
-            if found := SAVED.fullmatch(path.name):
-                since = scene.find_last_change(path)
-                yield Item("imports", found[1], path, since, "saved {age} ago")
-
-
-def _remove_gift(scene: Scene, item: Item) -> None:
-    """Remove a file, a model or data, unless it is new by now."""
-    scene.require_unnamed(item.name)
-    if item.path.lstat().st_mtime > scene.now:
-        raise Kept("it was saved again since it was listed")
-    disk.discard_path(item.path)
+    for path in sorted((*scene.settings.models.glob("*"), *scene.settings.data.glob("*"))):
+        if found := SAVED.fullmatch(path.name):
+            since = scene.find_last_change(path)
+            yield Item.of("imports", found[1], path, since, "saved {age} ago")
 
 
 # ---------------------------------------------------------------------- leftovers
@@ -268,49 +236,46 @@ def _find_leftovers(scene: Scene) -> Iterator[Item]:
     """Yield what crashes left of caches, in a folder or a bucket."""
     from cache.operations import find_garbage
 
-    for one in find_garbage(scene.settings.caches, scene.limits.ages["leftovers"]):
-        name = one.folder.name
+    for one in find_garbage(scene.settings.caches, scene.ages["leftovers"]):
         since = scene.find_last_change(one.path)
-        yield Item("leftovers", name, one.path, since, one.why, one.bytes, due=True, garbage=one)
+        more = {"bytes": one.bytes, "due": True, "garbage": one}
+        yield Item.of("leftovers", one.folder.name, one.path, since, one.why, **more)
 
 
 def _remove_leftover(scene: Scene, item: Item) -> None:
     from cache.operations import remove_garbage
 
-    assert item.garbage is not None, "the finder gives it"
-    scene.require_unnamed(item.name)
-    if not remove_garbage(item.garbage, scene.limits.ages["leftovers"]):
+    scene.require_free(item)
+    if not remove_garbage(item.garbage, scene.ages["leftovers"]):
         raise Kept("it is in use again")
 
 
 def _find_strays(scene: Scene) -> Iterator[Item]:
     """Yield runs without a record, and what interrupted saves and removals left."""
     settings = scene.settings
-    names = [path.name for path in settings.runs.glob("job_*") if JOB_ID.fullmatch(path.name)]
-    for run in map(settings.run_dir, scene.store.list_unknown(sorted(names))):
-        if run.is_dir() and not run.is_symlink() and not is_held(run):
-            since = scene.find_last_change(run)
-            yield Item("strays", run.name, run, since, "a run that no job record names")
+    names = (path.name for path in settings.runs.glob("job_*"))
+    of_jobs = sorted(filter(run_folder.JOB_ID.fullmatch, names))
+    for run in map(settings.run_dir, scene.store.list_unknown(of_jobs)):
+        if run.is_dir() and not run.is_symlink() and not run_folder.is_held(run):
+            yield Item.of("strays", run.name, run, scene.find_last_change(run), UNKNOWN, run=run)
     for root in (settings.texts, settings.runs, settings.models, settings.data):
         for path in disk.find_interrupted(root):
             since = scene.find_last_change(path)
             # Nobody writes to a removed run. Of others it is sure after some time.
-            removed = JOB_ID.fullmatch(path.name.removeprefix(disk.TEMPORARY_PREFIX)) is not None
+            name = path.name.removeprefix(disk.TEMPORARY_PREFIX)
+            removed = run_folder.JOB_ID.fullmatch(name) is not None
             if removed or scene.now - since >= ABANDONED_SECONDS:
-                yield Item("strays", path.name, path, since, INTERRUPTED, due=removed)
-
-
-def _remove_stray(scene: Scene, item: Item) -> None:
-    if not JOB_ID.fullmatch(item.name):
-        disk.remove_path(item.path)
-        return
-    with disk.locked(item.path / LOCK, _keep):
-        if not scene.store.list_unknown([item.name]):
-            raise Kept("a job record names it by now")
-        disk.discard_path(item.path)
+                yield Item.of("strays", path.name, path, since, run_folder.INTERRUPTED, due=removed)
 
 
 # ---------------------------------------------------------------------- the table of rules
+
+
+def _remove_path(scene: Scene, item: Item) -> None:
+    """Remove what nobody needs by now; if it lies in a run, while no stage can begin in that."""
+    with disk.locked(item.run / LOCK, _keep) if item.run is not None else nullcontext():
+        scene.require_free(item)
+        disk.discard_path(item.path)
 
 
 class Rule(NamedTuple):
@@ -319,90 +284,92 @@ class Rule(NamedTuple):
     kind: str
     setting: str
     find: Callable[[Scene], Iterator[Item]]
-    remove: Callable[[Scene, Item], None]
+    remove: Callable[[Scene, Item], None] = _remove_path
 
 
-#: The setting of each rule has the prefix ``retain_``. "beside": checkpoints beside a student.
+#: The setting of each rule has the prefix ``retain_``.
 RULES: Mapping[str, Rule] = {
     "caches": Rule("caches", "caches_unused_days", _find_caches, _remove_cache),
     "captured": Rule("caches", "caches_days", _find_caches, _remove_cache),
     "texts": Rule("texts", "texts_days", _find_texts, _remove_text),
     "runs": Rule("runs", "runs_days", _find_ended, _remove_run),
-    "checkpoints": Rule("checkpoints", "checkpoints", _find_ended, _remove_part),
-    "beside": Rule("checkpoints", "checkpoints_of_students", _find_ended, _remove_part),
-    "logs": Rule("logs", "logs_days", _find_ended, _remove_part),
-    "files": Rule("files", "files_days", _find_files, _remove_gift),
-    "imports": Rule("imports", "imports_days", _find_imports, _remove_gift),
+    "checkpoints": Rule("checkpoints", "checkpoints", _find_ended),
+    "logs": Rule("logs", "logs_days", _find_ended),
+    "files": Rule("files", "files_days", _find_files),
+    "imports": Rule("imports", "imports_days", _find_imports),
     "leftovers": Rule("leftovers", "leftovers_days", _find_leftovers, _remove_leftover),
-    "strays": Rule("leftovers", "leftovers_days", _find_strays, _remove_stray),
+    "strays": Rule("leftovers", "leftovers_days", _find_strays),
 }
 KINDS = tuple(dict.fromkeys(rule.kind for rule in RULES.values()))
 
 
-@dataclass(frozen=True)
-class AgeLimits:
-    """The ages in seconds from which on the rules remove something; a rule without one is off.
+def read_ages(settings: Settings) -> dict[str, float]:
+    """Return the ages in seconds from which on the rules of the settings remove something.
 
-    ``keep`` is the number of checkpoints that the rule ``checkpoints`` leaves to a job. Both rules
-    of checkpoints apply from the end of a job on.
+    A rule that is off has none. That of checkpoints applies from the end of a job on.
     """
+    days = {name: getattr(settings, f"retain_{rule.setting}") for name, rule in RULES.items()}
+    ages = {name: each * DAY_SECONDS for name, each in days.items() if each}
+    if settings.retain_checkpoints or not settings.retain_checkpoints_of_students:
+        ages["checkpoints"] = 0.0
+    return ages
 
-    ages: dict[str, float]
-    keep: int = 0
 
-    @classmethod
-    def of(cls, settings: Settings) -> AgeLimits:
-        """Return the limits that the settings state."""
-        set_to = {name: getattr(settings, f"retain_{rule.setting}") for name, rule in RULES.items()}
-        keep = set_to.pop("checkpoints")
-        always = set_to.pop("beside")
-        ages = {name: days * DAY_SECONDS for name, days in set_to.items() if days}
-        of_checkpoints = {"checkpoints": keep > 0, "beside": not always}
-        return cls(ages | {name: 0.0 for name, is_on in of_checkpoints.items() if is_on}, keep)
-
-    def with_leftovers(self, age: float | None = None) -> AgeLimits:
-        """Return these limits with an age of leftovers: a week if neither says one."""
-        age = self.ages.get("leftovers", LEFTOVERS_SECONDS) if age is None else age
-        return replace(self, ages=self.ages | {"leftovers": age, "strays": age})
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of things that at least one rule removes."""
-        return [kind for kind in KINDS if any(RULES[name].kind == kind for name in self.ages)]
+def add_leftovers(ages: Mapping[str, float], age: float | None = None) -> dict[str, float]:
+    """Return ``ages`` with an age of leftovers: a week if neither says one."""
+    age = ages.get("leftovers", 7 * DAY_SECONDS) if age is None else age
+    return {**ages, "leftovers": age, "strays": age}
 
 
 # ---------------------------------------------------------------------- a pass
 
 
 def look(
-    settings: Settings, store: JobStore | None, limits: AgeLimits, force: bool = False
+    settings: Settings, store: JobStore | None, ages: Mapping[str, float], force: bool = False
 ) -> Scene:
-    """Read what is in use now, as a pass with these limits needs it. Raises ``RedisError``."""
+    """Read what is in use now, for a pass with these ages. Raises ``RedisError``.
+
+    That is all jobs, every run that a process holds, and every student. A run that names itself
+    does not count.
+    """
     now = time.time()  # what is used from now on was used since
-    jobs = () if store is None else store.read_naming_jobs()
-    return Scene(settings, store, limits, read_in_use(jobs, settings.runs), now, force)
+    scene = Scene(settings, store, ages, force, now, read_students(settings.runs))
+    for job in () if store is None else store.read_naming_jobs():
+        if job.open:
+            scene.open.setdefault(job.id, f"the job {job.id} has not ended")
+            add_names(scene.open, job.text, f"the job {job.id}, which has not ended", job.id)
+        else:
+            add_names(scene.ended, job.text, f"the job {job.id}", job.id)
+            if job.ended:
+                scene.ended_jobs.append(job)
+    for run in sorted(settings.runs.glob("[!.]*/")):
+        if run_folder.is_held(run):
+            add_file(scene.open, run / "config.json", f"the run {run.name}", run.name)
+    return scene
 
 
 def find_items(scene: Scene) -> list[Item]:
-    """List what the limits would remove, with those things that something needs."""
-    finders = dict.fromkeys(rule.find for name, rule in RULES.items() if name in scene.limits.ages)
-    found: dict[tuple[str, Path], Item] = {}  # each thing once, although two rules may find it
+    """List what the rules would remove, with those things that something needs."""
+    finders = dict.fromkeys(rule.find for name, rule in RULES.items() if name in scene.ages)
+    found: dict[Path | None, Item] = {}  # each thing once, although two rules may find it
     for item in (item for find in finders for item in find(scene)):
-        if item.key in found or not (item.due or scene.is_old(item.rule, item.since)):
+        age = scene.now - item.since
+        is_old = item.rule in scene.ages and age >= scene.ages[item.rule]
+        run = found.get(item.run)  # what lies in it goes with it
+        if not (is_old or item.due) or item.path in found or (run and run.kept_by is None):
             continue
         # An ended job may be retried, and cannot make again what users gave.
         holder = scene.find_holder(item.name, ended=item.kind in ("files", "imports"))
         if item.garbage is not None and item.path != item.garbage.folder:
             # A student needs its cache, and not what was left in it or beside it.
-            holder = None if scene.force else scene.in_use.open.get(item.name)
-        age = scene.now - item.since
-        found[item.key] = replace(
-            item,
-            age_seconds=round(age, 1),
-            reason=item.reason.replace("{age}", f"{age / DAY_SECONDS:.3g} days"),
-            bytes=item.bytes or disk.measure_path(item.path),
-            kept_by=holder,
-        )
+            holder = scene.open.get(item.name)
+        facts = {
+            "age_seconds": round(age, 1),
+            "reason": item.reason.replace("{age}", f"{age / DAY_SECONDS:.3g} days"),
+            "bytes": item.bytes or disk.measure_path(item.path),
+            "kept_by": None if scene.force else holder,
+        }
+        found[item.path] = item.model_copy(update=facts)
     return sorted(found.values(), key=lambda item: KINDS.index(item.kind))
 
 
@@ -423,16 +390,79 @@ def remove_items(
             with disk.storage_errors(item.path):
                 RULES[item.rule].remove(scene, item)
         except FileNotFoundError:
-            kept.append(replace(item, kept_by="it is gone already"))
+            kept.append(item.model_copy(update={"kept_by": "it is gone already"}))
         except CacheError as reason:  # its remedy is for those who use the cache
-            kept.append(replace(item, kept_by=reason.detail))
+            kept.append(item.model_copy(update={"kept_by": reason.detail}))
         except (Kept, StorageError, OSError) as reason:
-            kept.append(replace(item, kept_by=str(reason)))
+            kept.append(item.model_copy(update={"kept_by": str(reason)}))
         else:
             gone.append(item)
             if scene.job_store is not None:
-                scene.job_store.count(FREED, item.bytes, kind=item.kind)
+                scene.job_store.count("kd_retention_freed_bytes_total", item.bytes, kind=item.kind)
             path = item.path.name if item.path.name != item.name else None
             facts = {"kind": item.kind, "bytes": item.bytes, "why": item.reason, "path": path}
             audit("retention.remove", item.name, **facts)
     return gone, kept
+
+
+# ---------------------------------------------------------------------- what is stored
+
+
+def survey(
+    settings: Settings, store: JobStore, disks: Mapping[str, wire.DiskSpace | None]
+) -> wire.StorageReport:
+    """Measure what is stored, and ask the rules. Reads the sizes of all files of the data folder.
+
+    Raises ``RedisError``.
+    """
+    ages = read_ages(settings)
+    scene = look(settings, store, add_leftovers(ages))
+    items = find_items(scene)
+    free = [item for item in items if item.kept_by is None]
+    needed = [item for item in items if item.kept_by is not None]
+    stored: dict[str, list[wire.StoredItem]] = {kind: [] for kind in STORED}
+    for kind, name, size in _measure(scene):
+        holder = scene.find_holder(name, ended=True)
+        stored[kind].append(wire.StoredItem(kind=kind, name=name, bytes=size, kept_by=holder))
+    return wire.StorageReport(
+        **disks,
+        kinds=[_describe_kind(kind, things) for kind, things in stored.items()],
+        rules=list(_describe_rules(scene)),
+        nightly_hour=settings.retain_hour if ages else None,
+        removable=_take_largest(free),
+        removable_items=len(free),
+        removable_bytes=sum(item.bytes for item in free),
+        protected=_take_largest(needed),
+        protected_items=len(needed),
+    )
+
+
+def _measure(scene: Scene) -> Iterator[tuple[str, str, int]]:
+    """Yield the kind, the name and the bytes of each thing on the disk."""
+    from cache.checking.listing import list_caches  # it loads zarr
+
+    for each in list_caches(scene.settings.caches):
+        yield "caches", each.fingerprint, each.bytes
+    for kind in ("runs", "evaluations"):
+        for folder in sorted((scene.settings.home / kind).glob("[!.]*/")):
+            yield kind, folder.name, disk.sum_file_sizes(folder)
+    of_any_age = dict.fromkeys(("texts", "imports", "files"), -math.inf)
+    for item in find_items(replace(scene, ages=of_any_age)):
+        yield item.kind, item.name, item.bytes
+
+
+def _describe_kind(kind: str, things: list[wire.StoredItem]) -> wire.StoredKind:
+    size = sum(each.bytes for each in things)
+    return wire.StoredKind(kind=kind, items=len(things), bytes=size, largest=_take_largest(things))
+
+
+def _describe_rules(scene: Scene) -> Iterator[wire.RetentionRule]:
+    for kind in KINDS:
+        keep = (scene.settings.retain_checkpoints or None) if kind == "checkpoints" else None
+        ages = [age for name, age in scene.ages.items() if RULES[name].kind == kind]
+        if ages:
+            yield wire.RetentionRule(kind=kind, after_days=min(ages) / DAY_SECONDS, keep=keep)
+
+
+def _take_largest(things: Iterable[wire.StoredItem]) -> list[wire.StoredItem]:
+    return heapq.nlargest(SHOWN, things, key=lambda each: each.bytes)

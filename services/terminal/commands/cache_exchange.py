@@ -8,18 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from services.terminal import console
 from services.terminal.commands.caches import find_cache_folder
-from services.terminal.console import (
-    Fingerprint,
-    Home,
-    audit_command,
-    err,
-    format_value,
-    make_settings,
-    mode,
-    print_as_json,
-    print_table,
-)
 
 app = typer.Typer()
 
@@ -77,7 +67,7 @@ def cache_import(
     teacher_name: Annotated[str, typer.Option(help="Name of the teacher, for display only.")] = "",
     mass_tolerance: Tolerance = None,
     ahead: Ahead = False,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Make a cache with profile topk from another tool's teacher records.
 
@@ -101,18 +91,18 @@ def cache_import(
         ahead=ahead,
     )
     with showing_events() as monitor:
-        summary = import_records(request, make_settings(home=home).caches, monitor)
+        summary = import_records(request, console.make_settings(home=home).caches, monitor)
     _print(summary)
 
 
 @app.command("export")
 def cache_export(
-    fingerprint: Fingerprint,
+    fingerprint: console.Fingerprint,
     format: ExportFormat,
     out: Annotated[Path, typer.Option(help="New folder for the dataset.")],
     k: Entries = None,
     lossy: Lossy = False,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Write a cache as a dataset of another tool, into a new folder."""
     from cache.reading.usage import hold_for
@@ -124,13 +114,15 @@ def cache_export(
     hold_for(store, store.folder)
     with showing_events() as monitor:
         summary = export_records(store, format, out, k, monitor, lossy)
-    settings = make_settings(home=home)
-    audit_command(settings, "cache.export", store.folder.name, format=format, to=str(out))
-    if "warning" in summary and not mode.as_json:
-        err.print(Text.assemble(("warning: ", "bold yellow"), summary.pop("warning")))
+    settings = console.make_settings(home=home)
+    console.audit_command(settings, "cache.export", store.folder.name, format=format, to=str(out))
+    if "warning" in summary and not console.mode.as_json:
+        console.err.print(Text.assemble(("warning: ", "bold yellow"), summary.pop("warning")))
     _print(summary)
 
 
 def _print(summary: dict[str, Any]) -> None:
-    if not print_as_json(summary):
-        print_table(["", ""], [[name, format_value(value)] for name, value in summary.items()])
+    if not console.print_as_json(summary):
+        console.print_table(
+            ["", ""], [[name, console.format_value(value)] for name, value in summary.items()]
+        )

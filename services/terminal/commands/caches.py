@@ -8,19 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from services.terminal import console
 from services.terminal.commands import upkeep
-from services.terminal.console import (
-    Fingerprint,
-    Home,
-    err,
-    format_value,
-    make_settings,
-    out,
-    print_as_json,
-    print_error,
-    print_facts,
-    print_table,
-)
 from services.terminal.exit_codes import UNVERIFIED
 
 app = typer.Typer()
@@ -30,77 +19,83 @@ cache_app.add_typer(upkeep.app)
 
 
 @cache_app.command("ls")
-def cache_ls(home: Home = None) -> None:
+def cache_ls(home: console.Home = None) -> None:
     """List caches."""
     from cache.checking.listing import list_caches
     from kd.python.runs import find_makers
 
-    settings = make_settings(home=home)
+    settings = console.make_settings(home=home)
     makers = find_makers(settings.runs)
     found = [
         {**asdict(each), **makers.get(each.fingerprint, {})}
         for each in list_caches(settings.caches)
     ]
-    if print_as_json(found):
+    if console.print_as_json(found):
         return
     columns = ["complete", "teacher", "text", "made_by", "profile", "tokens", "bytes_per_token"]
     if any(each["problem"] for each in found):
         columns.append("problem")
     rows = [
-        [each["fingerprint"][:12], *(format_value(each.get(column)) for column in columns)]
+        [each["fingerprint"][:12], *(console.format_value(each.get(column)) for column in columns)]
         for each in found
     ]
-    print_table(["FINGERPRINT", *(column.upper() for column in columns)], rows)
+    console.print_table(["FINGERPRINT", *(column.upper() for column in columns)], rows)
 
 
 @cache_app.command("info")
-def cache_info(fingerprint: Fingerprint, home: Home = None) -> None:
+def cache_info(fingerprint: console.Fingerprint, home: console.Home = None) -> None:
     """Show what a cache holds and what it was made from."""
     from cache.checking.listing import summarise_cache
     from cache.store import read_manifest
     from kd.python.runs import find_makers
 
     folder = find_cache_folder(fingerprint, home)
-    maker = find_makers(make_settings(home=home).runs).get(folder.name, {})
+    maker = find_makers(console.make_settings(home=home).runs).get(folder.name, {})
     summary = {**asdict(summarise_cache(folder)), **maker}
     if not summary["complete"]:
-        if not print_as_json({**summary, "identity": None, "fidelity": [], "overruled": None}):
-            print_facts(summary)
+        if not console.print_as_json(
+            {**summary, "identity": None, "fidelity": [], "overruled": None}
+        ):
+            console.print_facts(summary)
         return
     manifest = read_manifest(folder)
     fidelity = [asdict(row) for row in manifest.fidelity]
     overruled = manifest.overruled.to_json() if manifest.overruled else None
     more = {"identity": manifest.identity.to_json(), "fidelity": fidelity, "overruled": overruled}
-    if print_as_json({**summary, **more}):
+    if console.print_as_json({**summary, **more}):
         return
-    print_facts({**summary, "teacher_precision": manifest.teacher.identity.describe_precision()})
+    console.print_facts(
+        {**summary, "teacher_precision": manifest.teacher.identity.describe_precision()}
+    )
     _print_fidelity(fidelity)
     if manifest.overruled:
-        err.print(f"warning: {manifest.overruled.describe()}")
+        console.err.print(f"warning: {manifest.overruled.describe()}")
 
 
 @cache_app.command("verify")
-def cache_verify(fingerprint: Fingerprint, home: Home = None) -> None:
+def cache_verify(fingerprint: console.Fingerprint, home: console.Home = None) -> None:
     """Read every byte of a cache and compare it with its digests."""
     from cache.checking.verify import find_extras, verify_cache
 
     folder = find_cache_folder(fingerprint, home)
     problems = verify_cache(folder)
     extras = [] if problems else find_extras(folder)
-    if not print_as_json({"path": str(folder), "problems": problems, "extras": extras}):
+    if not console.print_as_json({"path": str(folder), "problems": problems, "extras": extras}):
         if problems:
             remedy = f"Delete {folder} and run the job again; it captures the cache again."
-            print_error("\n".join(problems), remedy)
+            console.print_error("\n".join(problems), remedy)
         else:
-            out.print(f"{folder.name}: no byte has changed since it was sealed")
+            console.out.print(f"{folder.name}: no byte has changed since it was sealed")
         if extras:
-            out.print(f"ignored, not part of the cache: {len(extras)}, for example {extras[0]}")
+            console.out.print(
+                f"ignored, not part of the cache: {len(extras)}, for example {extras[0]}"
+            )
     raise typer.Exit(UNVERIFIED if problems else 0)
 
 
 @cache_app.command("fidelity")
 def cache_fidelity(
-    fingerprint: Fingerprint,
+    fingerprint: console.Fingerprint,
     teacher: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +106,7 @@ def cache_fidelity(
     redraws: Annotated[
         int, typer.Option(min=2, help="How many new samples to draw at each position.")
     ] = 40,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Compare records of a cache with its live teacher, and store the result in the cache."""
     from cache.reading.usage import hold_for
@@ -123,19 +118,19 @@ def cache_fidelity(
     hide_progress_bars()
     store = open_cache(find_cache_folder(fingerprint, home))
     hold_for(store, store.folder)
-    origin = TeacherLocation.find(store, teacher, make_settings(home=home).root)
+    origin = TeacherLocation.find(store, teacher, console.make_settings(home=home).root)
     found = recheck_fidelity(store, origin, positions, redraws)
     problems = found.problems
-    if not print_as_json({"path": str(store.folder), **asdict(found)}):
+    if not console.print_as_json({"path": str(store.folder), **asdict(found)}):
         _print_fidelity([asdict(row) for row in found.fidelity])
-        out.print(f"The teacher's own noise between two batches is {found.noise:.2g} nats.")
+        console.out.print(f"The teacher's own noise between two batches is {found.noise:.2g} nats.")
         if problems:
-            print_error(
+            console.print_error(
                 "\n".join(problems),
                 "Check that this is the cache's teacher, with the same precision and versions.",
             )
         elif not found.written:
-            err.print(
+            console.err.print(
                 f"The weights in {origin.teacher.folder} differ from those of the capture, so the "
                 "cache keeps its earlier fidelity."
             )
@@ -144,10 +139,10 @@ def cache_fidelity(
 
 def _print_fidelity(rows: list[dict[str, Any]]) -> None:
     if rows:
-        out.print()
+        console.out.print()
         names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
-        lines = [[name, *(format_value(row[name]) for row in rows)] for name in names]
-        print_table([""] * (1 + len(rows)), lines)
+        lines = [[name, *(console.format_value(row[name]) for row in rows)] for name in names]
+        console.print_table([""] * (1 + len(rows)), lines)
 
 
 def find_cache_folder(fingerprint: str, home: Path | None) -> Path:
@@ -157,4 +152,4 @@ def find_cache_folder(fingerprint: str, home: Path | None) -> Path:
     """
     from cache.operations import find_cache
 
-    return find_cache(make_settings(home=home).caches, fingerprint)
+    return find_cache(console.make_settings(home=home).caches, fingerprint)

@@ -8,24 +8,16 @@ from typing import Any
 
 import typer
 
-from services.terminal.console import (
-    Home,
-    JobFile,
-    Overrides,
-    load_job_file,
-    make_settings,
-    out,
-    print_as_json,
-    print_error,
-    print_facts,
-)
+from services.terminal import console
 from services.terminal.exit_codes import FAILED
 
 app = typer.Typer()
 
 
 @app.command()
-def check(job_file: JobFile, overrides: Overrides = None, home: Home = None) -> None:
+def check(
+    job_file: console.JobFile, overrides: console.Overrides = None, home: console.Home = None
+) -> None:
     """Train the student on a few sequences until it knows them by heart.
 
     If it does not learn them, the command shows the likely cause.
@@ -33,16 +25,16 @@ def check(job_file: JobFile, overrides: Overrides = None, home: Home = None) -> 
     from kd.overfit_check import check_overfitting
     from services.terminal.in_process import make_phase_monitor
 
-    settings = make_settings(home=home)
-    config = load_job_file(job_file, overrides)
+    settings = console.make_settings(home=home)
+    config = console.load_job_file(job_file, overrides)
     os.chdir(settings.root)  # a job's relative paths start there
     verdict = check_overfitting(config, settings.home, make_phase_monitor())
-    if not print_as_json(verdict.to_json()):
-        print_facts(_subtract_floor(verdict.facts))
+    if not console.print_as_json(verdict.to_json()):
+        console.print_facts(_subtract_floor(verdict.facts))
         if verdict.ok:
-            out.print("\n".join(filter(None, [verdict.message, verdict.remedy])))
+            console.out.print("\n".join(filter(None, [verdict.message, verdict.remedy])))
         else:
-            print_error(verdict.message, verdict.remedy)
+            console.print_error(verdict.message, verdict.remedy)
     raise typer.Exit(0 if verdict.ok else FAILED)
 
 

@@ -105,10 +105,9 @@ def _find_root(*first: Path) -> Path:
     for root in (*first, package.parent, package):
         if (root / EXAMPLE).is_file():
             return root
-    raise PotstillError(
-        f"The example {EXAMPLE} is neither here nor in the package {package}.",
-        "Install Potstill again, or run `kd demo` in the folder of the source code.",
-    )
+    detail = f"The example {EXAMPLE} is neither here nor in the package {package}."
+    remedy = "Install Potstill again, or run `kd demo` in the folder of the source code."
+    raise PotstillError(detail, remedy)
 
 
 def _post_and_follow(client: Client, config: JobConfig, err: Console) -> Job:

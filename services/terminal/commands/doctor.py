@@ -131,20 +131,15 @@ def _check_store(settings: Settings) -> Finding:
     if settings.redis_url is not None:
         from redis.exceptions import RedisError
 
-        from services.store.connection import (
-            connect_redis,
-            describe_failure,
-            find_unsuitability,
-            find_volatility,
-        )
+        from services.store import connection
 
         try:
-            with connect_redis(settings.redis_url) as client:
+            with connection.connect_redis(settings.redis_url) as client:
                 client.ping()
-                unsuitable = find_unsuitability(client)
-                warning = find_volatility(client)
+                unsuitable = connection.find_unsuitability(client)
+                warning = connection.find_volatility(client)
         except RedisError as error:
-            failure = describe_failure(error)
+            failure = connection.describe_failure(error)
             return Finding("job store", False, f"the server of KD_REDIS_URL {failure}")
         if unsuitable is not None:
             return Finding("job store", False, str(unsuitable))

@@ -7,17 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.terminal.console import (
-    Home,
-    JobFile,
-    Overrides,
-    err,
-    load_job_file,
-    make_settings,
-    notes,
-    out,
-    print_as_json,
-)
+from services.terminal import console
 
 app = typer.Typer()
 
@@ -31,15 +21,15 @@ def evaluate(
             help="A run (folder, beginning of its name, or `last`) or a model (folder or hub id).",
         ),
     ],
-    job_file: JobFile,
-    overrides: Overrides = None,
+    job_file: console.JobFile,
+    overrides: console.Overrides = None,
     folder: Annotated[
         Path | None,
         typer.Option(
             "--out", help="Folder of the report. Default: RUN/evaluation, or a folder in KD_HOME."
         ),
     ] = None,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Measure a model on a job's held-out text, and write a report.
 
@@ -48,8 +38,8 @@ def evaluate(
     from kd.preflight.problems import Folders, require_no_problems
     from services.terminal.in_process import enter_root
 
-    settings = make_settings(home=home)
-    config = load_job_file(job_file, overrides)
+    settings = console.make_settings(home=home)
+    config = console.load_job_file(job_file, overrides)
     require_no_problems(config, Folders(settings.root, settings.home))
     folder = folder.absolute() if folder is not None else None
     target = str(Path(target).resolve()) if Path(target).exists() else target
@@ -59,13 +49,13 @@ def evaluate(
 
     def show(event: Event) -> None:
         if text := event.data.get("phase"):
-            notes.print(text, markup=False)
+            console.notes.print(text, markup=False)
         elif event.type == "warning" and (text := event.data.get("message")):
-            err.print(text, markup=False)
+            console.err.print(text, markup=False)
 
     found = ExaminedModel.find(target, settings.home)
     folder = folder or found.folder(settings.home, config.name)
     report = examine(config, found, settings.home, folder, Monitor(show))
-    if not print_as_json(report):
-        out.print((folder / "report.md").read_text(encoding="utf-8"), markup=False)
-        out.print(f"report: {folder / 'report.md'}", soft_wrap=True)
+    if not console.print_as_json(report):
+        console.out.print((folder / "report.md").read_text(encoding="utf-8"), markup=False)
+        console.out.print(f"report: {folder / 'report.md'}", soft_wrap=True)

@@ -11,25 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.terminal.console import (
-    JobFile,
-    JobName,
-    Overrides,
-    Server,
-    err,
-    format_time,
-    format_value,
-    load_job_file,
-    make_settings,
-    mode,
-    notes,
-    out,
-    print_as_json,
-    print_error,
-    print_facts,
-    print_result,
-    print_table,
-)
+from services.terminal import console
 
 if TYPE_CHECKING:
     from cache.json_object import Json
@@ -51,8 +33,8 @@ app.add_typer(jobs_app, name="jobs")
 
 @app.command()
 def submit(
-    job_file: JobFile,
-    overrides: Overrides = None,
+    job_file: console.JobFile,
+    overrides: console.Overrides = None,
     follow: Annotated[
         bool,
         typer.Option(
@@ -61,7 +43,7 @@ def submit(
             help="Follow the job until it ends, or only print its id.",
         ),
     ] = True,
-    server: Server = None,
+    server: console.Server = None,
 ) -> None:
     """Submit a job to the service and follow it; Ctrl-C leaves it running.
 
@@ -70,21 +52,21 @@ def submit(
     """
     from services.terminal.client import connect, dump
 
-    config = load_job_file(job_file, overrides)
+    config = console.load_job_file(job_file, overrides)
     with connect(server) as client:
         job = client.submit(_place_paths(client, config))
         if not follow:
-            print_result(dump(job), job.id)
+            console.print_result(dump(job), job.id)
             _print_reason(job)
             return
-        notes.print(f"{job.id}: {job.name}")
+        console.notes.print(f"{job.id}: {job.name}")
         # A worker may claim the job before its events are read, so the reason is printed now.
         _print_reason(job)
         _follow(client, job.id, explained=job.reason is not None)
 
 
 @app.command()
-def watch(job: JobName, server: Server = None) -> None:
+def watch(job: console.JobName, server: console.Server = None) -> None:
     """Follow a job until it ends; Ctrl-C leaves it running."""
     from services.terminal.client import connect, find_job
 
@@ -97,7 +79,7 @@ def open_page(
     job: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="The job to show. Default: all jobs.")
     ] = None,
-    server: Server = None,
+    server: console.Server = None,
 ) -> None:
     """Open the dashboard in the browser, and print its address."""
     import webbrowser
@@ -109,9 +91,9 @@ def open_page(
         address = client.server
         page = address if job is None else locate_page(address, find_job(client, job).id)
     opened = webbrowser.open(page)
-    print_result({"address": page, "opened": opened}, page)
+    console.print_result({"address": page, "opened": opened}, page)
     if not opened:
-        notes.print("No browser could be started here; open the address in one.")
+        console.notes.print("No browser could be started here; open the address in one.")
 
 
 @jobs_app.command("ls")
@@ -127,7 +109,7 @@ def jobs_ls(
     ] = None,
     trials: Annotated[bool, typer.Option(help="List the trials of searches, too.")] = True,
     limit: Annotated[int, typer.Option(min=1, max=100, help="How many jobs to list at most.")] = 20,
-    server: Server = None,
+    server: console.Server = None,
 ) -> None:
     """List jobs, newest first."""
     from services.terminal.client import connect, read_pages
@@ -137,7 +119,7 @@ def jobs_ls(
     query |= {} if trials else {"trials": "false"}
     with connect(server) as client:
         jobs = list(islice(read_pages(client, "/jobs", query), limit))
-    if print_as_json(jobs):
+    if console.print_as_json(jobs):
         return
     columns = ("id", "name", "kind", "status", "stage")
     # Without prices there are no costs, and no column for them.
@@ -145,59 +127,61 @@ def jobs_ls(
     rows = []
     for job in jobs:
         done = job["progress"]["fraction"]
-        row = [format_value(job[column]) for column in columns]
-        row += [format_time(job["created_at"]), "" if done is None else f"{done:.0%}"]
+        row = [console.format_value(job[column]) for column in columns]
+        row += [console.format_time(job["created_at"]), "" if done is None else f"{done:.0%}"]
         rows.append([*row, _format_cost(job["cost"])] if priced else row)
     titles = [*map(str.upper, columns), "CREATED", "DONE", *(["COST"] if priced else [])]
-    print_table(titles, rows, spare=("KIND", "STAGE"))
+    console.print_table(titles, rows, spare=("KIND", "STAGE"))
 
 
 @jobs_app.command("show")
-def jobs_show(job: JobName, server: Server = None) -> None:
+def jobs_show(job: console.JobName, server: console.Server = None) -> None:
     """Show one job."""
     from services.terminal.client import connect, dump, find_job
 
     with connect(server) as client:
         record = dump(find_job(client, job))
-    if print_as_json(record):
+    if console.print_as_json(record):
         return
     tables = {"metrics": ["METRIC", "VALUE"], "artifacts": ["FILE", "PATH"]}
     left_out = {"config", "links", *tables}
     record["least_memory_bytes"] = record.pop("least_memory", None)
-    print_facts({name: value for name, value in record.items() if name not in left_out})
+    console.print_facts({name: value for name, value in record.items() if name not in left_out})
     for field, titles in tables.items():
         if values := record.get(field):
-            out.print()
-            rows = [[name, format_value(value, name)] for name, value in values.items()]
-            print_table(titles, [row for row in rows if row[1]])
+            console.out.print()
+            rows = [[name, console.format_value(value, name)] for name, value in values.items()]
+            console.print_table(titles, [row for row in rows if row[1]])
 
 
 @jobs_app.command("cancel")
-def jobs_cancel(job: JobName, server: Server = None) -> None:
+def jobs_cancel(job: console.JobName, server: console.Server = None) -> None:
     """Stop a job for good; a running job saves its state first."""
     _act("cancel", job, server)
 
 
 @jobs_app.command("pause")
-def jobs_pause(job: JobName, server: Server = None) -> None:
+def jobs_pause(job: console.JobName, server: console.Server = None) -> None:
     """Stop a job for now; a running job saves its state first, and then frees its worker."""
     _act("pause", job, server)
 
 
 @jobs_app.command("resume")
-def jobs_resume(job: JobName, server: Server = None) -> None:
+def jobs_resume(job: console.JobName, server: console.Server = None) -> None:
     """Continue a paused job from its saved state."""
     _act("resume", job, server)
 
 
 @jobs_app.command("retry")
-def jobs_retry(job: JobName, server: Server = None) -> None:
+def jobs_retry(job: console.JobName, server: console.Server = None) -> None:
     """Queue a failed or cancelled job again; it continues from its last checkpoint."""
     _act("retry", job, server)
 
 
 @jobs_app.command("clone")
-def jobs_clone(job: JobName, overrides: Overrides = None, server: Server = None) -> None:
+def jobs_clone(
+    job: console.JobName, overrides: console.Overrides = None, server: console.Server = None
+) -> None:
     """Submit the same job again, changed by --set."""
     from kd.config.jobfile import apply_overrides, parse_config
     from services.terminal.client import connect, dump, find_job
@@ -208,7 +192,7 @@ def jobs_clone(job: JobName, overrides: Overrides = None, server: Server = None)
         changed = parse_config(apply_overrides(original.config, overrides or ()))
         placed = _place_paths(client, changed, parse_config(original.config))
         record = client.clone(original, _choose_leaves(placed, changes))
-    print_result(dump(record), record.id)
+    console.print_result(dump(record), record.id)
     _print_reason(record)
 
 
@@ -220,7 +204,7 @@ def jobs_rm(
     artifacts: Annotated[
         bool, typer.Option(help="Also delete their checkpoints, logs and artifacts.")
     ] = False,
-    server: Server = None,
+    server: console.Server = None,
 ) -> None:
     """Delete jobs that have ended."""
     from services.terminal.client import connect, find_job
@@ -229,14 +213,14 @@ def jobs_rm(
         job_ids = [find_job(client, name).id for name in names]
         for job_id in job_ids:
             client.delete(job_id, artifacts=artifacts)
-            if not mode.as_json:
-                out.print(f"{job_id}: deleted")
-    print_as_json([{"id": job_id, "deleted": True} for job_id in job_ids])
+            if not console.mode.as_json:
+                console.out.print(f"{job_id}: deleted")
+    console.print_as_json([{"id": job_id, "deleted": True} for job_id in job_ids])
 
 
 @jobs_app.command("logs")
 def jobs_logs(
-    job: JobName,
+    job: console.JobName,
     tail: Annotated[
         int | None, typer.Option(min=1, max=10_000, help="Print only this many lines from the end.")
     ] = None,
@@ -244,7 +228,7 @@ def jobs_logs(
         bool,
         typer.Option("--follow/--no-follow", "-f", help="Keep printing until the job has ended."),
     ] = False,
-    server: Server = None,
+    server: console.Server = None,
     as_json: Annotated[
         bool, typer.Option("--json/--no-json", help='Print each line as an object {"line": ...}.')
     ] = False,
@@ -263,7 +247,7 @@ def jobs_logs(
             sys.stdout.buffer.flush()
             written += len(piece)
         if not written:
-            notes.print(
+            console.notes.print(
                 "The log is empty: it holds what the libraries of a run print, and they have"
                 f" printed nothing. `kd jobs events {job_id}` shows what the job did.",
                 markup=False,
@@ -272,11 +256,11 @@ def jobs_logs(
 
 @jobs_app.command("events")
 def jobs_events(
-    job: JobName,
+    job: console.JobName,
     types: Annotated[
         str | None, typer.Option(help="Print only events of these types, separated by commas.")
     ] = None,
-    server: Server = None,
+    server: console.Server = None,
 ) -> None:
     """Print the events of a job, oldest first."""
     from services.terminal.client import connect, dump, find_job
@@ -284,10 +268,13 @@ def jobs_events(
     wanted = None if types is None else types.split(",")
     with connect(server) as client:
         events = [dump(each) for each in client.past_events(find_job(client, job), types=wanted)]
-    if print_as_json(events):
+    if console.print_as_json(events):
         return
-    rows = [[format_time(each["ts"]), each["type"], format_value(each["data"])] for each in events]
-    print_table(["TIME", "TYPE", "DATA"], rows)
+    rows = [
+        [console.format_time(each["ts"]), each["type"], console.format_value(each["data"])]
+        for each in events
+    ]
+    console.print_table(["TIME", "TYPE", "DATA"], rows)
 
 
 def _place_paths(client: Client, config: JobConfig, original: JobConfig | None = None) -> Json:
@@ -299,13 +286,13 @@ def _place_paths(client: Client, config: JobConfig, original: JobConfig | None =
     from kd.preflight.named_paths import list_relative_paths, make_paths_absolute
     from services.process.file_view import identify_file_view
 
-    root = make_settings().root
+    root = console.make_settings().root
     known = list_relative_paths(original, root) if original is not None else []
     relative = [each for each in list_relative_paths(config, root) if each not in known]
     if relative and client.version().file_view == identify_file_view():
         return make_paths_absolute(config, root)
     if relative:
-        notes.print(
+        console.notes.print(
             f"The service does not see the files of this machine: {relative[0].name} and other"
             " relative paths of the job start in the folder of the service (KD_ROOT).",
             markup=False,
@@ -323,7 +310,7 @@ def _choose_leaves(full: Any, wanted: Any) -> Any:
 def _print_reason(job: Job) -> None:
     """Print why a new job waits, if no worker can run it as it is."""
     if job.status == "queued" and job.reason is not None:
-        err.print(f"warning: {job.reason}", markup=False)
+        console.err.print(f"warning: {job.reason}", markup=False)
 
 
 def _act(action: str, name: str, server: str | None) -> None:
@@ -333,7 +320,7 @@ def _act(action: str, name: str, server: str | None) -> None:
         record = client.request("POST", f"/jobs/{find_job(client, name).id}/{action}")
     stops = record["status"] in ("cancelling", "pausing")
     waiting = " (it stops as soon as its state is saved)" if stops else ""
-    print_result(record, f"{record['id']}: {record['status']}{waiting}")
+    console.print_result(record, f"{record['id']}: {record['status']}{waiting}")
 
 
 def _follow_log(client: Client, job_id: str) -> Iterator[bytes]:
@@ -373,21 +360,21 @@ def _follow(client: Client, job_id: str, explained: bool = False) -> None:
 
     client = client.with_patience(FOLLOW_PATIENCE)
     try:
-        with Display(notes) as display:
+        with Display(console.notes) as display:
             for event in _follow_events(client, job_id, explained):
                 display.show(event)
     except KeyboardInterrupt:
-        notes.print(
+        console.notes.print(
             f"The job continues. `kd watch {job_id}` follows it,"
             f" `kd jobs cancel {job_id}` stops it."
         )
         raise
     job = client.job(job_id)
-    if not print_as_json(dump(job)):
+    if not console.print_as_json(dump(job)):
         if error := job.error:
-            print_error(error.detail, error.remedy, error.help)
+            console.print_error(error.detail, error.remedy, error.help)
         for name, path in job.artifacts.items():
-            out.print(f"{name}: {path}", soft_wrap=True)
+            console.out.print(f"{name}: {path}", soft_wrap=True)
     raise typer.Exit(EXIT_OF_STATUS[job.status])
 
 

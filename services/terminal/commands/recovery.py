@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from services.settings import Settings
     from services.store.jobs.store import JobStore
 
+#: What helps where no job store answers.
+START = "Start the service with `kd up`, or set KD_REDIS_URL or --home to its job store."
+
 app = typer.Typer()
 
 
@@ -66,7 +69,7 @@ def adopt(
 
 
 @contextmanager
-def connect_store(settings: Settings) -> Iterator[JobStore]:
+def connect_store(settings: Settings, remedy: str = START) -> Iterator[JobStore]:
     """Connect to the job store. Raises ``StoreUnavailable`` if there is none or it is silent."""
     from redis.exceptions import RedisError
 
@@ -74,7 +77,6 @@ def connect_store(settings: Settings) -> Iterator[JobStore]:
     from services.store.embedded import StoreUnavailable
     from services.store.jobs.store import JobStore
 
-    remedy = "Start the service with `kd up`, or set KD_REDIS_URL or --home to its job store."
     url = settings.redis_url or find_embedded_url(settings.home / "redis")
     if url is None:
         raise StoreUnavailable(f"There is no job store in {settings.home}.", remedy)

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.terminal.commands.recovery import connect_store
+from services.terminal import console
+from services.terminal.commands.recovery import START, connect_store
 from services.terminal.commands.upkeep import Yes, parse_age
-from services.terminal.console import (
-    Home,
-    audit_command,
-    err,
-    format_value,
-    make_settings,
-    mode,
-    out,
-    print_as_json,
-    print_table,
-)
 
 if TYPE_CHECKING:
     from services.settings import Settings
-    from services.store.jobs.store import JobStore
     from services.store.retention.collector import Item
 
 #: Things that stay which are named one by one.
@@ -32,9 +21,7 @@ SHOWN_KEPT = 10
 
 OlderThan = Annotated[
     str | None,
-    typer.Option(
-        help="Age of leftovers, instead of the age in the settings: 90m, 12h, 7d, 2w; 0s = any."
-    ),
+    typer.Option(help="Age of leftovers: 90m, 12h, 7d, 2w; 0s = any. Default: the settings."),
 ]
 Place = Annotated[
     str | None,
@@ -61,7 +48,7 @@ def gc(
     place: Place = None,
     force: Force = False,
     yes: Yes = False,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Remove what the retention rules name, and what crashes left behind.
 
@@ -71,54 +58,43 @@ def gc(
     and asks first. With --json it removes nothing unless --yes is given. `kd jobs adopt` restores a
     record of a run without one.
     """
-    from services.store.retention.collector import AgeLimits, find_items, look, remove_items
+    from services.store.embedded import StoreUnavailable
+    from services.store.retention import collector
 
-    settings = make_settings(home=home, store=place)
+    settings = console.make_settings(home=home, store=place)
     age = None if older_than is None else parse_age(older_than)
-    limits = AgeLimits.of(settings).with_leftovers(age)
+    ages = collector.add_leftovers(collector.read_ages(settings), age)
     if place is not None:
-        limits = AgeLimits({"leftovers": limits.ages["leftovers"]})
+        ages = {"leftovers": ages["leftovers"]}
     local = {"number": 0, "bytes": 0} if place else _measure_local_runs(settings)
     with ExitStack() as stack:
-        store = _enter_store(stack, settings, place)
-        found = find_items(look(settings, store, limits, force))
+        store = None
+        hint = f"{START} `kd gc --store FOLDER` removes leftovers of caches without a job store."
+        with suppress(StoreUnavailable) if place else nullcontext():
+            store = stack.enter_context(connect_store(settings, hint))
+        found = collector.find_items(collector.look(settings, store, ages, force))
         free = [item for item in found if item.kept_by is None]
         kept = [item for item in found if item.kept_by is not None]
-        if not mode.as_json:
+        if not console.mode.as_json:
             _print_items(free, kept, local)
             if free and not yes:
                 typer.confirm("Remove them?", abort=True, err=True)
-        gone: list[Item] = free
-        needed: list[Item] = []
-        if free and (yes or not mode.as_json):
+        gone, needed = free, list["Item"]()
+        if free and (yes or not console.mode.as_json):
             # Looked at again: a job may have begun, or a student been saved, meanwhile.
-            scene = look(settings, store, limits, force)
-            shown = {item.key for item in free}
-            still = [item for item in find_items(scene) if item.key in shown]
-            gone, needed = remove_items(still, scene, partial(audit_command, settings))
-    parts = {"items": gone, "kept": kept + needed}
-    listed = {
-        name: [{**item.view.model_dump(), "path": str(item.path)} for item in part]
-        for name, part in parts.items()
-    }
-    if not print_as_json({"removed": yes, **listed, "local_runs": local}) and free:
+            scene = collector.look(settings, store, ages, force)
+            paths = {item.path for item in free}
+            still = [item for item in collector.find_items(scene) if item.path in paths]
+            gone, needed = collector.remove_items(
+                still, scene, partial(console.audit_command, settings)
+            )
+    items = [item.model_dump(mode="json") for item in gone]
+    stay = [item.model_dump(mode="json") for item in kept + needed]
+    shown = {"removed": yes, "items": items, "kept": stay, "local_runs": local}
+    if not console.print_as_json(shown) and free:
         _print_kept(needed)
-        size = format_value(sum(item.bytes for item in gone), "bytes")
-        out.print(f"{len(gone)} of {len(free)} removed, {size}")
-
-
-def _enter_store(stack: ExitStack, settings: Settings, place: str | None) -> JobStore | None:
-    """Connect to the job store; None if it does not run, which only caches in a ``place`` allow."""
-    from services.store.embedded import StoreUnavailable
-
-    try:
-        return stack.enter_context(connect_store(settings))
-    except StoreUnavailable:
-        if place is None:
-            hint = "`kd gc --store FOLDER` removes leftovers of caches without a job store."
-            err.print(hint, markup=False)
-            raise
-        return None
+        size = console.format_value(sum(item.bytes for item in gone), "bytes")
+        console.out.print(f"{len(gone)} of {len(free)} removed, {size}")
 
 
 def _measure_local_runs(settings: Settings) -> dict[str, int]:
@@ -126,33 +102,30 @@ def _measure_local_runs(settings: Settings) -> dict[str, int]:
     from cache.disk import sum_file_sizes
     from services.store.run_folder import JOB_ID
 
-    folders = (folder for folder in settings.runs.glob("[!.]*") if folder.is_dir())
-    sizes = [sum_file_sizes(folder) for folder in folders if not JOB_ID.fullmatch(folder.name)]
-    return {"number": len(sizes), "bytes": sum(sizes)}
+    runs = [path for path in settings.runs.glob("[!.]*/") if not JOB_ID.fullmatch(path.name)]
+    return {"number": len(runs), "bytes": sum(map(sum_file_sizes, runs))}
 
 
 def _print_items(free: list[Item], kept: list[Item], local: dict[str, int]) -> None:
     if local["number"]:
         stay = "{number} runs of `kd run` stay, {bytes} bytes".format(**local)
-        err.print(f"{stay}: `kd runs rm` removes them", markup=False)
+        console.err.print(f"{stay}: `kd runs rm` removes them", markup=False)
     if free:
-        rows = []
-        for item in free:
-            size = format_value(item.bytes, "bytes")
-            age = format_value(item.age_seconds, "seconds")
-            rows.append([item.kind, size, age, str(item.path), item.reason])
-        print_table(["KIND", "BYTES", "AGE", "WHAT", "REASON"], rows)
-        out.print(f"together {format_value(sum(item.bytes for item in free), 'bytes')}")
+        fields = ("kind", "bytes", "age_seconds", "path", "reason")
+        rows = [
+            [console.format_value(getattr(item, name), name) for name in fields] for item in free
+        ]
+        console.print_table(["KIND", "BYTES", "AGE", "WHAT", "REASON"], rows)
+        console.out.print(
+            f"together {console.format_value(sum(item.bytes for item in free), 'bytes')}"
+        )
     else:
-        out.print("nothing to remove")
-    if any(item.reason == "a run that no job record names" for item in free):
-        adopt = "`kd jobs adopt FOLDER` restores the record of a run that should stay."
-        out.print(adopt, markup=False)
+        console.out.print("nothing to remove")
     _print_kept(kept)
 
 
 def _print_kept(kept: list[Item]) -> None:
     for item in kept[:SHOWN_KEPT]:
-        err.print(f"{item.path} stays: {item.kept_by}", markup=False)
+        console.err.print(f"{item.path} stays: {item.kept_by}", markup=False)
     if len(kept) > SHOWN_KEPT:
-        err.print(f"{len(kept) - SHOWN_KEPT} more stay; --json lists them")
+        console.err.print(f"{len(kept) - SHOWN_KEPT} more stay; --json lists them")

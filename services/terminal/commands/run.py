@@ -7,28 +7,19 @@ from typing import Annotated
 
 import typer
 
-from services.terminal.console import (
-    Home,
-    JobFile,
-    Overrides,
-    load_job_file,
-    make_settings,
-    out,
-    print_as_json,
-    print_page,
-)
+from services.terminal import console
 
 app = typer.Typer()
 
 
 @app.command()
 def run(
-    job_file: JobFile,
-    overrides: Overrides = None,
+    job_file: console.JobFile,
+    overrides: console.Overrides = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the run. Default: runs/NAME in KD_HOME.")
     ] = None,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Run a job in this process, without a server or a job store.
 
@@ -46,8 +37,8 @@ def run(
     )
 
     interrupt_on_signals()
-    settings = make_settings(home=home)
-    config = load_job_file(job_file, overrides)
+    settings = console.make_settings(home=home)
+    config = console.load_job_file(job_file, overrides)
     run_dir = (run_dir or settings.run_dir(config.name)).resolve()
     require_no_problems(config, Folders(settings.root, settings.home, opened=True), Machine())
     enter_root(settings)
@@ -58,10 +49,10 @@ def run(
         from kd.pipeline import run_stages
 
         made = run_stages(config, settings.home, run_dir, monitor)
-    if print_as_json(made.to_json()):
+    if console.print_as_json(made.to_json()):
         return
     for name, path in made.artifacts.items():
-        out.print(f"{name}: {path}", soft_wrap=True)
+        console.out.print(f"{name}: {path}", soft_wrap=True)
     page = Path(made.artifacts.get("report.md", ""))
     if page.is_file():
-        print_page(page.read_text(encoding="utf-8"))
+        console.print_page(page.read_text(encoding="utf-8"))

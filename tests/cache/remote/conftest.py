@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import zarrs  # noqa: F401  # registers its codec pipeline
 
-from tests.support.buckets.fixtures import address, objects, reach, s3_server  # noqa: F401
+from tests.support.buckets.fixtures import address, objects, reach  # noqa: F401
 
 
 @pytest.fixture

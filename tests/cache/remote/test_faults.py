@@ -118,7 +118,10 @@ def test_a_fault_that_passes_ends_no_capture(s3_server, reach, address, tmp_path
 
 @pytest.mark.parametrize(
     ("fault", "remedy"),
-    [("expired", "credentials have expired"), ("full", "bucket is full")],
+    [
+        pytest.param("expired", "credentials have expired", marks=pytest.mark.long),
+        ("full", "bucket is full"),
+    ],
 )
 def test_a_lasting_fault_ends_the_capture_with_its_remedy(
     s3_server, reach, address, tmp_path, fault, remedy

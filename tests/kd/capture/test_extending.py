@@ -104,8 +104,7 @@ def content(folder: Path) -> dict[str, str]:
     "profile",
     [
         "threshold",
-        "hidden",
-        *(pytest.param(each, marks=pytest.mark.long) for each in ("tempered", "topk")),
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("hidden", "tempered", "topk")),
     ],
 )
 def test_it_has_the_bytes_of_a_cache_that_was_captured_whole(

@@ -268,6 +268,7 @@ def test_kd_cache_fidelity_measures_anew(home: Path, stores: dict[str, Cache]) -
     assert document["fidelity"][0]["positions"] == 48
 
 
+@pytest.mark.long
 def test_kd_cache_fidelity_with_another_teacher(
     home: Path, stores: dict[str, Cache], tiny_teacher: Path
 ) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from bench.support.small.caches import make_codec, make_identity
-from kd.capture.host_copy import HostCopy, copy_to_device, pack_tensors, unpack_arrays
+from kd.capture.host_copy import HostCopy, pack_tensors, unpack_arrays
 from kd.capture.recording import SequenceStates
 from kd.models.lm_head import LMHead
+from kd.text.steps.pinned import copy_to_device
 from tests.support.kd.samples import make_recorder
 
 TENSORS = {

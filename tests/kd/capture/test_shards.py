@@ -143,7 +143,13 @@ def require_nothing_half_written(folder: Path) -> None:
 # ---------------------------------------------------------------------- the same bytes
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    "profile",
+    [
+        pytest.param(each, marks=pytest.mark.long) if each == "tempered" else each
+        for each in PROFILES
+    ],
+)
 def test_the_bytes_are_those_of_one_step_after_the_other(
     make_plan: Callable[..., CapturePlan], profile: str, tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ def test_without_patience_it_is_told_whose_lock_to_wait_for(job: JobConfig, tmp_
     assert verify_cache(folder) == []
 
 
+@pytest.mark.long
 def test_with_patience_it_waits_and_finds_the_work_done(job: JobConfig, tmp_path: Path) -> None:
     with captured_elsewhere(job, tmp_path) as finish:
 

@@ -152,6 +152,14 @@ def test_rows_of_one_document_are_read_without_most_of_their_padding(
         assert np.array_equal(positions_N, wanted[2])
 
 
+@pytest.mark.usefixtures("cudnn_attention")
+def test_attention_is_planned_where_all_rows_have_one_width(job: JobConfig) -> None:
+    for packing in (True, False, True):
+        data = job.data.model_copy(update={"packing": packing})
+        Teacher.load(plan_capture(job.model_copy(update={"data": data})))
+        assert torch.backends.cuda.cudnn_sdp_enabled() == packing
+
+
 def test_the_memory_that_a_forward_pass_frees_is_returned(job: JobConfig) -> None:
     head = LMHead(torch.randn(300, 8), None, 1.0, None, 300)
     codec = make_identity(300, codec=make_codec("topk")).record_codec()

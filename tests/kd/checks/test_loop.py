@@ -267,6 +267,7 @@ def test_trackers_are_closed_however_it_ends(
     assert closed == ["finish"]
 
 
+@pytest.mark.long
 def test_a_starved_loop(tmp_path: Path) -> None:
     seen = Seen()
     steps = WARM_UP + WINDOW

@@ -49,7 +49,9 @@ def test_a_job_is_submitted_followed_and_waited_for(service: Parts, connect: Con
     assert client.checkpoints(job_id) == []
 
 
-@pytest.mark.parametrize("limits", [(0, 300, 900, 1500, 700), (1200,) * 8])
+@pytest.mark.parametrize(
+    "limits", [(0, 300, 900, 1500, 700), pytest.param((1200,) * 8, marks=pytest.mark.long)]
+)
 def test_events_come_once_over_connections_that_are_cut(
     api: Parts, connect: Connect, limits: tuple[int, ...]
 ) -> None:
@@ -96,6 +98,7 @@ def test_events_go_on_after_a_restart_of_the_server(new_parts: MakeParts, connec
     assert client.wait(claim.id).status == "succeeded"
 
 
+@pytest.mark.long
 def test_a_wait_lasts_over_a_restart_of_the_server(new_parts: MakeParts, connect: Connect) -> None:
     parts = new_parts()
     claim = running(parts)
@@ -108,6 +111,7 @@ def test_a_wait_lasts_over_a_restart_of_the_server(new_parts: MakeParts, connect
         assert end.result().status == "succeeded"
 
 
+@pytest.mark.long
 def test_a_server_without_its_store_is_asked_again(new_parts: MakeParts, connect: Connect) -> None:
     parts = new_parts()
     parts.start_api()

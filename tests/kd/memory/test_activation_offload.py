@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from kd.config.train import TrainConfig
 from kd.memory import activation_offload
 from kd.memory.activation_checkpointing import checkpoint_activations
-from kd.memory.activation_offload import cut_pieces, offload_activations
+from kd.memory.activation_offload import offload_activations
 from kd.memory.parallel import estimate_rank
 from kd.memory.step_bytes import StepShape
 from kd.memory.step_memory import describe_step
@@ -63,14 +63,14 @@ def compute_gradients(
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The bytes of each copy to the host, which is really made."""
     sizes: list[int] = []
-    real = activation_offload.copy_to_host
+    real = activation_offload.copy_to_pieces
 
     def count(flat: Tensor) -> list[Tensor]:
         sizes.append(flat.nbytes)
         return real(flat)
 
     with monkeypatch.context() as patched:
-        patched.setattr(activation_offload, "copy_to_host", count)
+        patched.setattr(activation_offload, "copy_to_pieces", count)
         yield sizes
 
 
@@ -194,16 +194,6 @@ def test_a_pass_that_fails_leaves_no_hook_behind(monkeypatch: pytest.MonkeyPatch
     assert sizes == []
 
 
-def test_pieces_waste_little_pinned_memory() -> None:
-    """torch rounds each piece up to a power of two."""
-    for size in (1, 2, 3, 2**16 - 1, 2**16, 2**16 + 1, 100_003, 2**26 + 2**23, 2**31 - 1):
-        pieces = cut_pieces(size)
-        assert sum(pieces) == size
-        assert len(pieces) <= 4
-        pinned = sum(1 << (each - 1).bit_length() for each in pieces)
-        assert pinned <= size * 16 / 15 + 1
-
-
 # ---------------------------------------------------------------------- what is told of it
 
 
@@ -246,3 +236,7 @@ def test_the_memory_of_the_host_is_counted(
     warning = memory.warn_of_host(2 * memory.offloaded - 1, 2)
     assert warning is not None
     assert "train.activation_offload" in warning
+    # Batches are those of all ranks.
+    plain = estimate_rank(describe(student), "single", 1)
+    assert plain.warn_of_host(2**20, 2, 2**20) is None
+    assert "train.batch_size" in (plain.warn_of_host(2**20, 2, 2**20 + 1) or "")

@@ -40,9 +40,11 @@ from kd.text.steps.order import (
     order_by_length,
     shuffle_epoch,
 )
+from kd.text.steps.pinned import cut_pieces
 from kd.text.steps.reading import (
     TimedIterator,
     count_loader_threads,
+    count_pinned_bytes,
     cut_padding,
     read_training_batches,
     read_validation_batches,
@@ -277,16 +279,19 @@ def test_the_threads_live_through_all_epochs():
 def test_so_many_steps_are_read_ahead_and_no_more(workers, factor, monkeypatch):
     monkeypatch.setattr(reading, "STEPS_AHEAD", factor)
     read: list[int] = []
-    ahead = {"dataloader_num_workers": workers}
-    batches = read_training_batches(
-        Watched(64, before=read.append), options(1, 1, 3, **ahead), range(30)
-    )
+    job = options(1, 1, 3, dataloader_num_workers=workers)
+    batches = read_training_batches(Watched(64, before=read.append), job, range(30))
     for step in range(1, 9):
         next(batches)
         wait_until(lambda step=step: len(read) == step + workers * factor)
         time.sleep(0.01)
         assert len(read) == step + workers * factor
     batches.close()
+    # The host's memory has to have room for them, and for those of the step.
+    kept = count_pinned_bytes(CachedLike(None, None, sequence_bytes=64), job)
+    assert kept == (1 + workers * factor) * 64
+    larger = job.model_copy(update={"batch_size": 2, "gradient_accumulation_steps": 3})
+    assert count_pinned_bytes(CachedLike(None, None, sequence_bytes=64), larger) == 6 * kept
 
 
 def test_the_order_is_kept_whichever_thread_is_first():
@@ -359,7 +364,9 @@ def test_a_starved_consumer_waits_for_a_slow_source_and_a_slow_one_does_not():
 def test_batches_are_pinned_where_there_is_a_gpu(material):
     source = CachedLike(*material)
     (batch,), *_ = read_training_batches(source, options(2, 1, 0), range(1))
-    tensors = [batch.tokens_BL, batch.rows_N, batch.gold_N, *batch.teacher.values()]
+    columns = [each for each in batch.teacher.values() if not each.is_meta]
+    pieces = itertools.chain.from_iterable(batch.pieces.values())
+    tensors = [batch.tokens_BL, batch.rows_N, batch.gold_N, *columns, *pieces]
     assert all(
         tensor.is_pinned() == torch.cuda.is_available() for tensor in tensors if tensor.numel()
     )
@@ -375,6 +382,16 @@ def test_pinned_and_moved_a_batch_is_what_it_was(material):
     assert all(
         torch.equal(moved.teacher[name].cpu(), column) for name, column in batch.teacher.items()
     )
+
+
+def test_pieces_waste_little_pinned_memory() -> None:
+    """torch rounds each piece up to a power of two."""
+    for size in (1, 2, 3, 2**16 - 1, 2**16, 2**16 + 1, 100_003, 2**26 + 2**23, 2**31 - 1):
+        pieces = cut_pieces(size)
+        assert sum(pieces) == size
+        assert len(pieces) <= 4
+        pinned = sum(1 << (each - 1).bit_length() for each in pieces)
+        assert pinned <= size * 16 / 15 + 1
 
 
 # ---------------------------------------------------------------------- other orders

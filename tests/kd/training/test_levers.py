@@ -20,6 +20,7 @@ from cache.store import open_cache
 from kd.config.fields.removed import restore_removed
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Interrupted, OutOfMemory, TrainingError
 from kd.loss.decoder import TargetDecoder
 from kd.loss.objective import Objective
@@ -27,16 +28,18 @@ from kd.models.lm_head import find_lm_head
 from kd.models.loading import build_student
 from kd.models.precision import Precision
 from kd.models.tokenizers import get_vocabulary_size
+from kd.parallel.group import ALONE
 from kd.parallel.strategies import WholeLoss
 from kd.progress import SILENT, Monitor
 from kd.stages.capture import run_precompute
 from kd.tracking.metrics import read_metrics
 from kd.training.lookahead import LookAhead
 from kd.training.loop import train
+from kd.training.preparing.setting import TrainingSetting, place_student
 from kd.training.resume import identity as resuming
 from kd.training.resume.identity import FREE_FIELDS, NEWER_FIELDS, compute_resume_identity
 from kd.training.step_loss import StepLoss
-from tests.support.kd.students import copy_weights
+from tests.support.kd.students import copy_weights, make_llama
 from tests.support.kd.training import read_history, stop_after
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -206,6 +209,19 @@ def test_a_lever_changes_the_student_and_a_stop_does_not(
         for name in ("cut", "whole")
     ]
     assert lines[0] == lines[1]
+
+
+@pytest.mark.usefixtures("cudnn_attention")
+def test_attention_is_planned_where_all_rows_have_one_width(taught: Taught, tmp_path: Path) -> None:
+    for order, planned in (("windows", True), ("length", False), ("shuffled", True)):
+        options = TrainConfig.model_validate({"max_steps": 1, "order": order})
+        source = open_cache(taught.home / "caches" / taught.fingerprints["threshold"])
+        precision = Precision.choose("fp32", torch.device("cpu"))
+        setting = TrainingSetting(
+            source, make_llama(), 50, tmp_path, SILENT, ALONE, torch.device("cpu"), precision
+        )
+        place_student(setting, options)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == planned
 
 
 @pytest.fixture

@@ -215,7 +215,11 @@ def test_a_job_is_not_admitted_while_nobody_can_check_it(
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 200_000, "{" + " " * (80 << 20) + "}"], ids=["deep", "large"]
+    "text",
+    [
+        pytest.param("[" * 200_000, id="deep"),
+        pytest.param("{" + " " * (80 << 20) + "}", marks=pytest.mark.long, id="large"),
+    ],
 )
 def test_a_configuration_that_no_model_has_is_a_problem_of_its_job(
     planner: Callable[..., tuple[Parts, int]], tmp_path: Path, text: str

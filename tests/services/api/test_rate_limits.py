@@ -283,7 +283,9 @@ def test_a_stream_s_lease_is_renewed_and_that_of_the_dead_runs_out(
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("harm", ["revoked", "open to others"])
+@pytest.mark.parametrize(
+    "harm", ["revoked", pytest.param("open to others", marks=pytest.mark.long)]
+)
 def test_only_the_stream_of_a_revoked_key_ends(
     parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:

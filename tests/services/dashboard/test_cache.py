@@ -116,6 +116,7 @@ def test_the_page_shows_what_a_cache_holds(page: Page, api: Parts, captured: Pat
     check_page(page, "cache")
 
 
+@pytest.mark.long
 def test_records_are_read_by_sequence_and_position(page: Page, api: Parts, captured: Path) -> None:
     store = open_cache(captured)
     tokens = store.token_map()
@@ -184,6 +185,7 @@ def test_damage_is_shown_where_it_is(page: Page, api: Parts) -> None:
     check_page(page, "damaged")
 
 
+@pytest.mark.long
 def test_a_capture_under_way_shows_its_shards(page: Page, api: Parts) -> None:
     identity = make_identity(train_sequences=57)
     config = make_config("capturing", "precompute", cache={"shard_sequences": 4})
@@ -203,7 +205,8 @@ def test_a_capture_under_way_shows_its_shards(page: Page, api: Parts) -> None:
         writer.clear_unfinished()
 
 
-@pytest.mark.parametrize("profile", ["hidden", pytest.param("topk", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("profile", ["hidden", "topk"])
 def test_records_of_other_profiles_are_shown(page: Page, api: Parts, profile: str) -> None:
     folder = make_cache(api.settings.caches, make_identity(codec=make_codec(profile)))
     open_page(page, api, folder)

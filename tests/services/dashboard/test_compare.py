@@ -105,6 +105,7 @@ def test_without_jobs_the_page_lists_what_every_run_has_measured(page: Page, api
     expect(page.get_by_role("heading", level=1)).to_have_text("trial-0")
 
 
+@pytest.mark.long
 def test_a_study_compares_its_trials(page: Page, api: Parts) -> None:
     space = {"train.learning_rate": {"choices": [0.1, 0.2]}}
     data = {"train": "text.txt", "validation_fraction": 0.1}

@@ -692,6 +692,7 @@ def test_a_name_and_an_error_without_spaces_break(browser: Browser, api: Parts, 
     tab.close()
 
 
+@pytest.mark.long
 @in_browser
 def test_an_absent_server_is_reported_and_asked_again(page: Page, api: Parts) -> None:
     open_page(page, api, f"jobs/{api.jobs.create(make_config('away')).id}")

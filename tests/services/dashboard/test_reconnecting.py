@@ -143,6 +143,7 @@ class CuttingProxy:
                 server.sendall(part)
 
 
+@pytest.mark.long
 def test_a_stream_that_is_cut_anywhere_loses_and_repeats_nothing(page: Page, api: Parts) -> None:
     claim = running(api)
     # The head of an answer has about 600 bytes, an event about 90: cuts fall into both.

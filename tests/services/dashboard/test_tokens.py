@@ -116,6 +116,7 @@ def test_a_token_opens_what_the_models_expected(
     expect(tokens.nth(5)).to_have_attribute("title", re.compile(rf"Entropy.*: {int(entropy)}"))
 
 
+@pytest.mark.long
 def test_two_students_are_compared_by_their_difference(
     page: Page, api: Parts, files: dict[str, Path]
 ) -> None:

@@ -350,6 +350,7 @@ def test_a_resolver_that_never_answers_holds_up_no_round(
     asyncio.run(_running(sending(parts, tmp_path, "http://hooks.example/"), rounds))
 
 
+@pytest.mark.long
 def test_a_job_whose_api_was_killed_before_it_was_announced_starts_by_itself(
     new_parts: Callable[..., Parts], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -654,6 +654,8 @@ def test_a_search_is_cancelled_over_http_with_the_trial_that_runs(live: Parts) -
     wait_until(lambda: live.jobs.list_trials(job_id))
     trial = live.jobs.list_trials(job_id)[0]
     live.child_pid(trial)
+    # A search that lost its lease on a busy machine is queued until it is claimed again.
+    live.wait_for(job_id, "running")
     assert live.http.post(f"/jobs/{job_id}/cancel").json()["status"] == "cancelling"
     assert live.wait_for(job_id, "cancelled").status == "cancelled"
     assert live.wait_for(trial, "cancelled").status == "cancelled"

@@ -96,6 +96,7 @@ def test_all_that_hangs_on_a_job_that_does_not_succeed_is_cancelled(
     assert (status(jobs, apart), status(jobs, right)) == ("queued", "cancelled")
 
 
+@pytest.mark.long
 def test_a_long_chain_is_cancelled_whole(parts: Parts) -> None:
     """The chain is longer than Lua's stack is deep."""
     jobs = JobStore(connect_redis(parts.server.url, timeout=60))

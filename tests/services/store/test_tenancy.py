@@ -140,7 +140,14 @@ def house(new_parts: MakeParts, tmp_path: Path) -> tuple[Parts, Path]:
     return parts, data
 
 
-@pytest.mark.parametrize("target", ["outside", "another's run", "the service's own"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "outside",
+        pytest.param("another's run", marks=pytest.mark.long),
+        pytest.param("the service's own", marks=pytest.mark.long),
+    ],
+)
 def test_a_link_that_is_turned_between_post_and_run_fails_the_job(
     house: tuple[Parts, Path], tmp_path: Path, target: str
 ) -> None:

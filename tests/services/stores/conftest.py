@@ -1,3 +1,3 @@
 """Fixtures of buckets for the tests of this folder."""
 
-from tests.support.buckets.fixtures import address, objects, reach, s3_server  # noqa: F401
+from tests.support.buckets.fixtures import address, objects, reach  # noqa: F401

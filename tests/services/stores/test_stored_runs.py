@@ -19,7 +19,7 @@ from kd.buckets.inputs import begin_downloads, download_files, list_stored
 from kd.buckets.runs import STATE, StoredRun, open_stored_run
 from services.settings import Settings
 from services.store.jobs.leases import Claim
-from services.store.retention.collector import AgeLimits, find_items, look, remove_items
+from services.store.retention.collector import find_items, look, remove_items
 from services.worker.stage_process import build_store_environment
 from tests.support.kd.tiny import make_tiny_job
 from tests.support.services.api import problem, running, serving, tell
@@ -138,7 +138,7 @@ def test_a_job_that_is_deleted_with_its_files_leaves_none_in_the_bucket(
 def test_the_rule_of_runs_removes_those_of_the_bucket(api: Parts, tmp_path: Path) -> None:
     claim, _ = produce_elsewhere(api, tmp_path / "worker")
     api.jobs.finish(claim, "succeeded")
-    scene = look(api.settings, api.jobs, AgeLimits({"runs": 0.0}))
+    scene = look(api.settings, api.jobs, {"runs": 0.0})
     [item] = [each for each in find_items(scene) if each.name == claim.id]
     assert remove_items([item], scene, lambda *_, **__: None) == ([item], [])
     assert list(find_run(api, claim.id).bucket.walk(claim.id)) == []

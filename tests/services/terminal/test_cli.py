@@ -187,6 +187,7 @@ def test_ctrl_c_of_a_watch_leaves_the_job_running(service: Parts) -> None:
     service.wait_for(job_id, "cancelled")
 
 
+@pytest.mark.long
 def test_a_watch_outlives_a_restart_of_the_api(new_parts: MakeParts) -> None:
     parts = new_parts()
     api = parts.start_api()

@@ -80,6 +80,7 @@ def test_a_job_is_paused_resumed_cancelled_retried_and_deleted(shell: Shell) -> 
     assert json.loads(shell.ok("jobs", "rm", other, "--json")) == [{"id": other, "deleted": True}]
 
 
+@pytest.mark.long
 def test_two_jobs_are_compared_by_what_differs(shell: Shell) -> None:
     rates = (1e-3, 3e-3)
     jobs = [
@@ -187,6 +188,7 @@ def test_a_clone_has_the_changes(shell: Shell) -> None:
 STUDENT = {"init": {"layers": 1, "hidden_size": 16}}
 
 
+@pytest.mark.long
 def test_a_log_is_printed_whole_by_its_end_and_as_it_grows(shell: Shell) -> None:
     claim = running(shell.parts, ALICE)
     folder = shell.parts.settings.run_dir(claim.id)

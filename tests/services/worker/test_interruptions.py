@@ -52,6 +52,7 @@ def test_a_pause_saves_and_a_resume_goes_on_in_the_same_attempt(service: Parts) 
     ]
 
 
+@pytest.mark.long
 def test_a_resume_that_comes_before_the_pause_took_hold_loses_nothing(service: Parts) -> None:
     job_id, _ = started(service, "steps")
     wait_until(lambda: service.job(job_id).progress.done)
@@ -62,6 +63,7 @@ def test_a_resume_that_comes_before_the_pause_took_hold_loses_nothing(service: P
     assert steps_done(service, job_id) == list(range(STEPS))
 
 
+@pytest.mark.long
 def test_a_deadline_lets_the_run_save_and_then_fails_it(new_parts: MakeParts) -> None:
     parts = new_parts()
     parts.start_api()
@@ -77,6 +79,7 @@ def test_a_deadline_lets_the_run_save_and_then_fails_it(new_parts: MakeParts) ->
 # A worker that has lost the job writes nothing
 
 
+@pytest.mark.long
 def test_a_frozen_worker_s_run_ends_itself_and_another_one_goes_on(new_parts: MakeParts) -> None:
     parts = new_parts(lease_seconds=2.0)
     parts.start_api()

@@ -472,6 +472,7 @@ def test_jobs_that_need_one_cache_share_its_capture(new_parts: MakeParts) -> Non
     assert captured == [True, False], "the teacher was read once"
 
 
+@pytest.mark.long
 def test_a_job_that_waits_for_a_capture_hears_of_a_pause_and_a_cancel(new_parts: MakeParts) -> None:
     parts = new_parts()
     parts.start_worker()

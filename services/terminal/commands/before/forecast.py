@@ -9,19 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.terminal.console import (
-    Home,
-    JobFile,
-    Overrides,
-    format_value,
-    load_job_file,
-    make_settings,
-    out,
-    print_as_json,
-    print_error,
-    print_facts,
-    print_table,
-)
+from services.terminal import console
 from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
@@ -73,12 +61,12 @@ app = typer.Typer()
 
 @app.command()
 def estimate(
-    job_file: JobFile,
-    overrides: Overrides = None,
+    job_file: console.JobFile,
+    overrides: console.Overrides = None,
     fast: Fast = False,
     kind: Kind = None,
     price: Price = None,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Estimate a job's capture and training: tokens, bytes, memory, hours and cost.
 
@@ -97,10 +85,10 @@ def estimate(
         )
     if kind is not None and kind not in DEVICE_KINDS:
         raise typer.BadParameter(f"--device is {kind!r}, but only these kinds are known: {_KINDS}.")
-    settings = make_settings(home=home)
+    settings = console.make_settings(home=home)
     if price is None and kind is not None:
         price = find_price(settings.prices, "cuda", kind)
-    config = load_job_file(job_file, overrides)
+    config = console.load_job_file(job_file, overrides)
     require_no_problems(config, Folders(settings.root, settings.home))
     caches = settings.locate_caches(config.cache.store)
     capture: JobEstimate | None
@@ -115,15 +103,17 @@ def estimate(
     found = {} if capture is None else capture.model_dump(exclude={"cost", "account"})
     trained = {} if training is None else asdict(training)
     more = {"training": trained, "devices": list(map(asdict, devices))}
-    if not print_as_json({**found, **{name: value for name, value in more.items() if value}}):
+    if not console.print_as_json(
+        {**found, **{name: value for name, value in more.items() if value}}
+    ):
         # The hours are left out, because the seconds are printed in readable units.
         facts = found | {f"training_{name}": value for name, value in trained.items()}
-        print_facts({name: value for name, value in facts.items() if "hours" not in name})
+        console.print_facts({name: value for name, value in facts.items() if "hours" not in name})
         for device in devices:
             _print_device(device)
     fits = capture is None or capture.fits
     if not fits:
-        print_error(
+        console.print_error(
             f"The disk of {caches} cannot hold the cache.",
             "Free space, set KD_STORE or KD_HOME to another disk, or keep less: a larger"
             " cache.threshold, fewer sequences, or of a bucket a lower KD_STORE_CACHE_BYTES.",
@@ -147,27 +137,27 @@ def _rehearse(
 
 def _print_device(device: DeviceForecast) -> None:
     """Print the phases of a job on a device."""
-    size = format_value(device.device_bytes, "bytes")
+    size = console.format_value(device.device_bytes, "bytes")
     scaled = "scaled from the rehearsal here, by its maker's figures"
     how = scaled if device.scaled else "as it was rehearsed"
-    out.print(f"\nOn {device.device} with {size} ({how}):", markup=False, soft_wrap=True)
+    console.out.print(f"\nOn {device.device} with {size} ({how}):", markup=False, soft_wrap=True)
     rows = []
     for phase in device.phases:
-        memory = format_value(phase.memory_bytes, "bytes")
-        time = format_value(phase.seconds, "seconds")
+        memory = console.format_value(phase.memory_bytes, "bytes")
+        time = console.format_value(phase.seconds, "seconds")
         cost = "-" if phase.cost is None else f"{phase.cost:.4g}"
-        rows.append([phase.phase, memory, format_value(phase.fits), time, cost])
-    print_table(["", "memory", "fits", "time", "cost"], rows)
+        rows.append([phase.phase, memory, console.format_value(phase.fits), time, cost])
+    console.print_table(["", "memory", "fits", "time", "cost"], rows)
 
 
 @app.command()
 def plan(
-    job_file: JobFile,
+    job_file: console.JobFile,
     devices: Devices,
-    overrides: Overrides = None,
+    overrides: console.Overrides = None,
     price: Price = None,
     tokens: Tokens = None,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """List the strategies by which N devices can train a job, the best first.
 
@@ -182,8 +172,8 @@ def plan(
     from kd.preflight.problems import Folders, require_no_problems
     from services.store.costs import find_price
 
-    settings = make_settings(home=home)
-    config = load_job_file(job_file, overrides)
+    settings = console.make_settings(home=home)
+    config = console.load_job_file(job_file, overrides)
     require_no_problems(config, Folders(settings.root, settings.home))
     group = DeviceGroup.parse(devices)
     if price is None:
@@ -192,16 +182,16 @@ def plan(
     os.chdir(settings.root)  # a job's relative paths start there
     count = None if tokens is None else round(tokens)
     found = plan_job(config, settings.root, settings.home, group, count, price)
-    if not print_as_json(asdict(found)):
+    if not console.print_as_json(asdict(found)):
         _print_plan(found)
     raise typer.Exit(0 if found.strategies else FAILED)
 
 
 def _print_plan(found: TrainingPlan) -> None:
     """Print a plan for people."""
-    size = format_value(found.device_bytes, "bytes")
+    size = console.format_value(found.device_bytes, "bytes")
     _say(f"{found.devices} with {size} each, by the maker's figures; all numbers are expected:")
-    print_facts(
+    console.print_facts(
         {
             "sequences_per_step": found.sequences_per_step,
             "steps": found.steps,
@@ -210,20 +200,20 @@ def _print_plan(found: TrainingPlan) -> None:
             "FLOP of the training": f"{found.flops:.3g}",
         }
     )
-    out.print("")
+    console.out.print("")
     shown = found.strategies or (found.least,)
-    print_table(
+    console.print_table(
         ["strategy", "devices", "batch_size", "accumulation", "checkpointing", "precision",
          "a device needs", "a step takes", "waits", "training", "cost"],
         list(map(_list_cells, shown)),
     )  # fmt: skip
-    out.print("")
+    console.out.print("")
     for each in shown:
         parts = {f"{name}_bytes": size for name, size in asdict(each.memory).items() if size}
-        _say(f"{each.strategy}, {each.ranks}: {format_value(parts)}")
+        _say(f"{each.strategy}, {each.ranks}: {console.format_value(parts)}")
     if not found.strategies:
-        missing = format_value(found.least.memory_bytes - found.usable_bytes, "bytes")
-        usable = format_value(found.usable_bytes, "bytes")
+        missing = console.format_value(found.least.memory_bytes - found.usable_bytes, "bytes")
+        usable = console.format_value(found.usable_bytes, "bytes")
         _say(
             f"Nothing fits. This needs least: {missing} more of each device than the {usable} that "
             "a plan may use. Any of these needs less:"
@@ -232,15 +222,16 @@ def _print_plan(found: TrainingPlan) -> None:
             _say(f"- {remedy}")
     if (capture := found.capture) is not None:
         cost = "" if capture.cost is None else f", cost {_format_cost(capture.cost)}"
+        time = console.format_value(capture.seconds, "seconds")
+        size = console.format_value(capture.weight_bytes, "bytes")
         _say(
-            f"\nA capture of these tokens: {format_value(capture.seconds, 'seconds')} on all "
-            f"devices{cost}. The teacher's weights take "
-            f"{format_value(capture.weight_bytes, 'bytes')} in bfloat16."
+            f"\nA capture of these tokens: {time} on all devices{cost}. The teacher's weights take "
+            f"{size} in bfloat16."
         )
 
 
 def _say(line: str) -> None:
-    out.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _list_cells(each: Strategy) -> list[str]:
@@ -251,10 +242,10 @@ def _list_cells(each: Strategy) -> list[str]:
         str(each.gradient_accumulation_steps),
         str(each.gradient_checkpointing),
         each.precision,
-        format_value(each.memory_bytes, "bytes"),
-        format_value(each.step_seconds, "seconds"),
+        console.format_value(each.memory_bytes, "bytes"),
+        console.format_value(each.step_seconds, "seconds"),
         f"{each.waiting_seconds / each.step_seconds:.0%}",
-        format_value(each.seconds, "seconds"),
+        console.format_value(each.seconds, "seconds"),
         _format_cost(each.cost),
     ]
 
@@ -265,7 +256,10 @@ def _format_cost(cost: float | None) -> str:
 
 @app.command()
 def lr(
-    job_file: JobFile, overrides: Overrides = None, plot: Plot = None, home: Home = None
+    job_file: console.JobFile,
+    overrides: console.Overrides = None,
+    plot: Plot = None,
+    home: console.Home = None,
 ) -> None:
     """Show the learning rate over a job's whole run, as a table and a plot.
 
@@ -276,8 +270,8 @@ def lr(
     from kd.forecast.length import find_length
     from kd.optim.schedules import list_rates
 
-    settings = make_settings(home=home)
-    config = load_job_file(job_file, overrides)
+    settings = console.make_settings(home=home)
+    config = console.load_job_file(job_file, overrides)
     picture = None if plot is None else plot.resolve()
     os.chdir(settings.root)  # a job's relative paths start there
     steps, _ = find_length(config, settings.root, settings.home)
@@ -291,10 +285,10 @@ def lr(
         "sequences_per_step": options.sequences_per_step,
         "peak": options.learning_rate,
     }
-    if print_as_json({**facts, "rates": rates}):
+    if console.print_as_json({**facts, "rates": rates}):
         return
-    print_facts(facts)
-    out.print("")
+    console.print_facts(facts)
+    console.out.print("")
     # Even distances with both ends, and the highest rate.
     shown = {round(part * (steps - 1) / (RATE_ROWS - 1)) for part in range(RATE_ROWS)}
     shown.add(max(range(steps), key=lambda step: rates[step]))
@@ -302,6 +296,6 @@ def lr(
         [f"{step + 1:,}", f"{rates[step]:.4g}", f"{rates[step] / options.learning_rate:.1%}"]
         for step in sorted(shown)
     ]
-    print_table(["step", "learning rate", "of the peak"], rows)
+    console.print_table(["step", "learning rate", "of the peak"], rows)
     if picture is not None:
-        out.print(f"\nplot: {picture}", markup=False, soft_wrap=True)
+        console.out.print(f"\nplot: {picture}", markup=False, soft_wrap=True)

@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from services.terminal.console import (
-    Home,
-    JobFile,
-    Overrides,
-    err,
-    load_job_file,
-    make_settings,
-    out,
-    print_as_json,
-    print_error,
-)
+from services.terminal import console
 from services.terminal.exit_codes import INVALID
 
 if TYPE_CHECKING:
@@ -33,7 +23,9 @@ app = typer.Typer()
 
 
 @app.command()
-def validate(job_file: JobFile, overrides: Overrides = None, home: Home = None) -> None:
+def validate(
+    job_file: console.JobFile, overrides: console.Overrides = None, home: console.Home = None
+) -> None:
     """Show the problems of a job that can be found without loading a model.
 
     A warning says what this machine lacks: a package, a GPU, a webhook's permission. The worker
@@ -44,13 +36,13 @@ def validate(job_file: JobFile, overrides: Overrides = None, home: Home = None) 
     from kd.errors import ConfigError
     from kd.preflight.problems import Folders, find_problems
 
-    settings = make_settings(home=home)
+    settings = console.make_settings(home=home)
     warnings: list[Problem] = []
     notices: list[Notice] = []
     rows: list[LearnedRow] = []
     packing: bool | None = None
     try:
-        config = load_job_file(job_file, overrides)
+        config = console.load_job_file(job_file, overrides)
         warnings = _find_warnings(config, settings)
         folders = Folders(
             settings.root, settings.home, opened=True, note=notices.append, show=rows.append
@@ -67,20 +59,20 @@ def validate(job_file: JobFile, overrides: Overrides = None, home: Home = None) 
         "learned": rows,
     }
     shown = {name: [each.to_json() for each in found[name]] for name in found}
-    if not print_as_json({"valid": not problems, "packing": packing} | shown):
+    if not console.print_as_json({"valid": not problems, "packing": packing} | shown):
         if not problems:
-            out.print(f"{job_file} is a valid job: {config.kind} {config.name}")
+            console.out.print(f"{job_file} is a valid job: {config.kind} {config.name}")
         if packing is not None:
             means = "documents share rows" if packing else "each document has rows of its own"
-            out.print(f"data.packing auto is {str(packing).lower()}: {means}")
+            console.out.print(f"data.packing auto is {str(packing).lower()}: {means}")
         for row in rows:
             _show_row(row)
         for problem in problems:
-            print_error(str(problem), "")
+            console.print_error(str(problem), "")
         for warning in warnings:
-            err.print(f"warning: {warning}", markup=False)
+            console.err.print(f"warning: {warning}", markup=False)
         for notice in notices:
-            err.print(f"notice: {notice}", markup=False)
+            console.err.print(f"notice: {notice}", markup=False)
     raise typer.Exit(INVALID if problems else 0)
 
 
@@ -107,9 +99,9 @@ def _show_row(row: LearnedRow) -> None:
     text = Text(f"{row.where}\n", style="bold")
     for piece in row.pieces:
         style = "not bold black on green" if piece.learned else "not bold"
-        plain = piece.learned and not out.color_system
+        plain = piece.learned and not console.out.color_system
         text.append(f"⟦{piece.text}⟧" if plain else piece.text, style=style)
-    out.print(text)
+    console.out.print(text)
 
 
 def _find_warnings(config: JobConfig, settings: Settings) -> list[Problem]:

@@ -8,16 +8,7 @@ from typing import Annotated
 
 import typer
 
-from services.terminal.console import (
-    Home,
-    audit_command,
-    make_settings,
-    mode,
-    notes,
-    out,
-    print_as_json,
-    print_result,
-)
+from services.terminal import console
 
 app = typer.Typer()
 
@@ -33,24 +24,24 @@ def backup(
             help="Longest time, in seconds, for which the backup may delay writes.",
         ),
     ] = 5.0,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Write every job, cache and run into a new folder; the service may keep running."""
     from services.store.backup import Lacking, make_backup, open_store
 
-    settings = make_settings(home=home)
+    settings = console.make_settings(home=home)
     with open_store(settings) as client:
         made = make_backup(folder.resolve(), settings, client, pause)
-    audit_command(settings, "backup.create", str(folder.resolve()))
+    console.audit_command(settings, "backup.create", str(folder.resolve()))
     lacking = Lacking.read(folder)
     if settings.in_bucket:
-        notes.print(
+        console.notes.print(
             f"The caches in {settings.store} are not copied: copy the bucket with its own tools.",
             markup=False,
         )
     for line in lacking.describe():
-        notes.print(line, markup=False)
-    print_result(
+        console.notes.print(line, markup=False)
+    console.print_result(
         {**made.to_json(), "files": len(made.files), "lacking": asdict(lacking)},
         f"{folder}: {made.keys} keys of the job store, {len(made.files)} files, {made.bytes} bytes",
     )
@@ -66,7 +57,7 @@ def restore(
     check: Annotated[
         bool, typer.Option(help="Only check the backup against its digests; restore nothing.")
     ] = False,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Check every byte of a backup of `kd backup`, and restore it.
 
@@ -82,23 +73,25 @@ def restore(
         "restored": not check,
         "lacking": asdict(lacking),
     }
-    if not mode.as_json:
-        out.print(f"{folder}: {len(found.files)} files are unchanged since {found.created_at}")
+    if not console.mode.as_json:
+        console.out.print(
+            f"{folder}: {len(found.files)} files are unchanged since {found.created_at}"
+        )
     for line in lacking.describe():
-        notes.print(line, markup=False)
+        console.notes.print(line, markup=False)
     if check:
-        print_as_json(facts)
+        console.print_as_json(facts)
         return
-    settings = make_settings(home=home)
+    settings = console.make_settings(home=home)
     if found.home != str(settings.home):
-        notes.print(
+        console.notes.print(
             f"The records name paths in {found.home}, the data folder of the backup;"
             f" KD_HOME is now {settings.home}."
         )
     with open_store(settings) as client:
         released = restore_backup(folder.resolve(), found, settings, client, force)
-    audit_command(settings, "backup.restore", str(folder.resolve()))
-    print_result(
+    console.audit_command(settings, "backup.restore", str(folder.resolve()))
+    console.print_result(
         {**facts, "released": released},
         f"restored; of the running jobs, {len(released)} now wait for a worker, or are paused or"
         " cancelled if that was asked",

@@ -26,9 +26,8 @@ def store_check(url: Annotated[str, typer.Argument(help="Bucket: s3://bucket/pre
     from cache.remote.probe import measure_rate, probe
 
     if not is_bucket(url):
-        raise typer.BadParameter(
-            f"{url!r} is a folder, which needs no check: give a bucket, s3://bucket/prefix"
-        )
+        detail = f"{url!r} is a folder, which needs no check: give a bucket, s3://bucket/prefix"
+        raise typer.BadParameter(detail)
     bucket = Bucket(StoreAddress.parse(url), patient=False)
     found = list(probe(bucket))
     put, got = measure_rate(bucket)

@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.terminal import console
 from services.terminal.commands.upkeep import STORE_TIMEOUT, find_embedded_url
-from services.terminal.console import (
-    Home,
-    audit_command,
-    format_value,
-    make_settings,
-    out,
-    print_as_json,
-    print_error,
-    print_table,
-)
 from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
@@ -38,7 +29,7 @@ def upgrade(
     yes: Annotated[
         bool, typer.Option("--yes/--no-yes", "-y", help="Rewrite what has an old format.")
     ] = False,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """List the formats of all data, and rewrite data in formats that this version cannot read.
 
@@ -49,19 +40,19 @@ def upgrade(
     """
     from services.store.formats import examine, rewrite
 
-    settings = make_settings(home=home)
+    settings = console.make_settings(home=home)
     with _opening(settings) as data:
         found = examine(data)
         done = rewrite(data) if yes and any(each.state == "rewrite" for each in found) else []
         left = examine(data) if done else found
     if done:
-        audit_command(settings, "data.upgrade", str(settings.home), rewritten=len(done))
+        console.audit_command(settings, "data.upgrade", str(settings.home), rewritten=len(done))
     facts = {
         "store": data.client is not None,
         "found": [asdict(each) for each in left],
         "rewritten": [asdict(each) for each in done],
     }
-    if not print_as_json(facts):
+    if not console.print_as_json(facts):
         _print(left, done, data)
     raise typer.Exit(0 if all(each.state == "read" for each in left) else FAILED)
 
@@ -96,21 +87,21 @@ def _opening(settings: Settings) -> Iterator[Data]:
 def _print(left: list[FoundFormat], done: list[FoundFormat], data: Data) -> None:
     counts = Counter((each.format, each.number, each.state) for each in left)
     rows = [
-        [name, format_value(number), str(count), STATES[state]]
+        [name, console.format_value(number), str(count), STATES[state]]
         for (name, number, state), count in counts.items()
     ]
     if rows:
-        print_table(["FORMAT", "NUMBER", "PLACES", "STATE"], rows)
+        console.print_table(["FORMAT", "NUMBER", "PLACES", "STATE"], rows)
     if data.client is None:
-        out.print("no job store was found; its records were not checked")
+        console.out.print("no job store was found; its records were not checked")
     for each in left:
         if each.state == "refused":
-            print_error(each.detail, each.remedy)
+            console.print_error(each.detail, each.remedy)
         elif each.state == "rewrite":
-            out.print(f"to rewrite: {each.place}", markup=False, soft_wrap=True)
+            console.out.print(f"to rewrite: {each.place}", markup=False, soft_wrap=True)
     for each in done:
-        out.print(f"rewritten: {each.place}", markup=False, soft_wrap=True)
+        console.out.print(f"rewritten: {each.place}", markup=False, soft_wrap=True)
     if not done:
         found = any(each.state == "rewrite" for each in left)
         advice = "`kd upgrade --yes` rewrites it; make a backup first."
-        out.print(advice if found else "nothing to rewrite", markup=False)
+        console.out.print(advice if found else "nothing to rewrite", markup=False)

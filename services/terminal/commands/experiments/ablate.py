@@ -7,18 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.terminal.console import (
-    Home,
-    JobFile,
-    Overrides,
-    format_value,
-    load_job_file,
-    make_settings,
-    out,
-    print_as_json,
-    print_error,
-    print_table,
-)
+from services.terminal import console
 from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
@@ -51,13 +40,13 @@ app = typer.Typer()
 
 @app.command()
 def ablate(
-    job_file: JobFile,
+    job_file: console.JobFile,
     axis: AxisTexts,
-    overrides: Overrides = None,
+    overrides: console.Overrides = None,
     steps: Steps = None,
     grid: Annotated[bool, typer.Option(help="Run every combination of the axes.")] = False,
     folder: Folder = None,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Train short runs of a job that differ in one setting, and show them on one page.
 
@@ -66,8 +55,8 @@ def ablate(
     """
     from services.terminal.in_process import enter_root, stopping_on_signals, tell
 
-    settings = make_settings(home=home)
-    config = load_job_file(job_file, overrides)
+    settings = console.make_settings(home=home)
+    config = console.load_job_file(job_file, overrides)
     folder = (folder or settings.home / "ablations" / config.name).resolve()
     enter_root(settings)
     from kd.experiments.axes import cross_axes, make_short_job, parse_axis
@@ -85,12 +74,12 @@ def ablate(
     plan = make_plan_of_axes(base, axes, lambda job: find_problems(job, folders, machine))
     tell(f"{len(plan.jobs)} runs of {base.require_train().max_steps} steps in {folder}")
     for name, row in plan.list_refused():
-        print_error(f"{name} {row.label} is refused: {row.refusal}", "")
+        console.print_error(f"{name} {row.label} is refused: {row.refusal}", "")
     with alone_in(folder, tell, "--out"), stopping_on_signals() as monitor:
         from kd.experiments.ablation import ablate as run_ablation
 
         report = run_ablation(plan, settings.home, folder, monitor)
-    if not print_as_json(report.to_json()):
+    if not console.print_as_json(report.to_json()):
         _print(report, folder)
     if any(not run.figures for run in report.runs.values()):
         raise typer.Exit(FAILED)
@@ -103,13 +92,13 @@ def _print(report: AblationReport, folder: Path) -> None:
             run = None if row.run is None else report.runs[row.run]
             state = "refused" if run is None else run.state
             rows.append([axis.name, row.label, state, *_format_run(run)])
-    print_table(
+    console.print_table(
         ["axis", "setting", "state", "perplexity", "KL", "time", "tokens/s", "peak memory"], rows
     )
     for run in report.runs.values():
         if run.error:
-            print_error(f"{run.label}: {run.error}", "")
-    out.print(f"\npage: {folder / 'index.html'}", markup=False, soft_wrap=True)
+            console.print_error(f"{run.label}: {run.error}", "")
+    console.out.print(f"\npage: {folder / 'index.html'}", markup=False, soft_wrap=True)
 
 
 def _format_run(run: RunReport | None) -> list[str]:
@@ -121,7 +110,7 @@ def _format_run(run: RunReport | None) -> list[str]:
     return [
         "" if perplexity is None else f"{perplexity:,.2f}",
         "" if kl is None else f"{kl:.4f}",
-        format_value(found["train_seconds"], "seconds"),
+        console.format_value(found["train_seconds"], "seconds"),
         "" if speed is None else f"{speed:,.0f}",
-        format_value(found["peak_memory_bytes"], "bytes"),
+        console.format_value(found["peak_memory_bytes"], "bytes"),
     ]

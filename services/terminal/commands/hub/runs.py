@@ -6,17 +6,8 @@ from typing import Annotated
 
 import typer
 
+from services.terminal import console
 from services.terminal.commands.upkeep import Yes
-from services.terminal.console import (
-    Home,
-    audit_command,
-    format_value,
-    make_settings,
-    out,
-    print_as_json,
-    print_result,
-    print_table,
-)
 
 app = typer.Typer()
 runs_app = typer.Typer(no_args_is_help=True, help="Runs on this machine, in KD_HOME.")
@@ -29,17 +20,17 @@ COLUMNS = {
 
 
 @runs_app.command("ls")
-def runs_ls(home: Home = None) -> None:
+def runs_ls(home: console.Home = None) -> None:
     """List all runs, the newest first: those of `kd run`, of Python and of the service.
 
     Compare bits per byte only between runs with the same held-out text.
     """
     from kd.python.runs import list_runs
 
-    found = [run.to_json() for run in list_runs(make_settings(home=home).home)]
-    if not print_as_json(found):
-        rows = [[format_value(run[name], name) for name in COLUMNS] for run in found]
-        print_table(list(COLUMNS.values()), rows)
+    found = [run.to_json() for run in list_runs(console.make_settings(home=home).home)]
+    if not console.print_as_json(found):
+        rows = [[console.format_value(run[name], name) for name in COLUMNS] for run in found]
+        console.print_table(list(COLUMNS.values()), rows)
 
 
 @runs_app.command("rm")
@@ -49,7 +40,7 @@ def runs_rm(
         typer.Argument(metavar="RUN...", help="Runs: their names, or the beginnings of them."),
     ],
     yes: Yes = False,
-    home: Home = None,
+    home: console.Home = None,
 ) -> None:
     """Remove the folders of runs, with their students and checkpoints.
 
@@ -60,7 +51,7 @@ def runs_rm(
     from kd.python.runs import remove_run, summarise_run
     from services.store.run_folder import JOB_ID
 
-    settings = make_settings(home=home)
+    settings = console.make_settings(home=home)
     folders = []
     for name in names:
         folder = find_run(name, settings.runs)
@@ -74,10 +65,14 @@ def runs_rm(
     sizes = {folder: summarise_run(folder).bytes for folder in folders}
     if not yes:
         for folder, size in sizes.items():
-            out.print(f"{folder}: {format_value(size, 'bytes')}", markup=False, soft_wrap=True)
+            console.out.print(
+                f"{folder}: {console.format_value(size, 'bytes')}", markup=False, soft_wrap=True
+            )
         typer.confirm("Remove them?", abort=True, err=True)
     for folder, size in sizes.items():
         remove_run(folder)
-        audit_command(settings, "run.remove", folder.name, bytes=size)
+        console.audit_command(settings, "run.remove", folder.name, bytes=size)
     gone = [{"name": folder.name, "bytes": size} for folder, size in sizes.items()]
-    print_result(gone, f"{len(gone)} removed, {format_value(sum(sizes.values()), 'bytes')}")
+    console.print_result(
+        gone, f"{len(gone)} removed, {console.format_value(sum(sizes.values()), 'bytes')}"
+    )

@@ -128,10 +128,9 @@ def find_source(name: str, settings: Settings) -> Path:
     try:
         return find_cache(settings.caches, name).absolute()
     except CacheNotFound as error:
-        raise HubError(
-            f"{name!r} is neither a folder, nor a run, nor a single cache in {settings.home}.",
-            "`kd cache ls` lists caches; the runs are the folders in runs of KD_HOME.",
-        ) from error
+        detail = f"{name!r} is neither a folder, nor a run, nor a single cache in {settings.home}."
+        remedy = "`kd cache ls` lists caches; the runs are the folders in runs of KD_HOME."
+        raise HubError(detail, remedy) from error
 
 
 def _get_teller() -> Callable[[str], None]:

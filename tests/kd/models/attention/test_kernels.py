@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -192,6 +193,27 @@ def test_autocast_decides_the_precision() -> None:
         for scoring in (Scoring(0.25), Scoring(0.25, softcap=2.0)):
             found = attend(torch.nn.Module(), *inputs, FULL, scoring, None)
             assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("cudnn_attention")
+def test_torch_plans_no_kernel_for_the_length_of_each_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans: list[bool] = []
+    real = functional.scaled_dot_product_attention
+
+    def note(*tensors: Tensor, **options: Any) -> Tensor:
+        plans.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return real(*tensors, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", note)
+    attend(torch.nn.Module(), *make_inputs(), FULL, Scoring(16**-0.5), None)
+    spans = len(plans)
+    assert spans > 1 and not any(plans)
+    # Rows without documents have one length.
+    whole = make_mask([[0] * FULL.first_BL.shape[1]] * len(FULL.first_BL))
+    attend(torch.nn.Module(), *make_inputs(), whole, Scoring(16**-0.5), None)
+    assert plans[spans:] == [True]
 
 
 def test_a_device_without_a_gpu_uses_no_kernel_of_one() -> None:

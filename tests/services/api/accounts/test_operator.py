@@ -115,6 +115,7 @@ def test_storage_tells_what_would_be_removed_and_what_is_needed(office: Office) 
         "kept_by": f"the job {job_id} has not ended",
     }  # fmt: skip
     (free,) = found["removable"]
+    assert set(free) == set(kinds["runs"]["largest"][0]), "no path of the server"
     assert (free["kind"], free["name"], free["kept_by"]) == ("caches", old.name, None)
     assert free["reason"] == "not used for 3 days"
     assert found["removable_bytes"] == free["bytes"] > 0

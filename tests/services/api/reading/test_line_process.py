@@ -37,18 +37,21 @@ def process(tmp_path: Path) -> Iterator[LineProcess]:
 def test_who_would_wait_behind_too_many_is_refused_at_once(
     process: LineProcess, tmp_path: Path
 ) -> None:
-    gate = tmp_path / "gate"
+    first, gate = str(tmp_path / "first"), str(tmp_path / "gate")
     answers: list[str] = []
     others: list[str] = []
 
-    def ask() -> None:
+    def ask(order: str) -> None:
         try:
-            answers.append(process.ask(str(gate)))
+            answers.append(process.ask(order))
         except NoAnswer as error:
             answers.append(error.reason)
 
-    threads = [threading.Thread(target=ask) for _ in range(MOST_WAITING + 5)]
-    for thread in threads:
+    threads = [threading.Thread(target=ask, args=[first])]
+    threads[0].start()
+    wait_until(lambda: process._child is not None)
+    threads += [threading.Thread(target=ask, args=[gate]) for _ in range(MOST_WAITING + 4)]
+    for thread in threads[1:]:
         thread.start()
     wait_until(lambda: len(answers) == 4)
     # A group that has not waited yet is let in, in place of the latest of the largest group.
@@ -56,14 +59,15 @@ def test_who_would_wait_behind_too_many_is_refused_at_once(
     other.start()
     wait_until(lambda: len(answers) == 5)
     assert answers == ["busy"] * 5
-    gate.touch()
-    other.join()
-    # It was the next one, though it came last.
-    assert others == ["/"] and len(answers) <= 7
+    Path(first).touch()
+    other.join(30)
+    # It was the next one, though it came last: the gate of all others is closed.
+    assert others == ["/"]
+    Path(gate).touch()
     for thread in threads:
         thread.join()
-    assert answers[5:] == [str(gate)] * MOST_WAITING
-    assert process.ask(str(gate)) == str(gate)
+    assert answers[5:] == [first] + [gate] * (MOST_WAITING - 1)
+    assert process.ask(gate) == gate
 
 
 def test_a_process_that_ends_by_itself_is_no_broken_limit(process: LineProcess) -> None:

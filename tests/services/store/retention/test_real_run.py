@@ -18,7 +18,7 @@ from kd.progress import Event, Monitor
 from services.settings import Settings
 from services.store.jobs.records import make_job_id
 from services.store.jobs.store import JobStore
-from services.store.retention.collector import AgeLimits, Item, find_items, look, remove_items
+from services.store.retention.collector import Item, find_items, look, remove_items
 from services.store.run_folder import read_run
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.long]
@@ -79,9 +79,12 @@ def job(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sweep(parts: Parts, home: Path, keep: int = 0, **ages: float) -> tuple[list[Item], list[Item]]:
-    settings = Settings(home=home, redis_url=parts.server.url)
-    scene = look(settings, parts.jobs, AgeLimits(ages, keep))
+def sweep(
+    parts: Parts, home: Path, keep: int = 0, beside: bool = True, **ages: float
+) -> tuple[list[Item], list[Item]]:
+    rules: dict[str, Any] = {"retain_checkpoints": keep, "retain_checkpoints_of_students": beside}
+    settings = Settings(home=home, redis_url=parts.server.url, **rules)
+    scene = look(settings, parts.jobs, ages)
     return remove_items(find_items(scene), scene, lambda *_, **__: None)
 
 
@@ -91,7 +94,7 @@ def test_a_student_keeps_its_cache_and_a_run_goes_on_from_what_is_kept(
     whole = Run(parts.jobs, tmp_path / "one", job)
     (cache,) = [path for path in (whole.home / "caches").iterdir() if path.is_dir()]
     assert read_last_use(cache) is not None and verify_cache(cache) == []
-    gone, kept = sweep(parts, whole.home, caches=0.0, beside=0.0)
+    gone, kept = sweep(parts, whole.home, caches=0.0, checkpoints=0.0, beside=False)
     assert {item.kind for item in gone} == {"checkpoints"} and whole.steps() == []
     assert [(item.name, item.kept_by) for item in kept] == [
         (cache.name, f"the student of {whole.id}")

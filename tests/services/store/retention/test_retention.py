@@ -34,14 +34,8 @@ from services.loops.teams import TeamRules
 from services.settings import DAY_SECONDS, Settings
 from services.store.jobs.leases import EventBatch
 from services.store.jobs.store import JobStore
-from services.store.retention.collector import (
-    AgeLimits,
-    Item,
-    Scene,
-    find_items,
-    look,
-    remove_items,
-)
+from services.store.retention.collector import Item, Scene, find_items, look, remove_items
+from services.store.run_folder import read_run
 from services.store.training_files import TrainingFiles
 from tests.support.records import finished, queued, running
 
@@ -94,19 +88,22 @@ class Home:
         ended = self.store.read_clock_ms() - int(age * 1000)
         self.store.redis.hset(f"kd:job:{job_id}", "finished_at", ended)
 
-    def look(self, force: bool = False, keep: int = 0, **ages: float) -> Scene:
-        """The service as a pass with these ages sees it."""
-        return look(self.settings, self.store, AgeLimits(ages, keep), force)
+    def look(self, force: bool = False, keep: int = 0, beside: bool = True, **ages: float) -> Scene:
+        """The service as a pass with these ages sees it.
 
-    def find(self, force: bool = False, keep: int = 0, **ages: float) -> list[Item]:
+        Ended jobs keep so many checkpoints (0 = all), and those ``beside`` a student or not.
+        """
+        changes = {"retain_checkpoints": keep, "retain_checkpoints_of_students": beside}
+        settings = self.settings.model_copy(update=changes)
+        return look(settings, self.store, ages, force)
+
+    def find(self, **limits: Any) -> list[Item]:
         """What these limits would remove."""
-        return find_items(self.look(force, keep, **ages))
+        return find_items(self.look(**limits))
 
-    def sweep(
-        self, force: bool = False, keep: int = 0, **ages: float
-    ) -> tuple[list[Item], list[Item]]:
+    def sweep(self, **limits: Any) -> tuple[list[Item], list[Item]]:
         """Remove it; return what is gone and what stays."""
-        scene = self.look(force, keep, **ages)
+        scene = self.look(**limits)
         return remove_items(find_items(scene), scene, lambda *_, **__: None)
 
 
@@ -281,6 +278,9 @@ def test_the_newest_checkpoints_stay_and_the_best_of_a_job_that_may_be_retried(h
     (home.settings.run_dir(open_job.id) / "checkpoints" / "step-00000001").mkdir(parents=True)
     for name in (".tmp-step-00000008", ".tmp-old-step-00000006"):
         (done / "checkpoints" / name).mkdir()
+    assert {item.reason for item in home.find(checkpoints=0.0, keep=4)} == {
+        "a save or a removal was interrupted"
+    }, "three are not more than four"
     _, kept = home.sweep(checkpoints=0.0, keep=1)
     assert kept == []
     assert steps(done) == [".tmp-old-step-00000006", "step-00000006"]
@@ -294,9 +294,9 @@ def test_no_checkpoint_stays_beside_a_saved_student_if_the_rule_says_so(home: Ho
     for run in (saved, failed):
         (run / "student").mkdir()
     with locked(saved / LOCK):
-        gone, kept = home.sweep(beside=0.0)
+        gone, kept = home.sweep(checkpoints=0.0, beside=False)
     assert gone == [] and {item.kept_by for item in kept} == {"a process writes to it"}
-    gone, kept = home.sweep(beside=0.0)
+    gone, kept = home.sweep(checkpoints=0.0, beside=False)
     assert {item.name for item in gone} == {saved.name} and steps(saved) == []
     assert len(steps(unsaved)) == len(steps(failed)) == 3, "a failed job may be retried"
 
@@ -448,6 +448,24 @@ def test_leftovers_go_after_some_time(home: Home) -> None:
     assert home.find(leftovers=1000 * DAY, strays=1000 * DAY) == []
 
 
+def test_a_leftover_that_is_needed_again_after_the_listing_stays(home: Home) -> None:
+    run, incomplete = home.make_run(), home.make_cache()
+    home.store.change("delete", run.name)
+    (incomplete / "manifest.json").unlink()
+    for path in (*run.rglob("*"), run, *incomplete.rglob("*"), incomplete):
+        make_old(path)
+    scene = home.look(leftovers=7 * DAY, strays=7 * DAY)
+    items = find_items(scene)
+    assert {item.path for item in items} == {run, incomplete}
+    assert home.store.adopt(read_run(run), "local")
+    (incomplete / "shards").touch()
+    gone, kept = remove_items(items, scene, lambda *_, **__: None)
+    assert gone == [] and {item.path: item.kept_by for item in kept} == {
+        run: "a job record names it by now",
+        incomplete: "it was saved again since it was listed",
+    }
+
+
 #: Applies rules in a process that kills itself before the n-th change that it makes to the disk.
 CHILD = """
 import os, signal, sys
@@ -455,11 +473,11 @@ from pathlib import Path
 from services.settings import Settings
 from services.store.connection import connect_redis
 from services.store.jobs.store import JobStore
-from services.store.retention.collector import AgeLimits, find_items, look, remove_items
+from services.store.retention.collector import find_items, look, remove_items
 
 settings = Settings(home=Path(sys.argv[1]))
 store = JobStore(connect_redis(settings.redis_url))
-scene = look(settings, store, AgeLimits({"caches": 1.0, "runs": 1.0, "imports": 1.0}))
+scene = look(settings, store, {"caches": 1.0, "runs": 1.0, "imports": 1.0})
 items = find_items(scene)
 deadly, changes = int(sys.argv[2]), 0
 

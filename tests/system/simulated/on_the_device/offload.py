@@ -19,6 +19,7 @@ from kd.memory import activation_offload
 from kd.memory.activation_checkpointing import checkpoint_activations
 from kd.memory.activation_offload import offload_activations
 from kd.models.layers import compute_hidden_states, find_decoder_layers
+from kd.text.steps.pinned import find_copy_stream
 from tests.support.kd.students import make_llama
 from tests.support.simulated_gpu.streams import WAITS, CudaMisused
 
@@ -57,7 +58,7 @@ def test_gradients_are_the_same_to_the_bit(how: Any) -> None:
 
 
 def test_bytes_that_have_not_arrived_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_offload._HostCopy, "_wait", lambda copy: None)
+    monkeypatch.setattr(activation_offload._HostCopy, "fetch", activation_offload._HostCopy.begin)
     assert differs()
 
 
@@ -75,11 +76,11 @@ def test_copies_that_do_not_wait_for_the_work_would_be_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @contextmanager
-    def hurry(device: torch.device) -> Iterator[None]:
-        with torch.cuda.stream(activation_offload._find_copy_stream(device)):
-            yield
+    def hurry(device: torch.device, purpose: str) -> Iterator[torch.cuda.Stream]:
+        with torch.cuda.stream(find_copy_stream(device, purpose)) as stream:
+            yield stream
 
-    monkeypatch.setattr(activation_offload, "_beside_work", hurry)
+    monkeypatch.setattr(activation_offload, "beside_work", hurry)
     with pytest.raises(CudaMisused, match="had not waited"):
         differs()
 
@@ -119,7 +120,7 @@ def test_a_backward_pass_that_breaks_off_leaves_no_copy_under_way(
         raise RuntimeError("out of memory")
 
     find_decoder_layers(student)[-1].mlp.register_forward_pre_hook(fail)
-    stream = activation_offload._find_copy_stream(GPU)
+    stream = find_copy_stream(GPU, activation_offload.STREAM)
     with pytest.raises(RuntimeError, match="out of memory"):
         hidden_BLD.square().sum().backward()
     assert not stream.query(), "the layer below is on its way"

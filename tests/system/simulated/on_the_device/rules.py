@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-from kd.capture.host_copy import HostCopy, copy_to_device
+from kd.capture.host_copy import HostCopy
+from kd.text.steps.pinned import copy_to_device
 from tests.support.simulated_gpu.streams import WAITS, CudaMisused
 from tests.support.simulated_gpu.tensors import DevicesMixed, SimulatedTensor
 
