@@ -115,9 +115,10 @@ class DeviceTables:
         blocks = -(-tables.vocabulary_size // BLOCK)
         #: With padding to whole blocks, as the sizes of a sampler have.
         self.prior_CV = torch.zeros(clusters, blocks * BLOCK, device=device)
-        self.prior_CV.scatter_add_(
-            1, self.slots_CZ.long(), torch.full_like(self.slots_CZ, 1.0 / size, dtype=torch.float32)
-        )
+        each_CZ = torch.full_like(self.slots_CZ, 1.0 / size, dtype=torch.float32)
+        self.prior_CV.scatter_add_(1, self.slots_CZ.long(), each_CZ)
+        #: The prior of the token in each slot.
+        self.slot_prior_CZ = self.prior_CV.gather(1, self.slots_CZ.long())
 
     def find_clusters(self, hidden_ND: Tensor) -> Tensor:
         """Return the cluster of each state, (N,): the nearest centre.
@@ -127,11 +128,15 @@ class DeviceTables:
         """
         return find_nearest(self.centres_CD, hidden_ND.float())
 
-    def name_candidates(self, cluster_N: Tensor, starts_N: Tensor, k_K: Tensor) -> Tensor:
-        """Return the tokens of candidates, (N, K)."""
+    def name_candidates(
+        self, cluster_N: Tensor, starts_N: Tensor, k_K: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens of candidates, and the prior of each, (N, K)."""
         size = self.slots_CZ.shape[1]
-        places_NK = hash_slots(starts_N[:, None], k_K, size) + (cluster_N * size)[:, None]
-        return self.slots_CZ.view(-1)[places_NK].long()
+        places_NK = hash_slots(starts_N[:, None], k_K, size)
+        places_NK += (cluster_N * size)[:, None]
+        token_NK = self.slots_CZ.view(-1).take(places_NK).long()
+        return token_NK, self.slot_prior_CZ.view(-1).take(places_NK)
 
 
 @functools.lru_cache(maxsize=2)
@@ -362,9 +367,7 @@ class _Race:
     def _find_arrivals(self, bound: float) -> _Entrants:
         """Find the candidates whose token may have a ratio below ``bound``."""
         k_K = torch.arange(1, int(self._limit_N1.max()) + 1, device=self.count_N.device)
-        token_NK = self.tables.name_candidates(self.cluster_N, self.starts_N, k_K)
-        place_NK = token_NK + (self.cluster_N * self._vocabulary)[:, None]
-        prior_NK = self.tables.prior_CV.view(-1)[place_NK]
+        token_NK, prior_NK = self.tables.name_candidates(self.cluster_N, self.starts_N, k_K)
         p_NK = self.p_NV.gather(1, token_NK)
         wins_NK = (k_K <= self._limit_N1) & (p_NK > 0)
         if bound < math.inf:
