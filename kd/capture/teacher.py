@@ -116,8 +116,10 @@ def prepare_tables(
     """Return the sealed tables of the cache's dither; fit and seal them if there are none."""
     if (sealed := writer.read_tables()) is not None:
         return sealed
-    monitor.emit("stage", stage="precompute", phase="fitting the tables of the dither")
     codec = plan.identity.codec
+    tables = "one table (the text is short)" if codec.clusters == 1 else f"{codec.clusters} tables"
+    phase = f"fitting {tables} of tails to {codec.fitted:,} sequences"
+    monitor.emit("stage", stage="precompute", phase=phase)
     first = plan.corpus.train.select(slice(0, codec.fitted))
     with torch.no_grad():
         states = teacher.read_states(first)

@@ -219,10 +219,13 @@ def test_damaged_tables_are_fitted_again(job: JobConfig, tmp_path: Path) -> None
 def test_the_tables_are_those_of_the_first_sequences_and_part_of_the_cache(
     job: JobConfig, tmp_path: Path
 ) -> None:
-    folder = capture(job, tmp_path)
+    seen: list[Event] = []
+    folder = capture(job, tmp_path, Monitor(seen.append))
     store = open_cache(folder)
     codec = store.identity.codec
     assert (codec.clusters, codec.fitted) == (1, 2), "a short text has its mean tail"
+    told = [each.data.get("phase") for each in seen if each.type == "stage"]
+    assert "fitting one table (the text is short) of tails to 2 sequences" in told
     assert store.tables.slots_CZ.shape == (1, SLOTS)
     assert verify_cache(folder) == []
     shutil.rmtree(folder / "dither")
