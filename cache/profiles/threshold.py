@@ -30,13 +30,7 @@ from numpy.typing import NDArray
 from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, ReadColumn, Reading, Schema
 from cache.profiles.sampled import ExactHeads, Sampled
 from cache.records import Records, compute_offsets
-from cache.rounding import (
-    KNOWN_STEP,
-    UNKNOWN,
-    RecordPositions,
-    choose_id_dtype,
-    decode_masses,
-)
+from cache.rounding import KNOWN_STEP, UNKNOWN, RecordPositions, choose_id_dtype, decode_masses
 
 #: Steps of ``KNOWN_STEP`` to which the log-probabilities of known tokens are rounded. More of them
 #: cost a bit for each factor of two, and none is needed: the mean of their p is right.
@@ -98,7 +92,7 @@ class Threshold(Sampled):
     dithered = True
     shard_bytes = 9_000
     gold_steps = 1
-    options = frozenset({"threshold", "always_keep", "entropy"})
+    options = frozenset({"threshold", "always_keep"})
     measured = ("entropy", "known", "head_count", "head_units")
     measured_bytes = {  # noqa: RUF012 (a constant)
         0.25: (4.9, 2.7, 2.5),

@@ -46,14 +46,18 @@ _WHOLE = "Remove cache.extends to capture all of the text."
 def settle_recipe(plan: CapturePlan, root: Path) -> CapturePlan:
     """Return the plan with the tables' recipe of the cache below ``root`` that it extends, if any.
 
-    The shards that it takes need its tables. Raises ``ConfigError`` if the cache is not there.
+    The shards that it takes need its tables, and have entropies as that cache keeps them. Raises
+    ``ConfigError`` if the cache is not there.
     """
     if plan.options.extends is None or not plan.options.rules.dithered:
         return plan
     known = _open(root / plan.options.extends).identity.codec
     if not known.clusters:
         refuse([f"the cache {plan.options.extends}: {EARLIER_RECORDS}"])
-    codec = replace(plan.identity.codec, clusters=known.clusters, fitted=known.fitted)
+    entropies = plan.identity.codec.entropies or known.entropies
+    codec = replace(
+        plan.identity.codec, clusters=known.clusters, fitted=known.fitted, entropies=entropies
+    )
     return replace(plan, identity=replace(plan.identity, codec=codec))
 
 
