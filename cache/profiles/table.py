@@ -19,7 +19,7 @@ from cache.profiles.whole import Dense, Hidden
 
 FORWARD_KL = "forward_kl"
 #: Why no loss can weigh positions by their entropies where records have means of sequences only
-#: (``Profile.spreads_entropy``). It ends without a full stop.
+#: (``Codec.spreads_entropy``). It ends without a full stop.
 SPREAD_ENTROPIES = (
     "loss.entropy_weighting needs the teacher's entropy at each position, but this cache of "
     "profile threshold keeps only the mean of each sequence: capture it with a job that sets "

@@ -60,12 +60,6 @@ def count_units(known_mass: Any, threshold: float) -> tuple[Any, Any]:
     return rest, (-(-rest // round(threshold * WHOLE))).clip(min=0)
 
 
-def choose_unit_dtype(threshold: float) -> np.dtype[Any]:
-    """Choose the type of counts of units: a threshold of 1/255 cuts a whole into 256 of them."""
-    _, most = count_units(np.zeros((), np.int64), threshold)
-    return BYTE if most <= np.iinfo(BYTE).max else WORD
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnitSample(Reading):
     """A sample of the teacher at N positions, in the columns of the records.
@@ -125,14 +119,12 @@ class Threshold(Sampled):
         """Return 0: heads have no log-probability."""
         return 0.0
 
-    def spreads_entropy(self, numbers: CodecNumbers) -> bool:
-        """Return whether each position has the mean entropy of its sequence: it costs nothing."""
-        return not numbers.entropies
-
     def schema(self, numbers: CodecNumbers) -> Schema:
         """Return the columns of head and tail."""
         ids = choose_id_dtype(numbers.vocabulary_size)
-        counts = choose_unit_dtype(numbers.threshold)
+        # A threshold of 1/255 cuts a whole into 256 units.
+        _, most = count_units(np.zeros((), np.int64), numbers.threshold)
+        counts = BYTE if most <= np.iinfo(BYTE).max else WORD
         return {
             "cluster": (BYTE, 1),
             "head_count": (counts, 1),
@@ -178,11 +170,9 @@ class Threshold(Sampled):
         head = slice(*compute_offsets(records["head_count"])[number : number + 2].tolist())
         share = float(rest_1[0]) / WHOLE / max(int(number_1[0]), 1)
         ids = np.array([said, *numbers.always_keep])[counted_1K[0]]
-        p_K = decode_masses(KNOWN_STEP, known_1K[0][counted_1K[0]])
-        p_H = records["head_units"][head] // 2 * share
-        return np.concatenate([ids, records["head_ids"][head].astype(np.int64)]), np.concatenate(
-            [p_K, p_H]
-        )
+        ids_E = np.concatenate([ids, records["head_ids"][head].astype(np.int64)])
+        p_K = decode_masses(KNOWN_STEP, known_1K[counted_1K])
+        return ids_E, np.concatenate([p_K, records["head_units"][head] // 2 * share])
 
 
 def find_counted(

@@ -239,8 +239,7 @@ def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
         return
     # The codec's version depends on the teacher's precision too, which only loading shows.
     # Tables of the dither and entropies are those of the cache.
-    entropies = own.entropies
-    codec = make_codec_identity(config.cache, entropies, "", own.clusters, own.fitted)
+    codec = make_codec_identity(config.cache, own.entropies, "", own.clusters, own.fitted)
     codec = replace(codec, version=own.version)
     asked = config.data
     packing = known.data.packing if asked.packing == "auto" else asked.packing

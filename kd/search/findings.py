@@ -142,14 +142,13 @@ def render_best_job(config: JobConfig, best: TrialResult) -> str:
     A comment says so where it would capture one without the entropies of positions.
     """
     job = make_best_job(config, best.values)
-    comment = (
+    note = (
         f"# Trial {best.number} of search {config.name}: "
         f"held-out loss {best.loss:.4f} nats per token.\n"
     )
     if config.keeps_entropies and not job.keeps_entropies:
-        comment += "# It captures a smaller cache; kind train and cache.fingerprint avoid that.\n"
-    dumped = job.model_dump(mode="json")
-    return comment + yaml.safe_dump(dumped, sort_keys=False, allow_unicode=True)
+        note += "# It captures a smaller cache; kind train and cache.fingerprint avoid that.\n"
+    return note + yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def render_search_report(config: JobConfig, report: SearchReport) -> str:
