@@ -213,12 +213,9 @@ def make_example_setting(scale: Scale, folder: Path) -> Setting:
         },
     }
     tokenizer = load_tokenizer(AUSTEN / "teacher")
-    # loss.entropy_weighting, one of the levers, needs the entropies of positions.
-    own = {"threshold": {"entropy": "positions"}}
-    jobs = {
-        profile: parse_config(job | {"cache": {"profile": profile, **own.get(profile, {})}})
-        for profile in PROFILES
-    }
+    # One of the levers needs the entropies of positions.
+    job |= {"loss": {"entropy_weighting": 1.0}}
+    jobs = {profile: parse_config(job | {"cache": {"profile": profile}}) for profile in PROFILES}
     section = jobs["threshold"].teacher
     assert section is not None
     teacher = TeacherFiles(section, AUSTEN / "teacher")

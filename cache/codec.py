@@ -22,13 +22,7 @@ from numpy.typing import NDArray
 from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, Reading, Schema
 from cache.profiles.table import FORWARD_KL, PROFILES, SPREAD_ENTROPIES, explain_unsupported
 from cache.records import Records
-from cache.rounding import (
-    TAIL_STEP,
-    RecordPositions,
-    round_entropy,
-    round_known,
-    spread_entropy,
-)
+from cache.rounding import TAIL_STEP, RecordPositions, round_entropy, round_known, spread_entropy
 
 
 @dataclass(frozen=True)
@@ -87,27 +81,31 @@ class Codec(CodecNumbers):
         )
 
     @property
+    def spreads_entropy(self) -> bool:
+        """Whether each position has the mean entropy of its sequence, which costs nothing."""
+        return self.rules.dithered and not self.entropies
+
+    @property
     def entropy_of(self) -> str:
         """What the entropy of a record is of: "positions", or "sequences" whose mean it is."""
-        return "sequences" if self.rules.spreads_entropy(self) else "positions"
+        return "sequences" if self.spreads_entropy else "positions"
 
     def why_unweighted(self) -> str | None:
         """Explain why no loss can weigh positions by the entropies of these records.
 
         None also for records whose entropies are not known, which only reading them tells.
         """
-        return SPREAD_ENTROPIES if self.rules.spreads_entropy(self) else None
+        return SPREAD_ENTROPIES if self.spreads_entropy else None
 
     def encode(self, reading: Reading, places: RecordPositions) -> Records:
         """Encode a reading of the profile's class.
 
         Raises ``ValueError`` for an id outside the vocabulary, or a value that does not fit.
         """
-        spread = self.rules.spreads_entropy(self)
         common: dict[str, NDArray[Any]] = {
             "known": round_known(self.seed, reading.known_logprobs, places),
             "entropy": spread_entropy(reading.entropy, places)
-            if spread
+            if self.spreads_entropy
             else round_entropy(self.seed, reading.entropy, places),
         }
         return self.require(Records(common | self.rules.encode(self, reading, places)))

@@ -39,10 +39,7 @@ _POSITIONS, _HEADS, _TAILS, _HEAD_BITS, _FIRST_TAIL_BITS = range(5)
 
 
 def encode_arrays(
-    records: Records,
-    positions: NDArray[np.int64],
-    codec: Codec,
-    tables: DitherTables | None = None,
+    records: Records, positions: NDArray[np.int64], codec: Codec, tables: DitherTables | None = None
 ) -> Arrays:
     """Encode records as the arrays to store, with ``offsets`` (S + 1, columns) of the sequences.
 

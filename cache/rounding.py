@@ -77,8 +77,7 @@ def spread_entropy(entropy: NDArray[Any], places: RecordPositions) -> NDArray[np
     rank_N = np.empty(len(row_N), np.int64)
     rank_N[order] = np.arange(len(row_N)) - (np.cumsum(count_S) - count_S)[row_N[order]]
     codes_N = total_S[row_N] // count_S[row_N] + (rank_N < (total_S % count_S)[row_N])
-    codes_N = np.minimum(codes_N, UNKNOWN_ENTROPY - 1)
-    spread: NDArray[np.uint8] = codes_N.astype(np.uint8)
+    spread: NDArray[np.uint8] = np.minimum(codes_N, UNKNOWN_ENTROPY - 1).astype(np.uint8)
     return spread
 
 

@@ -50,7 +50,7 @@ from kd.search.trials import search_students
 from kd.stages.cache_checks import run_fidelity, run_verify
 from kd.stages.capture import run_precompute
 from kd.stages.results import CHECKPOINTS
-from kd.stages.source import read_cache_inputs, select_cache_inputs
+from kd.stages.source import are_cache_inputs, read_cache_inputs
 from kd.stages.training import run_train
 from kd.tracking.loading_events import reported_loading
 from kd.training.resume.from_bucket import fetch_run, keeping_checkpoint
@@ -137,7 +137,7 @@ def settle_run(config: JobConfig, run_dir: Path, monitor: Monitor) -> JobConfig:
     packing = inputs["data"]["packing"] if inputs else None
     if config.data.packing == "auto" and isinstance(packing, bool):
         settled = set_packing(config, packing)
-        if select_cache_inputs(settled) == inputs:
+        if are_cache_inputs(inputs, settled):
             return settled
     return settle_packing(config, monitor)
 

@@ -130,7 +130,7 @@ def find_tail_decades(codec: Codec, logits_NV: Tensor, gold_N: Tensor) -> Tensor
 
 def _record(codec: Codec, logits_NV: Tensor, gold_N: Tensor, knots: int, number: int) -> Records:
     positions_N = np.arange(len(gold_N))
-    chance = Randomness.of(codec, number, positions_N, logits_NV.device)
+    chance = Randomness.of_each(codec, [number], [positions_N], logits_NV.device)[0]
     places = RecordPositions(np.full(len(gold_N), number), positions_N)
     return codec.encode(Sampler(codec, knots).sample(logits_NV, gold_N, chance), places)
 

@@ -117,10 +117,6 @@ class Profile(ABC):
         """Return the rules of records with these numbers: an earlier version's may be others."""
         return self
 
-    def spreads_entropy(self, numbers: CodecNumbers) -> bool:
-        """Return whether each position has the mean entropy of its sequence."""
-        return False
-
     @abstractmethod
     def find_fault(self, numbers: CodecNumbers) -> str | None:
         """Say which of the numbers this profile cannot have; None if all are right."""

@@ -210,8 +210,6 @@ class ExactHeads(Sampled):
 
     name = "threshold"
     sums_tails = True
-    shard_bytes = 8_000
-    measured_bytes = {0.04: (10.0, 12.6, 12.9)}  # noqa: RUF012 (a constant)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from cache.profiles.whole import Dense, Hidden
 
 FORWARD_KL = "forward_kl"
 #: Why no loss can weigh positions by their entropies where records have means of sequences only
-#: (``Profile.spreads_entropy``). It ends without a full stop.
+#: (``Codec.spreads_entropy``). It ends without a full stop.
 SPREAD_ENTROPIES = (
-    "loss.entropy_weighting needs the teacher's entropy at each position, but with cache.entropy "
-    "sequences a cache of profile threshold keeps only the mean of each sequence: capture it with "
-    "cache.entropy positions, or set loss.entropy_weighting to 0"
+    "loss.entropy_weighting needs the teacher's entropy at each position, but this cache of "
+    "profile threshold keeps only the mean of each sequence: capture it with a job that sets "
+    "loss.entropy_weighting, or set loss.entropy_weighting to 0"
 )
 
 #: Every profile by its name. A new one is a module of this folder and a line here.

@@ -30,13 +30,7 @@ from numpy.typing import NDArray
 from cache.profiles.profile import BYTE, WORD, CodecNumbers, Profile, ReadColumn, Reading, Schema
 from cache.profiles.sampled import ExactHeads, Sampled
 from cache.records import Records, compute_offsets
-from cache.rounding import (
-    KNOWN_STEP,
-    UNKNOWN,
-    RecordPositions,
-    choose_id_dtype,
-    decode_masses,
-)
+from cache.rounding import KNOWN_STEP, UNKNOWN, RecordPositions, choose_id_dtype, decode_masses
 
 #: Steps of ``KNOWN_STEP`` to which the log-probabilities of known tokens are rounded. More of them
 #: cost a bit for each factor of two, and none is needed: the mean of their p is right.
@@ -66,12 +60,6 @@ def count_units(known_mass: Any, threshold: float) -> tuple[Any, Any]:
     return rest, (-(-rest // round(threshold * WHOLE))).clip(min=0)
 
 
-def choose_unit_dtype(threshold: float) -> np.dtype[Any]:
-    """Choose the type of counts of units: a threshold of 1/255 cuts a whole into 256 of them."""
-    _, most = count_units(np.zeros((), np.int64), threshold)
-    return BYTE if most <= np.iinfo(BYTE).max else WORD
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnitSample(Reading):
     """A sample of the teacher at N positions, in the columns of the records.
@@ -98,7 +86,7 @@ class Threshold(Sampled):
     dithered = True
     shard_bytes = 9_000
     gold_steps = 1
-    options = frozenset({"threshold", "always_keep", "entropy"})
+    options = frozenset({"threshold", "always_keep"})
     measured = ("entropy", "known", "head_count", "head_units")
     measured_bytes = {  # noqa: RUF012 (a constant)
         0.25: (4.9, 2.7, 2.5),
@@ -131,14 +119,12 @@ class Threshold(Sampled):
         """Return 0: heads have no log-probability."""
         return 0.0
 
-    def spreads_entropy(self, numbers: CodecNumbers) -> bool:
-        """Return whether each position has the mean entropy of its sequence: it costs nothing."""
-        return not numbers.entropies
-
     def schema(self, numbers: CodecNumbers) -> Schema:
         """Return the columns of head and tail."""
         ids = choose_id_dtype(numbers.vocabulary_size)
-        counts = choose_unit_dtype(numbers.threshold)
+        # A threshold of 1/255 cuts a whole into 256 units.
+        _, most = count_units(np.zeros((), np.int64), numbers.threshold)
+        counts = BYTE if most <= np.iinfo(BYTE).max else WORD
         return {
             "cluster": (BYTE, 1),
             "head_count": (counts, 1),
@@ -184,11 +170,9 @@ class Threshold(Sampled):
         head = slice(*compute_offsets(records["head_count"])[number : number + 2].tolist())
         share = float(rest_1[0]) / WHOLE / max(int(number_1[0]), 1)
         ids = np.array([said, *numbers.always_keep])[counted_1K[0]]
-        p_K = decode_masses(KNOWN_STEP, known_1K[0][counted_1K[0]])
-        p_H = records["head_units"][head] // 2 * share
-        return np.concatenate([ids, records["head_ids"][head].astype(np.int64)]), np.concatenate(
-            [p_K, p_H]
-        )
+        ids_E = np.concatenate([ids, records["head_ids"][head].astype(np.int64)])
+        p_K = decode_masses(KNOWN_STEP, known_1K[counted_1K])
+        return ids_E, np.concatenate([p_K, records["head_units"][head] // 2 * share])
 
 
 def find_counted(

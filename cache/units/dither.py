@@ -62,14 +62,11 @@ class DitherTables:
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays to store; centres must be representable in bfloat16."""
-        ids = choose_id_dtype(self.vocabulary_size)
         centres = np.ascontiguousarray(self.centres_CD).view(np.uint32) >> np.uint32(16)
-        return {
-            "slots": self.slots_CZ.astype(ids),
-            "leading": self.leading_CL.astype(ids),
-            "classes": self.classes_V,
-            "centres": centres.astype(np.uint16),
-        }
+        arrays = (self.slots_CZ, self.leading_CL, self.classes_V, centres)
+        types = list_table_types(self.vocabulary_size)
+        pairs = zip(types.items(), arrays, strict=True)
+        return {name: array.astype(dtype) for (name, dtype), array in pairs}
 
     @property
     def vocabulary_size(self) -> int:
@@ -111,9 +108,8 @@ class DitherTables:
         ranked = self.ranked_CR.shape[1]
         places_E = cluster_E.astype(np.int64) * ranked + np.minimum(rank_E, ranked - 1)
         later_E = self.order_V.take(np.maximum(rank_E - ranked, 0))
-        ids_E: NDArray[Any] = np.where(
-            rank_E < ranked, self.ranked_CR.reshape(-1).take(places_E), later_E
-        )
+        ranked_E = self.ranked_CR.reshape(-1).take(places_E)
+        ids_E: NDArray[Any] = np.where(rank_E < ranked, ranked_E, later_E)
         return ids_E.astype(choose_id_dtype(self.vocabulary_size))
 
     def find_ranks(self, cluster_E: NDArray[Any], ids_E: NDArray[Any]) -> NDArray[np.int64]:
@@ -132,6 +128,13 @@ class DitherTables:
         order = np.argsort(keys, axis=None)
         later_V = np.argsort(self.order_V) + ranked
         return keys.reshape(-1)[order], order % ranked, later_V
+
+
+def list_table_types(vocabulary_size: int) -> dict[str, np.dtype[Any]]:
+    """List the types of ``TABLE_ARRAYS``, as they are stored."""
+    ids = choose_id_dtype(vocabulary_size)
+    types = (ids, ids, np.dtype(np.uint8), np.dtype(np.uint16))
+    return dict(zip(TABLE_ARRAYS, types, strict=True))
 
 
 def choose_leading(vocabulary_size: int) -> int:

@@ -115,12 +115,8 @@ def decode_units(
     k_M[came_M] = ranks["gap"]
     del columns["other_count"]
     tails_N = (counts["gap"] + counts["other"]).astype(columns["head_count"].dtype)
-    return columns | {
-        "head_ids": ids["head"],
-        "tail_count": tails_N,
-        "tail_ids": tail_M,
-        "tail_k": k_M,
-    }
+    tails = {"tail_count": tails_N, "tail_ids": tail_M, "tail_k": k_M}
+    return columns | {"head_ids": ids["head"]} | tails
 
 
 def _count_entries(columns: Arrays, codec: Codec) -> dict[str, NDArray[np.int64]]:

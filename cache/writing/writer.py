@@ -478,28 +478,25 @@ class CacheWriter:
 
         Raises ``CacheIncomplete`` before it writes if a shard or the LM head is not sealed.
         """
-        head = self._make_folder_entry(LM_HEAD)
+        rules = self.codec.rules
         shards, pieces = self._collect_entries()
-        if not head.digest and self.codec.rules.needs_lm_head:
-            raise CacheIncomplete(
-                f"{self.folder}: the teacher's LM head is not sealed.", "Run the job again."
-            )
-        dither = self._make_folder_entry(DITHER)
-        if not dither.digest and self.codec.rules.dithered:
-            raise CacheIncomplete(
-                f"{self.folder}: the tables of the dither are not sealed.", "Run the job again."
-            )
         return Manifest(
             identity=self.identity,
             provenance=Provenance(),
             shards=shards,
-            head=head,
+            head=self._require_folder(LM_HEAD, "the teacher's LM head is", rules.needs_lm_head),
             token_map=self._make_folder_entry(TOKEN_MAP),
             tail_mean=self._make_folder_entry(TAIL_MEAN),
             pieces=pieces,
             first_tails=self._make_folder_entry(FIRST_TAILS),
-            dither=dither,
+            dither=self._require_folder(DITHER, "the tables of the dither are", rules.dithered),
         )
+
+    def _require_folder(self, name: str, what: str, needed: bool) -> FolderEntry:
+        entry = self._make_folder_entry(name)
+        if needed and not entry.digest:
+            raise CacheIncomplete(f"{self.folder}: {what} not sealed.", "Run the job again.")
+        return entry
 
     def _collect_entries(self) -> tuple[tuple[ShardEntry, ...], PieceIndex | None]:
         if self.identity.shard_count <= layout.PIECE_SHARDS:

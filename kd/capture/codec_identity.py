@@ -15,12 +15,16 @@ EARLIER_RECORDS = (
 
 
 def make_codec_identity(
-    options: CacheConfig, dtype: str = "", clusters: int = USUAL_CLUSTERS, fitted: int = 1
+    options: CacheConfig,
+    entropies: bool = False,
+    dtype: str = "",
+    clusters: int = USUAL_CLUSTERS,
+    fitted: int = 1,
 ) -> CodecIdentity:
     """Return what a job stores for each position, and the seed of its random numbers.
 
-    ``dtype`` is that of the teacher, if it is known; ``clusters`` and ``fitted`` are the recipe of
-    the tables of profile threshold.
+    ``entropies`` is ``JobConfig.keeps_entropies``; ``dtype`` is that of the teacher, if it is
+    known; ``clusters`` and ``fitted`` are the recipe of the tables of profile threshold.
     """
     dithered = options.rules.dithered
     return CodecIdentity(
@@ -36,5 +40,5 @@ def make_codec_identity(
         version=choose_codec_version(options.profile, options.bits, dtype),
         clusters=clusters if dithered else 0,
         fitted=fitted if dithered else 0,
-        entropies=dithered and options.entropy == "positions",
+        entropies=entropies,
     )

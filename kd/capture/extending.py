@@ -46,14 +46,17 @@ _WHOLE = "Remove cache.extends to capture all of the text."
 def settle_recipe(plan: CapturePlan, root: Path) -> CapturePlan:
     """Return the plan with the tables' recipe of the cache below ``root`` that it extends, if any.
 
-    The shards that it takes need its tables. Raises ``ConfigError`` if the cache is not there.
+    The shards that it takes need its tables, and have entropies as that cache keeps them. Raises
+    ``ConfigError`` if the cache is not there.
     """
     if plan.options.extends is None or not plan.options.rules.dithered:
         return plan
     known = _open(root / plan.options.extends).identity.codec
     if not known.clusters:
         refuse([f"the cache {plan.options.extends}: {EARLIER_RECORDS}"])
-    codec = replace(plan.identity.codec, clusters=known.clusters, fitted=known.fitted)
+    own = plan.identity.codec
+    entropies = own.entropies or known.entropies
+    codec = replace(own, clusters=known.clusters, fitted=known.fitted, entropies=entropies)
     return replace(plan, identity=replace(plan.identity, codec=codec))
 
 
@@ -98,9 +101,8 @@ def take_tables(writer: CacheWriter, source: Cache) -> None:
 
     Raises ``ConfigError`` if the capture has others already, which name other tokens.
     """
-    wanted, sealed = (
-        tables.to_arrays() for tables in (source.tables, writer.write_tables(source.tables))
-    )
+    sealed = writer.write_tables(source.tables).to_arrays()
+    wanted = source.tables.to_arrays()
     if not all(np.array_equal(array, sealed[name]) for name, array in wanted.items()):
         name = source.identity.fingerprint[:12]
         refuse([_OTHER_TABLES.format(folder=writer.folder, name=name)])

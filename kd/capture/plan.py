@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cache.errors import PotstillError
 from cache.manifest import (
     CacheIdentity,
-    CodecIdentity,
     DataIdentity,
     Provenance,
     TeacherIdentity,
@@ -144,6 +143,8 @@ def make_capture_plan(
     """
     vocabulary = choose_source_vocabulary(tokenizer, teacher.section.files, teacher.folder)
     known = _identify_teacher(teacher, monitor)
+    # Tables of dither are fitted by a recipe that suits the text.
+    recipe = Recipe.choose(corpus.train.positions, len(corpus.train))
     identity = CacheIdentity(
         known,
         TokenizerIdentity(vocabulary, hash_tokenizer(tokenizer)),
@@ -154,7 +155,9 @@ def make_capture_plan(
             train_sequences=len(corpus.train),
             validation_sequences=len(corpus.validation),
         ),
-        _identify_codec(config.cache, known.dtype, corpus),
+        make_codec_identity(
+            config.cache, config.keeps_entropies, known.dtype, recipe.clusters, recipe.sequences
+        ),
     )
     # Only tokenizer and model show which ids exist: a job cannot be checked for this without them.
     size = identity.tokenizer.vocabulary_size
@@ -168,12 +171,6 @@ def make_capture_plan(
         raise ConfigError([Problem(f"/cache/{field}", detail, remedy)])
     require_counters(identity)
     return CapturePlan(teacher, config.data, config.cache, tokenizer, corpus, identity)
-
-
-def _identify_codec(options: CacheConfig, dtype: str, corpus: Corpus) -> CodecIdentity:
-    """Identify the records. Tables of dither are fitted by a recipe that suits the text."""
-    recipe = Recipe.choose(corpus.train.positions, len(corpus.train))
-    return make_codec_identity(options, dtype, recipe.clusters, recipe.sequences)
 
 
 def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> TeacherIdentity:

@@ -220,7 +220,8 @@ class Recorder:
             stop = start + len(piece.gold_N)
             if meter.counts(piece.number):
                 # Piece by piece: the sum does not depend on the other sequences of the chunk.
-                sum_V = drawn.sum_tails(slice(start, stop))[: self.lm_head.vocabulary]
+                # After a draw, sizes are those of the tails.
+                sum_V = drawn.size_NQU[start:stop].flatten(1).sum(0)[: self.lm_head.vocabulary]
                 before_V = tails.get(piece.number)
                 tails[piece.number] = sum_V if before_V is None else before_V + sum_V
             start = stop

@@ -63,13 +63,6 @@ class Randomness:
     order_Q: Tensor
 
     @classmethod
-    def of(
-        cls, codec: Codec, sequence: int, positions_N: np.ndarray, device: torch.device
-    ) -> Randomness:
-        """Derive the random numbers from only (seed, sequence, position)."""
-        return cls.of_each(codec, [sequence], [positions_N], device)[0]
-
-    @classmethod
     def of_each(
         cls,
         codec: Codec,
@@ -77,7 +70,7 @@ class Randomness:
         positions: Sequence[np.ndarray],
         device: torch.device,
     ) -> list[Randomness]:
-        """Derive the random numbers of several sequences, as ``of`` does for each, at once.
+        """Derive the random numbers of several sequences, from only (seed, sequence, position).
 
         The R draws of a position share its order of blocks and start at equal distances. Together
         they are one systematic sample of R times the size, so their mean varies less than that of
@@ -140,17 +133,6 @@ class TokenSizes:
         """The sum of the sizes in each block."""
         return self.size_NQU.sum(-1)
 
-    def of_blocks(self, rows_M: Tensor, blocks_M: Tensor) -> Tensor:
-        """Return the sizes (q, U) of some blocks."""
-        return self.size_NQU[rows_M, blocks_M]
-
-    def sum_tails(self, rows: slice) -> Tensor:
-        """Return the sum of the sizes of ``rows``, token by token, padded to whole blocks.
-
-        After a draw, these are the sizes of the tails.
-        """
-        return self.size_NQU[rows].flatten(1).sum(0)
-
 
 class Sampler:
     """Draws samples from logits, for profile threshold or for profile tempered.
@@ -177,13 +159,11 @@ class Sampler:
 
         The names are those of ``Sample``. Raises ``ModelError`` for NaN and +inf.
         """
-        wide = torch.promote_types(logits_NV.dtype, torch.float32)
         known_NA = self.list_known(gold_N)
-        logits_NV = logits_NV.to(wide)
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         sizes, (rows_H, ids_H) = self.split(logits_NV, known_NA)
         # Sizes are 0 outside the tail now, so the draw can only find tokens of the tail.
         tail = _draw_tail(sizes, chance, self.codec.threshold)
-        self.tails = sizes
         heads_N = rows_H.new_zeros(len(gold_N)).scatter_add_(0, rows_H, torch.ones_like(rows_H))
         found = {
             "known_logprobs": logits_NV.gather(1, known_NA) - sizes.lse_N[:, None],
@@ -239,8 +219,9 @@ class Sampler:
             if self.codec.rules.keeps_partition:
                 average_tempered_(size_nV, s_nV, self.codec.proposal_betas)
                 torch.amax(size_nQU, -1, out=largest_nQ)
-        if not _are_finite(sizes):
-            raise _make_not_finite()
+        if not (torch.isfinite(sizes.entropy_N) & (sizes.lse_N > LOWEST / 2)).all():
+            detail = f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}."
+            raise ModelError(detail, "Run it in float32 or bfloat16 (teacher.dtype).")
         return sizes
 
     def _find_room(self, s_NV: Tensor) -> TokenSizes:
@@ -295,16 +276,6 @@ def make_sample(parts: Sequence[dict[str, np.ndarray]], kind: type[Reading] = Sa
     Each part holds the arrays of a sample of ``kind``.
     """
     return kind(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-
-
-def _are_finite(sizes: TokenSizes) -> Tensor:
-    """Return whether the logits of all positions are finite, as a tensor of no dimension."""
-    return (torch.isfinite(sizes.entropy_N) & (sizes.lse_N > LOWEST / 2)).all()
-
-
-def _make_not_finite() -> ModelError:
-    detail = f"The teacher's logits are NaN or infinite, or all below {LOWEST / 2:g}."
-    return ModelError(detail, "Run it in float32 or bfloat16 (teacher.dtype).")
 
 
 @dataclass(frozen=True)
@@ -414,7 +385,7 @@ def _find_by_blocks(
     before_Nm = torch.nn.functional.pad(running_NQ, (1, -1)).gather(1, block_Nm)
     block_M = points.pick(block_Nm)
     blocks_M = chance.find_blocks(points.rows_M, block_M)
-    inside_MU = sizes.of_blocks(points.rows_M, blocks_M).double().cumsum(-1)
+    inside_MU = sizes.size_NQU[points.rows_M, blocks_M].double().cumsum(-1)
     offset_M1 = points.pick(points.points_Nm - before_Nm)[:, None]
     place_M = (inside_MU <= offset_M1).sum(-1)
     return block_M * BLOCK + torch.minimum(place_M, (inside_MU < inside_MU[:, -1:]).sum(-1))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ from kd.text.stored.packed import PackedText, iterate
 
 #: Texts of the job that a server is asked to tokenize, and the characters of one.
 ASKED_TEXTS, ASKED_CHARACTERS = 16, 1024
+Read = TypeVar("Read")
 
 
 @contextmanager
@@ -167,28 +169,33 @@ class Teacher:
         ``first`` is the number of the first sequence. Raises ``OutOfMemory`` if not even one
         sequence fits.
         """
+
+        def read(part: Sequences, start: int) -> TeacherReading:
+            rows = enumerate(self.read_rows(part), first + start)
+            return self.recorder.read([SequenceStates(number, *states) for number, states in rows])
+
+        yield from self._read_parts(sequences, read)
+
+    def _read_parts(
+        self, sequences: Sequences, read: Callable[[Sequences, int], Read]
+    ) -> Iterator[Read]:
+        """Yield what ``read`` makes of each micro-batch and of the number of sequences before it.
+
+        A micro-batch for which memory runs out is read again in smaller ones.
+        """
         start = 0
         while start < len(sequences):
             part = sequences.select(slice(start, start + self.batch_size))
-            found = self._try_to_deliver(part, first + start)
-            if isinstance(found, TeacherReading):
+            try:
+                found = read(part, start)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # A traceback would keep the tensors that filled the memory.
+                self._halve(part, error.with_traceback(None))
+            else:
                 yield found
                 start += len(part)
-            else:
-                self._halve(part, found)
-
-    def _try_to_deliver(self, part: Sequences, first: int) -> TeacherReading | Exception:
-        """Return the delivery of a micro-batch, or the error if memory ran out.
-
-        The error has no traceback, which would keep the tensors that filled the memory.
-        """
-        try:
-            rows = enumerate(self.read_rows(part), first)
-            return self.recorder.read([SequenceStates(number, *states) for number, states in rows])
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return error.with_traceback(None)
 
     def _halve(self, part: Sequences, error: Exception) -> None:
         """Read half as many sequences at once from now on; raise where it was only one."""
@@ -208,16 +215,8 @@ class Teacher:
 
         Raises ``OutOfMemory`` if the memory is not enough for one sequence.
         """
-        start = 0
-        while start < len(sequences):
-            part = sequences.select(slice(start, start + self.batch_size))
-            try:
-                yield from [rows[:2] for rows in self.read_rows(part)]
-                start += len(part)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._halve(part, error.with_traceback(None))
+        for rows in self._read_parts(sequences, lambda part, _: list(self.read_rows(part))):
+            yield from (row[:2] for row in rows)
 
     @torch.no_grad()
     def choose_knots(self, sequences: PackedText) -> KnotChoice:

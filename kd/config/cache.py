@@ -64,10 +64,6 @@ class CacheConfig(Section):
     so that a student does not memorise one sample over several epochs. For profile threshold a
     smaller threshold gives more for fewer bytes."""
 
-    entropy: Literal["sequences", "positions"] = "sequences"
-    """Profile threshold: keep the mean entropy of each sequence, or that of each position, which
-    loss.entropy_weighting needs and which takes about a byte per token."""
-
     k: int | None = Field(None, ge=1, le=4096)
     """Profile topk: entries kept; default 64."""
 
@@ -117,11 +113,6 @@ class CacheConfig(Section):
     def sampled(self) -> bool:
         """Whether the profile samples the tail."""
         return self.rules.sampled
-
-    @property
-    def spreads_entropy(self) -> bool:
-        """Whether the records have the mean entropy of their sequence instead of their own."""
-        return self.rules.dithered and self.entropy == "sequences"
 
     @property
     def range(self) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from typing import Any, Self
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from cache.profiles.table import SPREAD_ENTROPIES, explain_unsupported
+from cache.profiles.table import explain_unsupported
 from kd.addresses import ModelSource
 from kd.config.cache import CacheConfig
 from kd.config.checks import ChecksConfig
@@ -101,6 +101,19 @@ class JobConfig(Placement):
     def captures(self) -> bool:
         """Whether the job captures a teacher into a cache of its own."""
         return self.own_kind.captures
+
+    @property
+    def keeps_entropies(self) -> bool:
+        """Whether the records of profile threshold keep the teacher's entropy at each position.
+
+        False for other profiles, whose records always do, and for a sealed cache that is named.
+        """
+        if self.cache.fingerprint is not None or not self.cache.rules.dithered:
+            return False
+        if self.search is None:
+            return self.loss.weighs_positions
+        # All trials share the cache: it has what any of them may need.
+        return self.loss.entropy_weighting != 0.0 or "loss.entropy_weighting" in self.search.space
 
     @property
     def checks_cache(self) -> bool:
@@ -274,8 +287,6 @@ class JobConfig(Placement):
         )
         if why is not None:
             raise ValueError(why)
-        if self.loss.weighs_positions and self.cache.spreads_entropy:
-            raise ValueError(SPREAD_ENTROPIES)
         return self
 
     @model_validator(mode="after")

@@ -149,7 +149,8 @@ class LossConfig(Section):
     entropy_weighting: float = Field(0.0, ge=-4.0, le=4.0)
     """Exponent e of a token's weight (1 + H)^e in D, where H is the teacher's entropy; the weights
     are scaled to mean 1 in each step. With an exponent above 0, tokens about which the teacher is
-    unsure count more."""
+    unsure count more. A cache of profile threshold that is captured for it, or for a search over
+    it, keeps the entropy of each position, for about a byte per token."""
 
     tail_control: bool = True
     """Remove most of the noise of the sampled tails (profile threshold) from the gradient of the LM

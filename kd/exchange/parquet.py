@@ -15,9 +15,10 @@ Also reads columns of other Parquet formats.
     residual         list<float>             log of the mass outside the entries; null for none
     gold_logprob     list<float>             log-probability of token t + 1; null where it is not
                                              known
-    entropy          list<float>             entropy of the whole distribution, in nats; the mean of
-                                             its sequence in a cache with ``cache.entropy:
-                                             sequences``; null where it is not known
+    entropy          list<float>             entropy of the whole distribution, in nats; null where
+                                             it is not known. A cache of profile threshold has the
+                                             mean of the sequence, unless it was captured for
+                                             ``loss.entropy_weighting``
 
 Lists have one item per token, or one fewer. An export may also hold the records as they are stored
 (``kd.exchange.restoring``). The files can be read by any program that reads

@@ -11,8 +11,7 @@ the metadata of each file holds what describes them:
     potstill.digest     sha256 of the file's sequences and stored columns
     potstill.rules      JSON of the rules of its tokenizer, if they are known
     potstill.tails      its mean tail, if it has one: compressed by zlib
-    potstill.dither     JSON of type and shape of each table of its dither, if it has them
-    potstill.dither.*   these tables by their names: little-endian, compressed by zlib
+    potstill.dither.*   each table of its dither, if it has them: little-endian, compressed by zlib
 
 The mean tail and the tables are in the file of the first sequence, whose digest covers the tables:
 the records are worth nothing without them.
@@ -44,7 +43,7 @@ from cache.layout import Arrays
 from cache.manifest import Manifest
 from cache.records import MEAN_ARRAYS, Records, Sequences, compute_offsets
 from cache.store import Cache
-from cache.units.dither import TABLE_ARRAYS, DitherTables
+from cache.units.dither import TABLE_ARRAYS, DitherTables, list_table_types
 from cache.writing.writer import CacheWriter
 from kd.capture.capturing import find_sealed_cache, summarise_cache
 from kd.errors import DataError
@@ -100,7 +99,7 @@ class FileDescription:
         self._tables: Arrays = {}
         if first == 0 and store.codec.rules.dithered:
             self._tables = store.tables.to_arrays()
-            _update_tables(self._digest, self._tables)
+            _update(self._digest, self._tables)
 
     def add(self, sequences: Sequences, records: Records) -> None:
         """Count some sequences and their records."""
@@ -123,8 +122,6 @@ class FileDescription:
         if (mean := self._store.tail_mean()) is not None and self._first == 0:
             stored = np.stack([mean[name] for name in MEAN_ARRAYS]).astype("<f4")
             values["tails"] = zlib.compress(stored.tobytes())
-        if self._tables:
-            values["dither"] = _describe(self._tables)
         for name, array in self._tables.items():
             values[f"dither.{name}"] = zlib.compress(_to_little_endian(array).tobytes())
         return {f"potstill.{name}".encode(): value for name, value in values.items()}
@@ -135,17 +132,6 @@ def _update(digest: Any, arrays: Arrays) -> None:
         little = _to_little_endian(arrays[name])
         # Lengths are hashed too, so that the borders of arrays count.
         digest.update(f"{name} {little.size} ".encode() + little.tobytes())
-
-
-def _update_tables(digest: Any, tables: Arrays) -> None:
-    digest.update(_describe(tables))
-    _update(digest, tables)
-
-
-def _describe(arrays: Arrays) -> bytes:
-    """Return type and shape of each array, as JSON."""
-    facts = {name: [each.dtype.name, list(each.shape)] for name, each in arrays.items()}
-    return json.dumps(facts, sort_keys=True).encode()
 
 
 def _to_little_endian(array: NDArray[Any]) -> NDArray[Any]:
@@ -196,14 +182,14 @@ class Origin:
             values["digest"].decode("ascii"),
             json.loads(values["shapes"]) if stored else None,
             dict(zip(MEAN_ARRAYS, mean, strict=True)) if tails else None,
-            _read_tables(found) if manifest.identity.record_codec().rules.dithered else None,
+            _read_tables(found, manifest.identity.record_codec()),
         )
 
     def read_sequences(self) -> Iterator[tuple[Sequences, Records]]:
         """Yield each sequence with its records; raises ``DataError`` unless all are as exported."""
         digest = hashlib.sha256()
         if self.tables is not None:
-            _update_tables(digest, self.tables.to_arrays())
+            _update(digest, self.tables.to_arrays())
         schema = self.manifest.identity.record_codec().schema()
         columns = (*_PER_SEQUENCE, *(PREFIX + name for name in schema))
         for first, batch in read_table_batches(self.path, columns):
@@ -228,23 +214,22 @@ class Origin:
         return flat[: len(flat) // width * width].reshape(-1, *shape)
 
 
-def _read_tables(metadata: dict[bytes, bytes]) -> DitherTables | None:
+def _read_tables(metadata: dict[bytes, bytes], codec: Codec) -> DitherTables | None:
     """Read the tables of the dither; None if the metadata of a file does not hold all of them.
 
     Raises ``ValueError`` or ``zlib.error`` for damaged ones.
     """
     keys = {name: f"potstill.dither.{name}".encode() for name in TABLE_ARRAYS}
-    if not metadata.keys() >= {b"potstill.dither", *keys.values()}:
+    if not codec.rules.dithered or not metadata.keys() >= set(keys.values()):
         return None
-    facts = json.loads(metadata[b"potstill.dither"])
-    arrays = {}
-    try:
-        for name, key in keys.items():
-            dtype, shape = np.dtype(facts[name][0]).newbyteorder("<"), facts[name][1]
-            arrays[name] = np.frombuffer(zlib.decompress(metadata[key]), dtype).reshape(shape)
-        return DitherTables.from_arrays(arrays)
-    except (LookupError, TypeError) as error:
-        raise ValueError(f"the tables of its dither are damaged ({error})") from error
+    types = list_table_types(codec.vocabulary_size)
+    found = {
+        name: np.frombuffer(zlib.decompress(metadata[key]), types[name].newbyteorder("<"))
+        for name, key in keys.items()
+    }
+    # All but the classes have a row for each cluster.
+    rows = {name: found[name].reshape(codec.clusters, -1) for name in keys.keys() - {"classes"}}
+    return DitherTables.from_arrays(found | rows)
 
 
 def _read_cell(batch: Any, name: str, index: int, where: str, dtype: np.dtype[Any]) -> NDArray[Any]:

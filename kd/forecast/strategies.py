@@ -252,7 +252,7 @@ class _Training:
         teacher = config.teacher_files
         student = require_trainable_student(config.student, tokenizer, length, teacher)
         vocabulary = choose_student_vocabulary(tokenizer, config.student, teacher)
-        codec = make_codec_identity(config.cache).record_codec(vocabulary)
+        codec = make_codec_identity(config.cache, config.keeps_entropies).record_codec(vocabulary)
         options = config.require_train()
         if options.precision == "auto":
             precision = "bf16" if rates.has_bfloat16 else "fp16"

@@ -117,12 +117,7 @@ class SparseTarget:
         top_N = weight_E.new_zeros(len(self.candidate_count_N)).scatter_reduce(
             0, self.rows_E, weight_E, "amax"
         )
-        none = torch.iinfo(torch.int64).max  # loses every minimum
-        best_E = self.ids_E.masked_fill(weight_E < top_N[self.rows_E], none)
-        best_N = self.ids_E.new_full((len(self.candidate_count_N),), none).scatter_reduce(
-            0, self.rows_E, best_E, "amin"
-        )
-        return best_N.masked_fill(self.candidate_count_N == 0, -1)
+        return pick_smallest(self.rows_E, self.ids_E, weight_E >= top_N[self.rows_E], len(top_N))
 
     @cached_property
     def _bounds(self) -> list[int]:

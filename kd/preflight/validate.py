@@ -233,13 +233,14 @@ def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
         detail = f"the cache {name}: {EARLIER_RECORDS}"
         yield Problem("/cache/extends", detail, "Remove cache.extends to capture all of the text.")
         return
-    # The codec's version depends on the teacher's precision too, which only loading shows.
-    # So do the tables of the dither, which are those of the cache.
     own = known.codec
-    codec = replace(
-        make_codec_identity(config.cache, clusters=own.clusters, fitted=own.fitted),
-        version=own.version,
-    )
+    if config.keeps_entropies and (why := known.record_codec().why_unweighted()):
+        yield Problem("/cache/extends", f"the cache {name}: {why}.")
+        return
+    # The codec's version depends on the teacher's precision too, which only loading shows.
+    # Tables of the dither and entropies are those of the cache.
+    codec = make_codec_identity(config.cache, own.entropies, "", own.clusters, own.fitted)
+    codec = replace(codec, version=own.version)
     asked = config.data
     packing = known.data.packing if asked.packing == "auto" else asked.packing
     data = replace(known.data, sequence_length=asked.sequence_length, packing=packing)

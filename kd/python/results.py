@@ -47,6 +47,14 @@ def _number(name: str, value: float | None, form: str = ",.2f") -> list[Fact]:
     return [] if value is None else [(name, f"{value:{form}}")]
 
 
+def _list_measures(found: StudentResult | EvaluationResult) -> Iterable[Fact]:
+    yield from _number("perplexity", found.perplexity)
+    yield from _number("perplexity of the teacher", found.teacher_perplexity)
+    yield from _number("bits per byte", found.bits_per_byte, ".4f")
+    yield from _number("KL", found.kl, ".4f")
+    yield from _number("agreement", found.agreement, ".1%")
+
+
 @dataclass(frozen=True, eq=False)
 class CacheResult(_Shown):
     """A sealed cache of a teacher's predictions; any number of students can be trained from it.
@@ -143,11 +151,7 @@ class StudentResult(_Shown):
 
     def _facts(self) -> Iterable[Fact]:
         yield from _number("perplexity before", self.perplexity_before)
-        yield from _number("perplexity", self.perplexity)
-        yield from _number("perplexity of the teacher", self.teacher_perplexity)
-        yield from _number("bits per byte", self.bits_per_byte, ".4f")
-        yield from _number("KL", self.kl, ".4f")
-        yield from _number("agreement", self.agreement, ".1%")
+        yield from _list_measures(self)
         yield "steps", f"{self.report.get('steps') or 0:,}"
         yield from (("warning", text) for text in self.warnings)
         yield "student", str(self.folder)
@@ -201,10 +205,6 @@ class EvaluationResult(_Shown):
 
     def _facts(self) -> Iterable[Fact]:
         yield "tokens", f"{self.tokens:,}"
-        yield from _number("perplexity", self.perplexity)
-        yield from _number("perplexity of the teacher", self.teacher_perplexity)
-        yield from _number("bits per byte", self.bits_per_byte, ".4f")
-        yield from _number("KL", self.kl, ".4f")
-        yield from _number("agreement", self.agreement, ".1%")
+        yield from _list_measures(self)
         yield from (("warning", text) for text in self.warnings)
         yield "report", str(self.out / "report.md")

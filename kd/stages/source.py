@@ -49,7 +49,7 @@ def open_source(
     caches = find_caches(home, config.cache.store)
     if config.cache.fingerprint is not None:
         store = open_cache(caches / config.cache.fingerprint, memory_bytes=memory)
-    elif known is not None and read_cache_inputs(known) == select_cache_inputs(config):
+    elif known is not None and are_cache_inputs(read_cache_inputs(known), config):
         store = open_cache(caches / known["fingerprint"], memory_bytes=memory)
     else:
         identity = settle_recipe(plan_capture(config, monitor, home / TEXTS), caches).identity
@@ -141,14 +141,28 @@ def load_student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
 
 def select_cache_inputs(config: JobConfig) -> Json:
     """The part of a configuration that decides which cache it needs."""
-    return config.model_dump(mode="json", include={"teacher", "data", "cache"})
+    sections = config.model_dump(mode="json", include={"teacher", "data", "cache"})
+    return sections | {"entropies": config.keeps_entropies}
+
+
+def are_cache_inputs(inputs: Json | None, config: JobConfig) -> bool:
+    """Whether ``inputs``, of which a run has made its cache, are those of ``config``."""
+    wanted = select_cache_inputs(config)
+    if inputs is not None and inputs["entropies"] is None:
+        # Version 0.2.0 kept the entropy of each position for every job.
+        wanted["entropies"] = None
+    return inputs == wanted
 
 
 def read_cache_inputs(known: Any) -> Json | None:
     """Return what the cache of a run was made from, by the run's cache.json.
 
-    Fields that are newer than the run mean what was done then. None where it does not tell.
+    Fields that are newer than the run mean what was done then; ``entropies`` is None for a run
+    that version 0.2.0 began. None where it does not tell.
     """
     with suppress(KeyError, TypeError, ConfigError):
-        return select_cache_inputs(read_record({"kind": "precompute", **known["inputs"]}))
+        sections = dict(known["inputs"])
+        entropies = sections.pop("entropies", None)
+        record = read_record({"kind": "precompute", **sections})
+        return select_cache_inputs(record) | {"entropies": entropies}
     return None

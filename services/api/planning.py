@@ -112,7 +112,7 @@ def estimate_capture(
     sections = config.model_dump(mode="json", include={"data", "teacher", "cache"})
     try:
         work, storage = kept.recall(
-            ["capture", sections],
+            ["capture", sections, config.keeps_entropies],
             list_measured_files(config, settings.root),
             lambda: measure_capture(config, settings.root),
         )

@@ -5,11 +5,8 @@ import { fill, h, number, percent, svg } from "./elements.js";
 
 const [WIDTH, HEIGHT, FOOT] = [360, 130, 20];
 const HISTOGRAMS = [
-  {
-    name: "entropy",
-    title: "Entropy of the teacher, nats",
-    ofMeans: "Mean entropy of a sequence, nats", // a cache may keep only these
-  },
+  { name: "entropy", title: "Entropy of the teacher, nats",
+    ofMeans: "Mean entropy of a sequence, nats" }, // a cache may keep only these
   { name: "entries", title: "Entries per token" },
   { name: "kept_mass", title: "Kept mass" },
 ];

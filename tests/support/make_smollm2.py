@@ -94,7 +94,8 @@ def sample(tokens: Tensor, states: Tensor, head: LMHead, codec: Codec) -> Sample
     sampler = Sampler(codec, KNOTS if codec.profile == "tempered" else 0)
     found = []
     for number, (row, hidden) in enumerate(zip(tokens, states, strict=True)):
-        chance = Randomness.of(codec, number, np.arange(LENGTH - 1), torch.device("cpu"))
+        places = [np.arange(LENGTH - 1)]
+        (chance,) = Randomness.of_each(codec, [number], places, torch.device("cpu"))
         for rows in (
             slice(start, min(start + 128, LENGTH - 1)) for start in range(0, LENGTH - 1, 128)
         ):

@@ -100,7 +100,7 @@ def sample(logits_NV: Tensor, device: torch.device) -> Sample:
     """A sample of profile tempered."""
     codec = make_gpu_codec("tempered", logits_NV.shape[1])
     gold_N = torch.arange(len(logits_NV), device=device)
-    chance = Randomness.of(codec, 3, np.arange(len(logits_NV)), device)
+    chance = Randomness.of_each(codec, [3], [np.arange(len(logits_NV))], device)[0]
     return Sampler(codec, KNOTS).sample(logits_NV.to(device), gold_N, chance)
 
 

@@ -155,7 +155,7 @@ def test_bytes_of_a_token_at_temperature_one(
     parts = []
     entropy = (join_bytes(real["entropy"]) * 2.0**-8).reshape(SEQUENCES, LENGTH - 1)
     for number in range(SEQUENCES):
-        chance = Randomness.of(codec, number, np.arange(LENGTH - 1), CPU)
+        chance = Randomness.of_each(codec, [number], [np.arange(LENGTH - 1)], CPU)[0]
         found = replace(sampler.sample(*logits(number), chance), entropy=entropy[number])
         parts.append(
             codec.encode(found, RecordPositions(np.full(LENGTH - 1, number), np.arange(LENGTH - 1)))
@@ -218,7 +218,8 @@ class Positions:
         redrawn = []
         at = np.arange(len(gold_N))
         for number in range(redraws):
-            found = sampler.sample(logits_NV, gold_N, Randomness.of(codec, number, at, CPU))
+            (chance,) = Randomness.of_each(codec, [number], [at], CPU)
+            found = sampler.sample(logits_NV, gold_N, chance)
             redrawn.append(codec.encode(found, RecordPositions(np.full(len(at), number), at)))
         return cls(codec, logits_NV, gold_N, redrawn)
 

@@ -88,7 +88,7 @@ def measure_capture(config: JobConfig, root: Path) -> tuple[CaptureSize, CacheSi
     source = require_capture(config)
     tokenizer = TokenCounter.find(source, root)
     work = estimate_capture_size(config, root, tokenizer)
-    codec = make_codec_identity(config.cache).record_codec(tokenizer.size)
+    codec = make_codec_identity(config.cache, config.keeps_entropies).record_codec(tokenizer.size)
     width = require_width(source, root) if codec.rules.needs_lm_head else 0
     return work, estimate_cache_size(codec, width)
 

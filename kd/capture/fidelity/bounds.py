@@ -35,7 +35,7 @@ def find_problems(codec: Codec, noise: float, row: FidelityRow) -> list[str]:
     else:
         # It is rounded stochastically, or the mean of a sequence stands for that of a position: the
         # bound is Hoeffding's for a probability of 1e-9.
-        width = math.log(codec.vocabulary_size) if rules.spreads_entropy(codec) else ENTROPY_STEP
+        width = math.log(codec.vocabulary_size) if codec.spreads_entropy else ENTROPY_STEP
         entropy = width * math.sqrt(math.log(2e9) / (2 * row.positions)) + 5 * noise
     limits = {
         "kept_error": math.expm1((step + noise) / row.temperature) + partition,

@@ -74,11 +74,10 @@ class PositionSample:
         places = np.arange(len(self.gold_N))
         # Seeds that differ from the codec's own: the stored sample is compared apart.
         seeds = [(codec.seed + 1 + redraw) % 2**64 for redraw in range(redraws)]
-        codecs = (replace(codec, seed=seed) for seed in seeds)
-        recorders = (Recorder(lm_head, each, knots, tables=tables) for each in codecs)
         written = []
-        for recorder in recorders:
+        for seed in seeds:
             check_stop()
+            recorder = Recorder(lm_head, replace(codec, seed=seed), knots, tables=tables)
             written.append(recorder.record(self.hidden_ND, self.gold_N, number, places))
         return Records(
             {

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -94,11 +94,8 @@ class UnitRandomness:
         """Join the positions of ``parts``, of which there must be at least one, in order."""
         if len(parts) == 1:
             return parts[0]
-        return cls(
-            torch.cat([each.uniform_N for each in parts]),
-            torch.cat([each.rounding_NA for each in parts]),
-            torch.cat([each.starts_N for each in parts]),
-        )
+        columns = ((each.uniform_N, each.rounding_NA, each.starts_N) for each in parts)
+        return cls(*map(torch.cat, zip(*columns, strict=True)))
 
     def select(self, rows: slice) -> UnitRandomness:
         """Return the random numbers of some of the positions."""
@@ -115,18 +112,10 @@ class DeviceTables:
         blocks = -(-tables.vocabulary_size // BLOCK)
         #: With padding to whole blocks, as the sizes of a sampler have.
         self.prior_CV = torch.zeros(clusters, blocks * BLOCK, device=device)
-        each_CZ = torch.full_like(self.slots_CZ, 1.0 / size, dtype=torch.float32)
-        self.prior_CV.scatter_add_(1, self.slots_CZ.long(), each_CZ)
+        share_CZ = torch.full_like(self.slots_CZ, 1.0 / size, dtype=torch.float32)
+        self.prior_CV.scatter_add_(1, self.slots_CZ.long(), share_CZ)
         #: The prior of the token in each slot.
         self.slot_prior_CZ = self.prior_CV.gather(1, self.slots_CZ.long())
-
-    def find_clusters(self, hidden_ND: Tensor) -> Tensor:
-        """Return the cluster of each state, (N,): the nearest centre.
-
-        One product for the positions given, whose bits depend on their number: callers give the
-        same positions together each time.
-        """
-        return find_nearest(self.centres_CD, hidden_ND.float())
 
     def name_candidates(
         self, cluster_N: Tensor, starts_N: Tensor, k_K: Tensor
@@ -190,14 +179,6 @@ class _Heads:
         return torch.where(has_best_N[rows_H], is_best_H & ~right_N[rows_H], is_expected_H)
 
 
-@dataclass(frozen=True)
-class _Tails:
-    """Drawn tokens of tails, row by row, and the candidate that brought each, 0 for none, (M,)."""
-
-    ids_M: Tensor
-    k_M: Tensor
-
-
 class UnitSampler(Sampler):
     """Draws samples in units from logits."""
 
@@ -206,8 +187,13 @@ class UnitSampler(Sampler):
         self._tables = tables
 
     def find_clusters(self, hidden_ND: Tensor) -> Tensor:
-        """Return the cluster of each state, (N,), as ``DeviceTables`` does."""
-        return put_on_device(self._tables, hidden_ND.device).find_clusters(hidden_ND)
+        """Return the cluster of each state, (N,): the nearest centre.
+
+        One product for the positions given, whose bits depend on their number: callers give the
+        same positions together each time.
+        """
+        tables = put_on_device(self._tables, hidden_ND.device)
+        return find_nearest(tables.centres_CD, hidden_ND.float())
 
     def draw_units(
         self, logits_NV: Tensor, gold_N: Tensor, cluster_N: Tensor, chance: UnitRandomness
@@ -223,9 +209,8 @@ class UnitSampler(Sampler):
         best_known_N = p_NV.gather(1, known_NA).amax(1)
         p_NV.scatter_(1, known_NA, 0.0)
         mass_N = sizes.sums_NQ.sum(1, dtype=torch.float64)
-        codes_NA = self._round_known(
-            s_NV.gather(1, known_NA) - sizes.lse_N[:, None], known_NA, chance.rounding_NA
-        )
+        logp_NA = s_NV.gather(1, known_NA) - sizes.lse_N[:, None]
+        codes_NA = self._round_known(logp_NA, known_NA, chance.rounding_NA)
         # Where nothing is beside the known ids no unit may be left: a reader gives the rest, which
         # is rounding, to the next token.
         codes_NA[:, 0].masked_fill_(mass_N <= 0, 0)
@@ -234,21 +219,19 @@ class UnitSampler(Sampler):
         # Sizes are 0 outside the tail now.
         self.tails = sizes
         count_N = heads.tail_count_N
-        tails = self._draw_tails(p_NV, heads, cluster_N, chance.starts_N)
-        heads_N = torch.zeros_like(count_N).scatter_add_(
-            0, heads.rows_H, torch.ones_like(heads.rows_H)
-        )
+        ids_M, k_M = self._draw_tails(p_NV, heads, cluster_N, chance.starts_N)
+        ones_H = torch.ones_like(heads.rows_H)
         return {
             "known_logprobs": codes_NA * -KNOWN_STEP,
             "entropy": sizes.entropy_N.clone(),  # the next call writes over it
             "cluster": cluster_N,
-            "head_count": heads_N,
+            "head_count": torch.zeros_like(count_N).scatter_add_(0, heads.rows_H, ones_H),
             "head_ids": heads.ids_H,
             "head_units": 2 * heads.units_H
             + heads.mark(sizes.largest_NQ.amax(1), best_known_N, reader),
             "tail_count": count_N,
-            "tail_ids": tails.ids_M,
-            "tail_k": tails.k_M,
+            "tail_ids": ids_M,
+            "tail_k": k_M,
         }
 
     def _round_known(self, logp_NA: Tensor, known_NA: Tensor, uniform_NA: Tensor) -> Tensor:
@@ -268,26 +251,24 @@ class UnitSampler(Sampler):
 
     def _draw_tails(
         self, p_NV: Tensor, heads: _Heads, cluster_N: Tensor, starts_N: Tensor
-    ) -> _Tails:
-        """Draw the tokens of tails, which have ``p_NV`` above 0."""
-        count_N, mass_N = heads.tail_count_N, heads.tail_mass_N
+    ) -> tuple[Tensor, Tensor]:
+        """Draw the tokens of tails, which have ``p_NV`` above 0, row by row.
+
+        Returns their ids and the candidate that brought each, 0 for none, (M,).
+        """
+        count_N = heads.tail_count_N
         most = int(count_N.max()) if len(count_N) else 0
         if not most:
-            return _Tails(count_N.new_empty(0), count_N.new_empty(0))
+            return count_N.new_empty(0), count_N.new_empty(0)
         tables = put_on_device(self._tables, p_NV.device)
-        step = max(CANDIDATES[p_NV.device.type] // (PATIENCE * max(most, 1)), 1)
-        parts = []
-        for start in range(0, len(p_NV), step):
-            rows = slice(start, start + step)
-            race = _Race(
-                p_NV[rows], mass_N[rows], count_N[rows], cluster_N[rows], starts_N[rows], tables
-            )
-            parts.append(race.draw(most))
-        drawn_Nm2 = torch.cat(parts)
+        race = _Race(tables, p_NV, heads.tail_mass_N, count_N, cluster_N, starts_N)
+        step = max(CANDIDATES[p_NV.device.type] // (PATIENCE * most), 1)
+        starts = range(0, len(p_NV), step)
+        drawn_Nm2 = torch.cat([race.select(slice(at, at + step)).draw(most) for at in starts])
         taken_Nm = torch.arange(most, device=count_N.device) < count_N[:, None]
         # Each in memory of its own: a copy to the host packs bytes.
         ids_M, k_M = drawn_Nm2[taken_Nm].T.contiguous().unbind(0)
-        return _Tails(ids_M, k_M)
+        return ids_M, k_M
 
 
 @dataclass(frozen=True)
@@ -316,12 +297,12 @@ class _Entrants:
 class _Race:
     """The tokens of N tails, which compete for ``count_N`` places."""
 
+    tables: DeviceTables
     p_NV: Tensor
     mass_N: Tensor
     count_N: Tensor
     cluster_N: Tensor
     starts_N: Tensor
-    tables: DeviceTables
 
     def draw(self, most: int) -> Tensor:
         """Return id and candidate of the tokens that are drawn, (N, m, 2); m is ``most``.
@@ -335,20 +316,15 @@ class _Race:
         drawn_Nm2, largest_N = self._take_least(come.join(late, self._vocabulary), most)
         short_N = (largest_N > BOUND) & (self.count_N > 0)
         if short_N.any():
-            race = self._select(short_N)
+            race = self.select(short_N)
             every = race._find_arrivals(math.inf).join(race._find_all_late(), self._vocabulary)
             drawn_Nm2[short_N] = race._take_least(every, most)[0]
         return drawn_Nm2
 
-    def _select(self, rows_N: Tensor) -> _Race:
-        return replace(
-            self,
-            p_NV=self.p_NV[rows_N],
-            mass_N=self.mass_N[rows_N],
-            count_N=self.count_N[rows_N],
-            cluster_N=self.cluster_N[rows_N],
-            starts_N=self.starts_N[rows_N],
-        )
+    def select(self, rows: slice | Tensor) -> _Race:
+        """Return the race of some of the tails."""
+        columns = (self.p_NV, self.mass_N, self.count_N, self.cluster_N, self.starts_N)
+        return _Race(self.tables, *(column[rows] for column in columns))
 
     @property
     def _vocabulary(self) -> int:
@@ -524,9 +500,8 @@ def separate_heads(
     ends = torch.where(is_last, number_N[:, None], torch.minimum(ends, number_N[:, None]))
     units_X = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))[rows_X, column_X]
     drawn = (units_X > 0).nonzero()[:, 0]
-    return _Heads(
-        rows_X[drawn], ids_X[drawn], p_X[drawn], units_X[drawn], number_N - ends[:, -1], rest_N
-    )
+    left_N = number_N - ends[:, -1]
+    return _Heads(rows_X[drawn], ids_X[drawn], p_X[drawn], units_X[drawn], left_N, rest_N)
 
 
 def _choose_heads(rows_X: Tensor, p_X: Tensor, mass_N: Tensor, unit_N: Tensor) -> Tensor:

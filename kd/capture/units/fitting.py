@@ -75,9 +75,8 @@ def fit_tables(
     heads_CV = torch.zeros_like(tails_CV)
     sampler = Sampler(codec)
     for hidden_ND, gold_N in _cut(kept):
-        sizes, (rows_H, ids_H) = sampler.split(
-            lm_head.compute_logits(hidden_ND).float(), sampler.list_known(gold_N)
-        )
+        logits_NV = lm_head.compute_logits(hidden_ND).float()
+        sizes, (rows_H, ids_H) = sampler.split(logits_NV, sampler.list_known(gold_N))
         nearest_N = find_nearest(centres_CD, hidden_ND.float())
         tails_CV.index_add_(0, nearest_N, sizes.size_NQU.flatten(1)[:, : lm_head.vocabulary])
         places = (nearest_N[rows_H], ids_H)
@@ -123,6 +122,5 @@ def make_tables(tails_CV: np.ndarray, heads_CV: np.ndarray, centres_CD: np.ndarr
     most = choose_leading(len(mean_V))
     share_V = mean_V + heads_CV.sum(0) / max(heads_CV.sum(), 1.0)
     classes_V = np.ceil(np.log2(share_V * _FINEST_CLASS + 1.0)).astype(np.uint8)
-    return DitherTables(
-        np.stack(slots), np.stack([each[:most] for each in leading]), classes_V, centres_CD
-    )
+    leading_CL = np.stack([each[:most] for each in leading])
+    return DitherTables(np.stack(slots), leading_CL, classes_V, centres_CD)

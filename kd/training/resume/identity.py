@@ -173,6 +173,7 @@ def _list_changed_capture_fields(earlier: JobConfig, config: JobConfig) -> list[
     if earlier.cache.fingerprint is not None or config.cache.fingerprint is not None:
         return []
     cut = {"data": {"sequence_length": True, "packing": True}}
+    # Whether entropies are kept follows from the loss, which is compared whole.
     same = make_codec_identity(earlier.cache) == make_codec_identity(config.cache)
     kept = cut if same else cut | {"cache": True}
     return _list_changed_fields(

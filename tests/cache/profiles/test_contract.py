@@ -66,7 +66,7 @@ def test_the_next_token_and_the_entropy_are_within_their_steps(codec: Codec) -> 
     gold = records["known"][:, 0] * -KNOWN_STEP
     assert np.abs(gold - reading.known_logprobs[:, 0]).max() < KNOWN_STEP
     each = codec.encode(reading, places)
-    if codec.rules.spreads_entropy(codec):
+    if codec.spreads_entropy:
         apart = records["entropy"].sum() * ENTROPY_STEP - reading.entropy.sum()
         assert abs(apart) <= ENTROPY_STEP / 2 and np.ptp(records["entropy"]) <= 1
         each = replace(codec, entropies=True).encode(reading, places)
@@ -131,13 +131,13 @@ def test_people_can_look_at_it(codec: Codec, rules: Profile, tmp_path: Path) -> 
 
 
 def test_a_job_can_set_its_fields_and_no_others(codec: Codec, rules: Profile) -> None:
-    known = {"threshold", "temperatures", "always_keep", "draws", "k", "dtype", "entropy"}
+    known = {"threshold", "temperatures", "always_keep", "draws", "k", "dtype"}
     assert rules.options and rules.options <= known
     assert bool(rules.dtypes) == ("dtype" in rules.options)
     for name in rules.dtypes:
         config = CacheConfig(profile=codec.profile, dtype=name)
         assert config.bits == rules.dtypes[name]
-    values = {"threshold": 0.1, "k": 3, "draws": 2, "dtype": "float32", "entropy": "positions"}
+    values = {"threshold": 0.1, "k": 3, "draws": 2, "dtype": "float32"}
     for name, value in values.items():
         if name not in rules.options:
             with pytest.raises(ValueError, match=f"has no use for {name}"):

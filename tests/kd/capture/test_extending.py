@@ -21,6 +21,7 @@ from cache.units.dither import DitherTables
 from kd.capture.units.fitting import Recipe, fit_tables
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
+from kd.config.loss import LossConfig
 from kd.errors import ConfigError, Interrupted
 from kd.pipeline import run_stages
 from kd.preflight.problems import Folders, find_problems
@@ -141,6 +142,18 @@ def test_it_has_the_bytes_of_a_cache_that_was_captured_whole(
     assert verify_cache(before) == [] == verify_cache(extended)
     shutil.rmtree(before)
     assert verify_cache(extended) == []
+
+
+def test_it_keeps_the_entropies_of_positions_where_the_earlier_cache_does(
+    tiny_teacher: Path, tiny_text: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    weighing = make_job(tiny_teacher, texts).model_copy(
+        update={"loss": LossConfig(entropy_weighting=1.0)}
+    )
+    before = capture(weighing, tmp_path)
+    grow(texts, tiny_text)
+    extended = capture(make_job(tiny_teacher, texts, extends=before.name), tmp_path)
+    assert open_cache(before).codec.entropies and open_cache(extended).codec.entropies
 
 
 @pytest.mark.long

@@ -175,7 +175,7 @@ def test_both_ways_to_draw_find_the_same_tokens(case: Case) -> None:
 
     In float32 a few in 100,000 find a neighbour.
     """
-    chance = Randomness.of(case.codec, 7, np.arange(len(case.logits_NV)), CPU)
+    chance = Randomness.of_each(case.codec, [7], [np.arange(len(case.logits_NV))], CPU)[0]
     sampler = Sampler(case.codec)
     sizes, _ = sampler.split(case.logits_NV.double(), sampler.list_known(case.gold_N))
     running_NQ = sizes.sums_NQ[:, chance.order_Q].cumsum(1)
@@ -265,7 +265,7 @@ def test_a_row_depends_on_itself_alone(
     codec = make_codec(profile, vocabulary, 0.02, draws=2, always_keep=(9,), seed=6)
     logits = make_logits("normal", 20, vocabulary, 3.0, 2)
     gold = torch.arange(20)
-    chance = Randomness.of(codec, 5, np.arange(20), CPU)
+    chance = Randomness.of_each(codec, [5], [np.arange(20)], CPU)[0]
     sampler = Sampler(codec, KNOTS)
     whole = sampler.sample(logits, gold, chance)
     for size in (1, 7, 13):
@@ -305,7 +305,7 @@ def test_a_sample_is_not_changed_by_the_next_one() -> None:
     codec = make_codec("tempered", 300)
     sampler = Sampler(codec, KNOTS)
     gold = torch.zeros(4, dtype=torch.int64)
-    chance = Randomness.of(codec, 0, np.arange(4), CPU)
+    chance = Randomness.of_each(codec, [0], [np.arange(4)], CPU)[0]
     logits = make_logits("normal", 4, 300, 2.0, 0)
     first = sampler.sample(logits, gold, chance)
     before = {name: np.array(value) for name, value in vars(first).items()}
@@ -319,12 +319,14 @@ def test_a_sample_is_not_changed_by_the_next_one() -> None:
 
 def test_chance_is_a_function_of_seed_sequence_and_position() -> None:
     codec = make_codec("threshold", 300, draws=3)
-    whole = Randomness.of(codec, 5, np.arange(30), CPU)
-    part = Randomness.of(codec, 5, np.array([29, 3]), CPU)
+    whole = Randomness.of_each(codec, [5], [np.arange(30)], CPU)[0]
+    part = Randomness.of_each(codec, [5], [np.array([29, 3])], CPU)[0]
     assert torch.equal(part.uniform_NR, whole.uniform_NR[[29, 3]])
     assert torch.equal(part.order_Q, whole.order_Q)
     others = [(codec, 6), (make_codec("threshold", 300, seed=1, draws=3), 5)]
-    for other in (Randomness.of(*pair, np.arange(30), CPU) for pair in others):
+    for other in (
+        Randomness.of_each(each, [number], [np.arange(30)], CPU)[0] for each, number in others
+    ):
         assert not (other.uniform_NR == whole.uniform_NR).any()
     steps = (whole.uniform_NR - whole.uniform_NR[:, :1]) % 1.0
     np.testing.assert_allclose(steps.numpy(), np.tile([0, 1 / 3, 2 / 3], (30, 1)), atol=1e-12)

@@ -232,7 +232,6 @@ HOLDERS = {
     "search.": SEARCHING,
     "train.dropout.": DROPPING,
     "cache.draws": JOB | {"cache": TEMPERED},
-    "loss.entropy_weighting": JOB | {"cache": {"entropy": "positions"}},
     "": JOB,
 }
 

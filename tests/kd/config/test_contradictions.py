@@ -404,9 +404,8 @@ WARM = {"profile": "tempered", "temperatures": {"min": 1, "max": 2}}
         ({"profile": "threshold", "k": 8}, "profile threshold has no use for k"),
         (
             {"profile": "threshold", "draws": 2},
-            "takes always_keep, entropy, threshold. Set a smaller cache.threshold: it makes less",
+            "takes always_keep, threshold. Set a smaller cache.threshold: it makes less",
         ),
-        ({"profile": "tempered", "entropy": "positions"}, "tempered has no use for entropy"),
         ({"profile": "hidden", "always_keep": [1]}, "profile hidden has no use for always_keep"),
         (
             {"profile": "dense", "dtype": "int8"},
@@ -435,28 +434,37 @@ def test_a_job_of_an_earlier_version_may_name_the_one_draw_that_there_is():
 WEIGHTED = {"alpha": 0.5, "entropy_weighting": 1.0}
 
 
-def test_weights_of_positions_need_the_entropies_of_positions():
-    (problem,) = problems(JOB | {"loss": WEIGHTED})
-    assert problem.detail.startswith(
-        "loss.entropy_weighting needs the teacher's entropy at each position, but with "
-        "cache.entropy sequences a cache of profile threshold keeps only the mean of each sequence"
-    )
-    assert "capture it with cache.entropy positions" in problem.detail
+#: The cache of a job, by whether it keeps the entropy of each position.
+KEEPING = [
+    ({}, False),
+    ({"loss": WEIGHTED}, True),
+    ({"loss": WEIGHTED | {"alpha": 1.0}}, False),
+    ({"loss": WEIGHTED, "kind": "precompute"}, True),
+    ({"loss": WEIGHTED, "kind": "train"}, True),
+    ({"loss": WEIGHTED, "cache": WARM}, False),
+    ({"loss": WEIGHTED, "cache": {"profile": "topk"}}, False),
+    # Its manifest tells, where the cache is.
+    ({"loss": WEIGHTED, "kind": "train", "cache": {"fingerprint": "0" * 32}}, False),
+]
+
+
+@pytest.mark.parametrize(("changes", "keeps"), KEEPING)
+def test_a_cache_keeps_the_entropies_of_positions_where_the_loss_weighs_them(changes, keeps):
+    assert parse_config(JOB | changes).keeps_entropies == keeps
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("field", "loss", "keeps"),
     [
-        {"loss": WEIGHTED, "cache": {"entropy": "positions"}},
-        {"loss": WEIGHTED, "cache": WARM},
-        {"loss": WEIGHTED, "cache": {"profile": "topk"}},
-        {"loss": WEIGHTED | {"alpha": 1.0}},
-        # Its manifest tells, where the cache is.
-        {"loss": WEIGHTED, "kind": "train", "cache": {"fingerprint": "0" * 32}},
+        ("loss.entropy_weighting", {}, True),
+        ("loss.alpha", {"alpha": 1.0, "entropy_weighting": 1.0}, True),
+        ("loss.alpha", {}, False),
     ],
 )
-def test_other_jobs_may_weigh_positions(changes):
-    assert parse_config(JOB | changes).loss.entropy_weighting == 1.0
+def test_the_cache_of_a_search_has_what_any_trial_may_need(field, loss, keeps):
+    space = {"space": {field: {"choices": [0.0, 0.5]}}}
+    job = JOB | {"kind": "search", "search": space, "loss": loss}
+    assert parse_config(job).keeps_entropies == keeps
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from kd.config.jobfile import (
 from kd.errors import ConfigError, Problem
 from kd.pipeline import settle_run
 from kd.progress import SILENT
-from kd.stages.source import read_cache_inputs, select_cache_inputs
+from kd.stages.source import are_cache_inputs, read_cache_inputs, select_cache_inputs
 from kd.training.resume.identity import compute_resume_identity
 
 RECORDS = Path(__file__).parents[2] / "support" / "formats"
@@ -86,7 +86,21 @@ def test_the_cache_of_a_run_that_the_version_before_began_is_found_without_its_t
     """Such a run has written what the cache was made of, and may have no teacher any more."""
     for written, _ in read_records("8cefb88").values():
         inputs = {name: written[name] for name in ("teacher", "data", "cache")}
-        assert read_cache_inputs({"inputs": inputs}) == select_cache_inputs(read_record(written))
+        assert are_cache_inputs(read_cache_inputs({"inputs": inputs}), read_record(written))
+
+
+@pytest.mark.parametrize("weighting", [0.0, 1.0])
+def test_the_cache_of_a_run_is_that_of_a_job_with_the_same_entropies(weighting: float) -> None:
+    written, _ = read_records("8cefb88")["init"]
+    config = read_record(written | {"loss": written["loss"] | {"entropy_weighting": weighting}})
+    inputs = select_cache_inputs(config)
+    assert inputs["entropies"] == (weighting > 0)
+    assert are_cache_inputs(read_cache_inputs({"inputs": inputs}), config)
+    others = inputs | {"entropies": not inputs["entropies"]}
+    assert not are_cache_inputs(read_cache_inputs({"inputs": others}), config)
+    # Version 0.2.0 kept the entropies of positions for every job.
+    del inputs["entropies"]
+    assert are_cache_inputs(read_cache_inputs({"inputs": inputs}), config)
 
 
 @pytest.mark.parametrize("known", [None, {}, [], {"inputs": None}, {"inputs": {"data": 1}}])

@@ -245,14 +245,10 @@ def test_tables_of_the_dither_that_were_changed_are_refused(
     kept = {key: value for key, value in metadata.items() if key.startswith(b"potstill")}
     slots = bytearray(zlib.decompress(kept[b"potstill.dither.slots"]))
     slots[77] ^= 1
-    turned = kept[b"potstill.dither"].replace(b"[2, 32768]", b"[32768, 2]")
-    assert turned != kept[b"potstill.dither"]
     changed = r"train-00000.parquet was changed since its export"
     for found, why in (
         ({b"potstill.dither.slots": zlib.compress(slots)}, changed),
-        ({b"potstill.dither": turned}, changed),
-        ({b"potstill.dither": b"{}"}, "cannot be imported: the tables of its dither are damaged"),
-        ({b"potstill.dither": b"[3]"}, "cannot be imported: the tables of its dither are damaged"),
+        ({b"potstill.dither.slots": zlib.compress(slots[: len(slots) // 2])}, changed),
         ({b"potstill.dither.slots": zlib.compress(slots[:-2])}, "cannot be imported"),
         ({b"potstill.dither.centres": b"no zlib"}, "cannot be imported"),
         (None, changed),

@@ -18,6 +18,7 @@ from kd.experiments.child import measure_student
 from kd.experiments.plan import AblationPlan, make_plan_of_axes
 from kd.files import read_json
 from kd.progress import SILENT, Event, Monitor
+from kd.stages.source import select_cache_inputs
 from kd.tracking.metrics import read_metrics
 
 
@@ -133,6 +134,13 @@ def test_students_of_other_records_are_measured_on_those_of_the_job(
     own = measure_student(job.config, tmp_path, tmp_path / "other", student, SILENT)
     assert own["validation_kl"] == pytest.approx(reports[1]["validation_kl"], rel=1e-5)
     assert found["validation_kl"] != pytest.approx(own["validation_kl"], rel=1e-4)
+
+
+def test_settings_that_weigh_positions_have_records_of_their_own() -> None:
+    base = make_base(Path("teacher"), Path("text.txt"))
+    plan = plan_axes(base, "loss.entropy_weighting=1,2", "loss.alpha=0.5")
+    itself, one, two, other = (select_cache_inputs(job.config) for job in plan.jobs.values())
+    assert itself == other and one == two != itself
 
 
 def test_curves_are_by_tokens_and_thinned_with_their_last_point(tmp_path: Path) -> None:

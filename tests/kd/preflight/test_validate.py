@@ -408,9 +408,6 @@ def test_a_home_in_a_folder_that_may_not_be_entered_is_refused(common_root):
     assert "closed" in problem.detail and problem.remedy
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self").exists(), reason="needs a file system that never has space"
-)
 def make_small_cache(root: Path, **options: Any) -> str:
     return make_cache(root / "home" / "caches", make_identity(codec=make_codec(**options))).name
 
@@ -438,10 +435,24 @@ def test_a_sealed_cache_without_entropies_of_positions_cannot_weigh_them(root, o
         return
     (problem,) = found
     assert problem.pointer == "/loss/entropy_weighting"
-    assert "keeps only the mean of each sequence: capture it with" in problem.detail
+    remedy = "capture it with a job that sets loss.entropy_weighting"
+    assert f"keeps only the mean of each sequence: {remedy}" in problem.detail
     with pytest.raises(ConfigError, match="keeps only the mean of each sequence"):
         require_served(loss, codec)
     require_served(parse_config(job(**changes)).loss, codec)
+
+
+@pytest.mark.parametrize("entropies", [False, True])
+def test_a_job_that_weighs_positions_extends_a_cache_with_their_entropies(root, entropies):
+    name = make_small_cache(root, entropies=entropies)
+    cache = {"shard_sequences": 4, "extends": name}
+    data = {"train": "text/a.txt", "sequence_length": make_identity().data.sequence_length}
+    assert check(root, cache=cache, data=data) == []
+    found = check(root, cache=cache, data=data, loss=WEIGHTED)
+    assert [problem.pointer for problem in found] == ["/cache/extends"] * (not entropies)
+    for problem in found:
+        assert name in problem.detail
+        assert "capture it with a job that sets loss.entropy_weighting" in problem.detail
 
 
 def test_a_cache_of_version_0_2_0_cannot_be_extended(root):
@@ -449,14 +460,15 @@ def test_a_cache_of_version_0_2_0_cannot_be_extended(root):
     extending = {"shard_sequences": 4, "extends": now}
     data = {"train": "text/a.txt", "sequence_length": make_identity().data.sequence_length}
     assert check(root, cache=extending, data=data) == []
-    (problem,) = check(root, cache=extending | {"entropy": "positions"}, data=data)
-    assert "codec.entropies: expected True, got False" in problem.detail
     (problem,) = check(root, cache=extending | {"extends": earlier}, data=data)
     assert problem.pointer == "/cache/extends" and earlier in problem.detail
     assert "Potstill 0.2.0 or an earlier version captured it" in problem.detail
     assert problem.remedy == "Remove cache.extends to capture all of the text."
 
 
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs a file system that never has space"
+)
 def test_a_disk_without_space_is_refused():
     assert shutil.disk_usage("/proc").free < FREE_BYTES
     config = parse_config(job(teacher={"model": "org/x"}, data={"train": {"path": "org/set"}}))

@@ -280,3 +280,10 @@ def test_best_yaml_says_which_trial_it_is(tmp_path: Path) -> None:
     assert render_best_job(job, found.best).startswith(
         f"# Trial {found.best.number} of search job: held-out loss "
     )
+
+
+@pytest.mark.parametrize("best", [0.0, 1.0])
+def test_best_yaml_says_where_it_captures_another_cache_than_the_search(best: float) -> None:
+    job = make_job(space={"loss.entropy_weighting": {"choices": [0.0, 1.0]}})
+    row = TrialResult(3, "complete", 1.0, 9, {"loss.entropy_weighting": best}, "", None)
+    assert ("captures a smaller cache" in render_best_job(job, row)) == (best == 0.0)

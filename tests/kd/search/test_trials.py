@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cache.store import open_cache
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config, parse_config
 from kd.errors import ConfigError, Interrupted, TrainingError
@@ -88,6 +89,18 @@ def stop_after(kind: str, count: int, seen: list[Event]) -> Monitor:
 def trials_of(found: StageResult) -> list[dict[str, Any]]:
     trials: list[dict[str, Any]] = found.report["trials"]
     return trials
+
+
+@pytest.mark.long
+def test_all_trials_of_weights_by_entropy_share_one_cache(make_job: Any, tmp_path: Path) -> None:
+    space = {"loss.entropy_weighting": {"choices": [0.0, 1.0]}}
+    job = make_job(train={"max_steps": 2}, space=space, trials=20)
+    run_precompute(job, tmp_path, tmp_path / "runs" / "sweep", SILENT)
+    trials = trials_of(search(job, tmp_path))
+    assert {row["values"]["loss.entropy_weighting"] for row in trials} == {0.0, 1.0}
+    assert {row["state"] for row in trials} == {"complete"}
+    (manifest,) = (tmp_path / "caches").glob("*/manifest.json")
+    assert open_cache(manifest.parent).codec.entropies
 
 
 @pytest.mark.long

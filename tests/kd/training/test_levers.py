@@ -65,8 +65,6 @@ class Taught:
         for section, values in sections.items():
             job[section] = {**job.get(section, {}), **values}
         job["cache"] = {"profile": profile, "shard_sequences": 8}
-        if profile == "threshold":  # loss.entropy_weighting needs it
-            job["cache"]["entropy"] = "positions"
         return parse_config(job)
 
     def train(
@@ -101,7 +99,9 @@ def taught(
     }  # fmt: skip
     found = Taught(job, tokenizer, home, {})
     for profile in ("threshold", "tempered", "hidden"):
-        summary = run_precompute(found.config(profile), home, home, SILENT)
+        # One of the levers needs the entropies of positions.
+        capture = found.config(profile, loss={"entropy_weighting": 1.0})
+        summary = run_precompute(capture, home, home, SILENT)
         found.fingerprints[profile] = summary.cache["fingerprint"]
     return found
 

@@ -56,7 +56,7 @@ def sample(
     codec: Codec, logits_NV: Tensor, gold_N: Tensor | None = None, sequence: int = 0
 ) -> Sample:
     gold_N = torch.zeros(len(logits_NV), dtype=torch.int64) if gold_N is None else gold_N
-    chance = Randomness.of(codec, sequence, np.arange(len(logits_NV)), CPU)
+    chance = Randomness.of_each(codec, [sequence], [np.arange(len(logits_NV))], CPU)[0]
     return Sampler(codec, KNOTS if codec.profile == "tempered" else 0).sample(
         logits_NV, gold_N, chance
     )
