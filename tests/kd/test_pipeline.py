@@ -358,7 +358,7 @@ def test_a_finished_run_keeps_its_last_checkpoint_and_that_of_its_baseline(
             "student.init.layers, train.seed",
         ),
         ({"data": {"sequence_length": 16}}, "data.sequence_length"),
-        ({"cache": {"draws": 2}}, "cache.draws"),
+        ({"cache": {"threshold": 0.5}}, "cache.threshold"),
         ({"loss": {"alpha": 0.5}, "cache": {"seed": 9}}, "loss.alpha, cache.seed"),
     ],
 )
