@@ -647,7 +647,7 @@ def test_a_model_that_cannot_be_distilled_is_refused_before_the_capture(
 
 def damage_shard(home: Path, flip: int | None) -> Path:
     """Flip a byte of a chunk in the second shard, or delete the chunk."""
-    (path,) = (home / "caches").glob("*/shards/000001/tail_0_symbols/c*")
+    (path,) = (home / "caches").glob("*/shards/000001/gap_symbols/c*")
     data = bytearray(path.read_bytes())
     if flip is None:
         path.unlink()
