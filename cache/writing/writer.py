@@ -192,7 +192,8 @@ class CacheWriter:
     def find_missing_shards(self, shards: Iterable[int] | None = None) -> ShardRuns:
         """Find those of ``shards`` (all) still to be written; check every byte of sealed ones.
 
-        All are missing where the tables of their dither are damaged, as in ``write_tables``.
+        All are missing where the tables of their dither are damaged or lost, as in
+        ``write_tables``.
         """
         self._renounce_unnamed()
         among = range(self.identity.shard_count) if shards is None else shards
@@ -280,7 +281,7 @@ class CacheWriter:
         """Write and seal the tables of the dither, unless they are sealed; return the sealed ones.
 
         Every shard needs them, so they are written before the first. Shards that were written with
-        damaged ones are missing from then on: no other tables name their tokens.
+        damaged or lost ones are missing from then on: no other tables name their tokens.
         """
         self._renounce_unnamed()
         self._write_once(DITHER, tables.to_arrays())
@@ -289,8 +290,8 @@ class CacheWriter:
         return found
 
     def _renounce_unnamed(self) -> None:
-        """Renounce all shards if the tables that name their tokens are damaged."""
-        if self.read_tables() is None and self._read_own_seal(DITHER) is not None:
+        """Renounce all shards if no sound tables name their tokens."""
+        if self.codec.rules.dithered and self.read_tables() is None:
             for index in range(self.identity.shard_count):
                 self._renounce(name_shard(index))
 

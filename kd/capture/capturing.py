@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from cache.checking.verify import find_missing
-from cache.errors import CacheError
+from cache.errors import CacheCorrupt, CacheError
 from cache.json_object import Json
 from cache.manifest import CacheIdentity, FidelityOverride, FidelityRow, Manifest
 from cache.reading.usage import hold_for
@@ -27,6 +27,7 @@ from cache.shards.shard_runs import ShardRuns
 from cache.store import Cache, locate_lock, open_cache
 from cache.writing.writer import CacheWriter, open_helper
 from cache.writing.writer import open_writer as open_for_capture
+from kd.capture.codec_identity import EARLIER_RECORDS
 from kd.capture.estimate.storage import estimate_bytes, require_space
 from kd.capture.extending import adopt_known_shards
 from kd.capture.fidelity.live import LiveTeacher
@@ -69,6 +70,7 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> Json:
         warn_of_overruled(found, monitor)
         return summarise_cache(found, reused=True)
 
+    require_written_form(plan, folder)
     on_wait = partial(monitor.wait_for, OTHER_CAPTURE, locate_lock(folder), "precompute")
     shared = monitor.ranges is not None
     with float32_products(), open_for_capture(root, plan.identity, on_wait, shared) as writer:
@@ -88,6 +90,15 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> Json:
     hold_for(sealed, folder)
     warn_of_overruled(sealed, monitor)
     return summarise_cache(sealed, reused=False)
+
+
+def require_written_form(plan: CapturePlan, folder: Path) -> None:
+    """Raise ``CacheCorrupt`` if the cache has records that this version does not write."""
+    if plan.options.rules.dithered and not plan.identity.codec.clusters:
+        raise CacheCorrupt(
+            f"the cache {folder} is damaged, and the run goes on with it alone. {EARLIER_RECORDS}",
+            "Restore the cache from a copy, or start over in another run folder (--run-dir).",
+        )
 
 
 def estimate_whole(plan: CapturePlan) -> tuple[int, int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cache.manifest import CodecIdentity, choose_codec_version
 from kd.config.cache import CacheConfig
 
 #: Clusters of a cache whose text is not known yet: those of some two million tokens.
 USUAL_CLUSTERS = 64
-#: Why a job of profile threshold cannot extend a cache without tables.
+#: Why a job of profile threshold cannot extend or mend a cache without tables.
 EARLIER_RECORDS = (
     "Potstill 0.2.0 or an earlier version captured it, in records of profile threshold that are "
     "read, but not written any more."
@@ -42,3 +44,9 @@ def make_codec_identity(
         fitted=fitted if dithered else 0,
         entropies=entropies,
     )
+
+
+def is_earlier_form(found: CodecIdentity, own: CodecIdentity) -> bool:
+    """Return whether version 0.2.0 captured ``found`` for what a job now captures as ``own``."""
+    recipe = {"clusters": own.clusters, "fitted": own.fitted, "entropies": own.entropies}
+    return found.clusters == 0 < own.clusters and replace(found, **recipe) == own

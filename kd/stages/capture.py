@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from cache.store import has_manifest
+from cache.errors import CacheError
+from cache.store import has_manifest, open_cache
 from kd.capture.capturing import capture_cache, help_capture
+from kd.capture.codec_identity import is_earlier_form
 from kd.capture.extending import settle_recipe
 from kd.capture.plan import CapturePlan, plan_capture
 from kd.config.job import JobConfig
 from kd.config.kinds import CAPTURE
-from kd.files import find_caches, write_json
+from kd.files import find_caches, read_json, write_json
 from kd.memory.one_sequence import require_capture_memory
 from kd.models.attention.causality import precheck_causality
 from kd.models.attention.isolation import make_small, precheck_isolation
@@ -26,7 +30,7 @@ from kd.parallel.devices import count_ranks
 from kd.parallel.group import Group, leave_group
 from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.progress import NOTICES, Monitor, StageResult, keep_notices
-from kd.stages.source import load_student_tokenizer, select_cache_inputs
+from kd.stages.source import load_student_tokenizer, read_cache_inputs, select_cache_inputs
 from kd.text.corpus import TEXTS
 from kd.training.preparing.requirements import require_stages
 
@@ -70,6 +74,7 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     """
     caches = find_caches(home, config.cache.store)
     planned = settle_recipe(plan_capture(config, monitor, home / TEXTS), caches)
+    planned = keep_begun_cache(planned, config, caches, run_dir)
     monitor.check("after the text was read; no shard was started")
     if monitor.ranges is not None and monitor.ranges.shared is not None:
         help_capture(planned, caches, monitor.ranges.shared, monitor)
@@ -87,6 +92,27 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     keep_notices(run_dir / NOTICES, monitor)
     monitor.emit("cache", **summary)
     return StageResult(summary)
+
+
+def keep_begun_cache(
+    planned: CapturePlan, config: JobConfig, caches: Path, run_dir: Path
+) -> CapturePlan:
+    """Return the plan of the cache that the run began with, if version 0.2.0 captured it.
+
+    Checkpoints, also those of the run that the job continues, go on with the same records alone.
+    """
+    continued = None if config.resume is None else config.resume.run
+    folders = [run_dir] if continued is None else [run_dir, run_dir.parent / continued]
+    for folder in folders:
+        known = read_json(folder / CAPTURE.last_file)
+        if known is None or read_cache_inputs(known) != select_cache_inputs(config):
+            continue
+        with suppress(CacheError):
+            found = open_cache(caches / known["fingerprint"]).identity
+            own = planned.identity.codec
+            if is_earlier_form(found.codec, own) and replace(found, codec=own) == planned.identity:
+                return replace(planned, identity=found)
+    return planned
 
 
 def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: Monitor) -> None:

@@ -203,7 +203,7 @@ def test_other_settings_are_other_runs(flags: Flags) -> None:
 
 @pytest.mark.long
 def test_caches_of_one_pass_are_those_of_single_captures(flags: Flags, tmp_path: Path) -> None:
-    rows = [FULL, "threshold 0.02, 2 draws", "topk 5"]
+    rows = [FULL, "threshold 0.02", "topk 5"]
     study = parse(flags(rows=rows, set="teacher.batch_size=1"))
     plans = study.plan_captures()
     capture_together(plans, study.caches)

@@ -359,6 +359,7 @@ def test_a_finished_run_keeps_its_last_checkpoint_and_that_of_its_baseline(
         ),
         ({"data": {"sequence_length": 16}}, "data.sequence_length"),
         ({"loss": {"entropy_weighting": 1.0}}, "loss.entropy_weighting"),
+        ({"cache": {"threshold": 0.5}}, "cache.threshold"),
         ({"loss": {"alpha": 0.5}, "cache": {"seed": 9}}, "loss.alpha, cache.seed"),
     ],
 )
@@ -647,7 +648,7 @@ def test_a_model_that_cannot_be_distilled_is_refused_before_the_capture(
 
 def damage_shard(home: Path, flip: int | None) -> Path:
     """Flip a byte of a chunk in the second shard, or delete the chunk."""
-    (path,) = (home / "caches").glob("*/shards/000001/tail_0_symbols/c*")
+    (path,) = (home / "caches").glob("*/shards/000001/gap_symbols/c*")
     data = bytearray(path.read_bytes())
     if flip is None:
         path.unlink()

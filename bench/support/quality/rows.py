@@ -3,7 +3,6 @@
 cross-entropy only               plain training; the lower end of the gap
 all of p                         profile hidden, the upper end
 threshold T                      profile threshold
-threshold T, R draws             the same with R samples of the tail, one for each epoch
 topk K                           the K most probable tokens, renormalised
 topk K and a ghost               the same tokens, and one bucket for the rest: profile topk
 N draws with replacement         RS-KD
@@ -98,9 +97,8 @@ def _make_full(name: str) -> Row:
     return Row(name, (HIDDEN,))
 
 
-def _make_threshold(name: str, threshold: str, draws: str | None) -> Row:
-    section = {"profile": "threshold", "threshold": float(threshold)}
-    return Row(name, (section | ({"draws": int(draws)} if draws else {}),))
+def _make_threshold(name: str, threshold: str) -> Row:
+    return Row(name, ({"profile": "threshold", "threshold": float(threshold)},))
 
 
 def _make_top(name: str, k: str, ghost: str | None) -> Row:
@@ -152,7 +150,7 @@ NUMBER = r"(\d*\.?\d+)"
 FORMS: tuple[tuple[str, Callable[..., Row]], ...] = (
     (PLAIN, _make_plain),
     (FULL, _make_full),
-    (rf"threshold {NUMBER}(?:, (\d+) draws)?", _make_threshold),
+    (rf"threshold {NUMBER}", _make_threshold),
     (r"topk (\d+)( and a ghost)?", _make_top),
     (r"([1-9]\d*) draws with replacement", _make_draws),
     (rf"draws like threshold {NUMBER}", _make_like),

@@ -295,12 +295,17 @@ def test_a_capture_that_goes_on_keeps_the_sealed_tables(tmp_path):
 
 
 @pytest.mark.parametrize("first", ["find shards", "write tables"])
-def test_shards_go_with_damaged_tables(tmp_path, first):
+@pytest.mark.parametrize("damage", ["array", "seal", "lost seal"])
+def test_shards_go_with_damaged_tables(tmp_path, first, damage):
     """No other tables name their tokens: they are captured again."""
     with open_writer(tmp_path, IDENTITY) as writer:
         write_folders(writer)
         writer.write_shard(0, *make_shard(IDENTITY, 0))
-    flip(writer.folder / "dither/classes/c.0", 99)
+    if damage == "lost seal":
+        (writer.folder / "seals/dither.json").unlink()
+    else:
+        damaged = "dither/classes/c.0" if damage == "array" else "seals/dither.json"
+        flip(writer.folder / damaged, 99)
     others = turn(make_tables(300, 2))
     with open_writer(tmp_path, IDENTITY) as writer:
         assert writer.read_tables() is None
