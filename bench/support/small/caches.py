@@ -242,9 +242,12 @@ def make_shard(identity: CacheIdentity, index: int) -> tuple[Sequences, Records]
         identity.data.sequence_length,
         identity.tokenizer.vocabulary_size,
     )
+    codec = identity.record_codec()
+    if not codec.rules.dithered:
+        # As the version before makes them, whose caches are compared with these.
+        return sequences, make_records(seed, sequences.positions, codec)
     rows, position_N = np.nonzero(sequences.target_mask)
     places = RecordPositions(rows + identity.shard_range(index).start, position_N)
-    codec = identity.record_codec()
     records = make_records(seed, len(rows), codec, sequences.find_gold_ids(), places)
     return sequences, records
 
