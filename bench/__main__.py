@@ -82,9 +82,9 @@ BENCHES = {
         "minutes",
     ),
     "dither": Bench(
-        "bench/dither/records.py",
-        "bytes, noise and bias of records whose tails are coded with shared dither",
-        "an hour",
+        "bench/dither.py",
+        "bytes, noise and bias of records of profile threshold, beside those of version 0.2.0",
+        "minutes",
     ),
     "bias": Bench(
         "bench/bias.py",
@@ -102,7 +102,7 @@ BENCHES = {
         "10 minutes",
     ),
     "packed": Bench(
-        "bench/packed.py",
+        "bench/loops/packed.py",
         "memory and time of packed rows, beside rows of one document",
         "minutes",
     ),

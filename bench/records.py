@@ -60,9 +60,10 @@ from cache.rounding import round_to_bfloat16
 from cache.store import Cache, open_cache
 from cache.units.dither import DitherTables
 from cache.writing.writer import open_writer
+from kd.capture.codec_identity import Recipe
 from kd.capture.knots import choose_knots
 from kd.capture.recording import LOGIT_ELEMENTS, Recorder
-from kd.capture.units.fitting import Recipe, fit_tables
+from kd.capture.units.fitting import fit_tables
 from kd.config.data import DataConfig
 from kd.exchange import distillkit
 from kd.loss.decoder import TargetDecoder

@@ -12,7 +12,7 @@ One run with five parts. Each compares variants that take turns (``bench/support
                     step
     profile         where the time of the loop from the cache goes: profile.json of its run
     levers          the same loop with one more lever, named by its field in a job
-    packed rows     memory and time of rows of many documents (``bench/packed.py``)
+    packed rows     memory and time of rows of many documents (``bench/loops/packed.py``)
 
 The live teacher's loop does only what is necessary: the same batches, read ahead; the teacher's
 forward pass without a gradient; forward KL to its whole distribution, one chunk of logits at a

@@ -149,6 +149,10 @@ class Profile(ABC):
         """Estimate the bytes of a shard besides its positions."""
         return float(self.shard_bytes)
 
+    def estimate_once(self, numbers: CodecNumbers, width: int) -> float:
+        """Estimate the bytes that a cache has once; ``width`` as for a position."""
+        return 0.0
+
     # ------------------------------------------------------------------ what people see of them
 
     #: The columns that a page of records shows, if it needs no ids that are coded together.

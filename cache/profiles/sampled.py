@@ -163,8 +163,9 @@ class Sampled(Profile):
         return max(rest + tail * numbers.draws + longer, 1.0) + 2 * len(numbers.always_keep)
 
     def estimate_shard(self, numbers: CodecNumbers) -> float:
-        """Add the table of frequencies."""
-        return super().estimate_shard(numbers) + _TABLE_BYTES * numbers.vocabulary_size
+        """Add the table of frequencies, which records with dither do not have."""
+        classes = 0 if self.dithered else numbers.vocabulary_size
+        return super().estimate_shard(numbers) + _TABLE_BYTES * classes
 
     # ------------------------------------------------------------------ what people see of them
 

@@ -39,6 +39,9 @@ KNOWN_STEPS = 8
 WHOLE = 1 << 40
 #: The largest number of clusters: a position keeps its cluster in one byte.
 MOST_CLUSTERS = 256
+#: Bytes of the table of a cluster, and of the order of the tokens, once a cache.
+_TABLE_BYTES = 8_300
+_ORDER_BYTES = 57_000
 
 
 @functools.cache
@@ -102,6 +105,10 @@ class Threshold(Sampled):
     def choose(self, numbers: CodecNumbers) -> Profile:
         """Return the rules of earlier caches where there is no cluster."""
         return self if numbers.clusters else ExactHeads()
+
+    def estimate_once(self, numbers: CodecNumbers, width: int) -> float:
+        """Estimate the bytes of the tables, with centres of width 576."""
+        return float(_TABLE_BYTES * numbers.clusters + _ORDER_BYTES)
 
     def find_fault(self, numbers: CodecNumbers) -> str | None:
         """Refuse what does not fit the types, too."""

@@ -127,3 +127,7 @@ class Hidden(_Whole):
     def estimate_position(self, numbers: CodecNumbers, width: int) -> float:
         """Count the bytes of a state and of its scale; compression makes them fewer."""
         return float(numbers.common_bytes + width * numbers.bits // 8 + 4)
+
+    def estimate_once(self, numbers: CodecNumbers, width: int) -> float:
+        """Count the bytes of the LM head."""
+        return float(numbers.vocabulary_size * width * 4)

@@ -22,9 +22,8 @@ from cache.manifest import (
     TokenizerIdentity,
 )
 from cache.random import SEQUENCES
-from kd.capture.codec_identity import make_codec_identity
+from kd.capture.codec_identity import Recipe, make_codec_identity
 from kd.capture.remote import hash_remote_teacher
-from kd.capture.units.fitting import Recipe
 from kd.config.cache import CacheConfig
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig

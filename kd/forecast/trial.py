@@ -15,7 +15,7 @@ from cache.records import Records, Sequences
 from cache.shards.names import LM_HEAD
 from cache.store import Cache, open_cache
 from cache.writing.writer import open_writer as open_for_capture
-from kd.capture.estimate.job import make_estimate, require_capture
+from kd.capture.estimate.job import choose_recipe, make_estimate, require_capture
 from kd.capture.estimate.storage import CacheSize, estimate_cache_size
 from kd.capture.estimate.text import CaptureSize, TokenCounter, estimate_capture_size
 from kd.capture.plan import CapturePlan, make_provenance, plan_capture
@@ -80,14 +80,7 @@ def run_trial(
         weights = reader.model.parameters() if isinstance(reader, Teacher) else ()
         weight_bytes = sum(each.nbytes for each in weights)
         sealed = _seal(folder / "cache", planned, some, reader)
-    manifest = sealed.manifest
-    shard = 0.0
-    if planned.identity.codec.shard_sequences > len(some.sequences):
-        # What grows with the positions was measured; the rest of a shard is told by the table.
-        shard = estimate_cache_size(planned.identity.record_codec()).shard
-    records = max(manifest.totals.bytes - shard, manifest.positions)
-    lm_head = sum(list_file_sizes(sealed.folder / LM_HEAD).values())
-    storage = CacheSize(records / max(manifest.positions, 1), shard, lm_head)
+    storage = _measure_size(planned, sealed, text)
     pace = (some.seconds / len(some.sequences), name_device(device))
     caches = find_caches(home, config.cache.store)
     estimate = make_estimate(text, storage, config.cache.shard_sequences, caches, pace)
@@ -95,6 +88,24 @@ def run_trial(
         whole = min(config.cache.shard_sequences, text.sequences) / len(some.sequences)
         memory += round((_SHARD_COPIES * whole - 1) * some.records.nbytes)
     return Trial(text, estimate, sealed, memory, weight_bytes, some.first_sequences)
+
+
+def _measure_size(planned: CapturePlan, sealed: Cache, text: CaptureSize) -> CacheSize:
+    """Measure the bytes of a position; the table tells what a trial is too short for.
+
+    That is what a shard takes besides its positions, and what more clusters of dither change.
+    """
+    manifest = sealed.manifest
+    codec = planned.identity.record_codec()
+    known = estimate_cache_size(codec)
+    short = planned.identity.codec.shard_sequences > len(sealed)
+    shard = known.shard if short else 0.0
+    position = max(manifest.totals.bytes - shard, manifest.positions) / max(manifest.positions, 1)
+    if not codec.rules.dithered:
+        lm_head = sum(list_file_sizes(sealed.folder / LM_HEAD).values())
+        return CacheSize(position, shard, lm_head)
+    whole = estimate_cache_size(replace(codec, clusters=choose_recipe(text).clusters))
+    return CacheSize(position + whole.position - known.position, shard, whole.once)
 
 
 def _plan_trial(

@@ -1,126 +1,125 @@
-"""Tails with shared dither: what is read is what was drawn, in fixed numbers and without bias."""
+"""The bench of records in units prints bytes, noise and bias, beside records of version 0.2.0."""
 
 from __future__ import annotations
 
 import argparse
-import math
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
-from torch import Tensor
 
-from bench.dither.records import HEADS, fit_clusters, measure
-from bench.dither.tails import Drawn, Tables, draw_slots, draw_tails, read_drawn, write_drawn
+from bench.dither import (
+    COLUMNS,
+    Errors,
+    TeacherChunk,
+    compare,
+    divide_tokens,
+    measure,
+    read_chunks,
+    record_all,
+)
 from bench.records import Truth
 from cache.records import Sequences
+from kd.loss.sparse_targets import SparseTarget
 from kd.models.lm_head import LMHead
 
-V = 300
-SIZE = 1 << 12
-ROWS = 4_000
+V, D, LENGTH = 300, 8, 121
+OPTIONS = argparse.Namespace(threshold=0.03, scale=1.05, clusters=[1, 4], seeds=2, fit=3, divide=1)
 
 
-def make_tails(rows: int, seed: int) -> Tensor:
-    """Tails like a teacher's: few likely tokens, many rare ones, and some of probability 0."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2.5 * torch.randn(rows, V, generator=generator, dtype=torch.float64)
-    tails = torch.softmax(logits, 1).masked_fill(logits < -4, 0.0)
-    return tails.masked_fill(tails > 0.05, 0.0)
-
-
-def make_tables(clusters: int) -> Tables:
-    """Tables of other tails, which lack a tenth of the tokens."""
-    mass = torch.stack([make_tails(20, 100 + each).mean(0) for each in range(clusters)])
-    return Tables.of(mass.masked_fill(torch.arange(V) % 10 == 3, 0.0), SIZE)
-
-
-def draw(tail_NV: Tensor, count_N: Tensor, tables: Tables, seed: int) -> tuple[Drawn, Tensor]:
-    cluster_N = torch.arange(len(tail_NV)) % len(tables.slots_CZ)
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(tail_NV.shape, generator=generator, dtype=torch.float64)
-    places = (seed, 7, np.arange(len(tail_NV)))
-    return draw_tails(tail_NV, count_N, tables, cluster_N, places, uniform), cluster_N
-
-
-def test_slots_have_the_shares_of_the_prior() -> None:
-    tables = make_tables(3)
-    for slots, prior in zip(tables.slots_CZ, tables.prior_CV, strict=True):
-        assert torch.equal(torch.bincount(slots, minlength=V).double() / SIZE, prior)
-    assert torch.allclose(tables.prior_CV.sum(1), torch.ones(3, dtype=torch.float64))
-    # A cluster that no position was in has the mean of all.
-    empty = Tables.of(torch.stack([make_tails(20, 1).mean(0), torch.zeros(V)]), SIZE)
-    assert (empty.prior_CV[0] - empty.prior_CV[1]).abs().max() <= 1 / SIZE
-
-
-def test_slots_are_uniform_and_depend_on_every_counter() -> None:
-    k = np.arange(40_000)
-    slots = draw_slots(5, 1, np.array(2), k, 16)
-    counts = np.bincount(slots, minlength=16)
-    assert np.abs(counts - 2500).max() < 5 * math.sqrt(2500)
-    for seed, sequence, position in ((6, 1, 2), (5, 2, 2), (5, 1, 3)):
-        again = draw_slots(seed, sequence, np.array(position), k, 16)
-        assert abs(float((again == slots).mean()) - 1 / 16) < 0.01
-    few = draw_slots(5, 1, np.array(2), k[[9, 3]], 16)
-    assert few.tolist() == slots[[9, 3]].tolist()
-
-
-def test_a_reader_finds_the_drawn_tokens_in_fixed_numbers() -> None:
-    tables = make_tables(3)
-    tails = make_tails(200, 2)
-    count = torch.arange(200) % 12
-    drawn, cluster = draw(tails, count, tables, 11)
-    written = write_drawn(drawn, 200)
-    assert (written.accepted_N + written.other_N).tolist() == count.tolist()
-    assert written.other_N.sum() > 10 and written.accepted_N.sum() > 500
-    found = read_drawn(written, tables, cluster.numpy(), (11, 7, np.arange(200)))
-    for row, ids in enumerate(found):
-        assert ids == sorted(drawn.ids_M[drawn.rows_M == row].tolist())
-        assert len(set(ids)) == len(ids)
-        assert (tails[row, ids] > 0).all()
-
-
-def test_the_chance_of_each_token_is_its_share_of_the_draws() -> None:
-    """Pareto's own error is of the order of a thousandth; a wrong prior must not add to it."""
-    tail = make_tails(1, 3)
-    count = 6
-    hits = torch.zeros(V, dtype=torch.float64)
-    for seed in range(5):
-        drawn, _ = draw(tail.expand(ROWS, -1), torch.full((ROWS,), count), make_tables(2), seed)
-        hits += torch.bincount(drawn.ids_M, minlength=V)
-    chance = count * tail[0] / tail.sum()
-    assert chance.max() < 1
-    draws = 5 * ROWS
-    error = (hits / draws - chance).abs() - 0.01 * chance - 12.5 / 3 / draws
-    z = error.clamp(min=0) / (chance * (1 - chance) / draws).sqrt().clamp(min=1e-9)
-    assert z.max() < 5
-    assert hits[tail[0] == 0].sum() == 0
-
-
-def test_a_better_prior_makes_shorter_gaps() -> None:
-    tails = make_tails(1, 4).expand(500, -1)
-    count = torch.full((500,), 8)
-    own = Tables.of(tails[:1], SIZE)
-    means = [
-        np.log2(write_drawn(draw(tails, count, tables, 1)[0], 500).k_E).mean()
-        for tables in (own, make_tables(1))
-    ]
-    assert means[0] < means[1] - 1
-
-
-def test_every_kind_of_record_sums_to_one_and_is_unbiased() -> None:
-    """The measured records, whose weights must sum to 1, beside a teacher of 300 words."""
+@pytest.fixture(scope="module")
+def truth() -> Truth:
+    """A teacher of 300 words, and six sequences."""
     generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(120, 8, generator=generator) for _ in range(6)]
-    head = LMHead(torch.randn(V, 8, generator=generator), None, 1.0, None, V)
-    gold = [torch.randint(V, (120,), generator=generator) for _ in states]
-    sequences = Sequences(
-        np.zeros((6, 121), np.uint32), np.zeros((6, 121), bool), np.zeros((6, 121), bool)
+    states = [torch.randn(LENGTH - 1, D, generator=generator) for _ in range(6)]
+    head = LMHead(torch.randn(V, D, generator=generator), None, 1.0, None, V)
+    gold = [torch.randint(V, (LENGTH - 1,), generator=generator) for _ in states]
+    tokens = np.zeros((6, LENGTH), np.uint32)
+    mask = np.zeros((6, LENGTH), bool)
+    mask[:, :-1] = True
+    for row, gold_N in zip(tokens, gold, strict=True):
+        row[1:] = gold_N
+    return Truth(Sequences(tokens, np.zeros_like(mask), mask), states, gold, head)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_all_records_are_unbiased_at_about_the_same_noise(truth: Truth, parts: int) -> None:
+    teacher = divide_tokens(truth, parts)
+    found = list(record_all(teacher, 3, OPTIONS))
+    compare(teacher, 3, found)
+    assert [(each.codec.clusters, each.codec.seed) for each in found] == [
+        (clusters, seed) for clusters in (0, 1, 4) for seed in (0, 1)
+    ]
+    for each in found:
+        assert len(each.records) == 3 * (LENGTH - 1)
+        assert each.errors.largest_z < 5, each.codec
+        assert 0.7 < each.errors.noise / found[0].errors.noise < 1.3, each.codec
+        assert each.whole > 0 and each.side > 0
+
+
+def test_the_tables_have_a_row_for_each_seed_and_each_array(truth: Truth) -> None:
+    lines = measure(truth, OPTIONS)
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    records, arrays = rows[:7], rows[7:]
+    assert records[0] == COLUMNS
+    assert [row[2] for row in records[1:]] == ["0", "1"] * 3
+    assert [row[4] for row in records[1:3]] == ["1.000", "1.000"]
+    names = {row[0] for row in arrays[1:]}
+    assert {"tail_0_symbols", "head_logprobs", "gap_symbols", "head_units", "cluster"} <= names
+    for column, row in zip((1, 2, 3), (1, 3, 5), strict=True):
+        whole = sum(float(each[column]) for each in arrays[1:])
+        assert whole == pytest.approx(float(records[row][3]), abs=0.005 * len(names) + 0.005)
+
+
+def test_the_parts_of_a_token_share_its_probability(truth: Truth) -> None:
+    divided = divide_tokens(truth, 3)
+    assert divided.head.vocabulary == 3 * V
+    for whole, parts in zip(read_chunks(truth, 2), read_chunks(divided, 2), strict=True):
+        p_N3V = parts.p_NV.unflatten(1, (3, V))
+        torch.testing.assert_close(p_N3V.sum(1), whole.p_NV, rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(p_N3V[:, 0], 3 * p_N3V[:, 2], rtol=1e-5, atol=1e-12)
+        assert torch.equal(parts.gold_N % V, whole.gold_N)
+    gold = torch.cat(divided.gold)
+    assert float((gold < V).float().mean()) == pytest.approx(6 / 11, abs=0.1)
+
+
+def test_errors_are_those_of_dense_weights(truth: Truth) -> None:
+    chunk = next(read_chunks(truth, 1))
+    generator = torch.Generator().manual_seed(1)
+    ids_NK = torch.rand(len(chunk.p_NV), V, generator=generator).argsort(1)[:, :5]
+    w_NV = torch.zeros_like(chunk.p_NV).scatter_(1, ids_NK, 0.2)
+    offsets = torch.arange(len(ids_NK) + 1) * 5
+    target = SparseTarget(
+        offsets,
+        ids_NK.flatten(),
+        torch.full((ids_NK.numel(),), 0.2, dtype=torch.float64),
+        offsets,
+        offsets,
     )
-    truth = Truth(sequences, states, gold, head)
-    clusters = fit_clusters(truth, range(3, 6), 0.03, [1, 4], SIZE)
-    options = argparse.Namespace(threshold=0.03, every=1, heads=HEADS, scale=1.05, seed=0)
-    rows = measure(truth, range(3), clusters, options)
-    assert len(rows) == 11
-    for heads, tails, size, _, _, _, noise, z, _ in rows:
-        assert float(z) < 5, (heads, tails)
-        assert float(size) > 0 and 0.7 < float(noise) < 1.3, (heads, tails)
+    errors = Errors()
+    errors.add(target, chunk, chunk.sum_variances(0.03))
+    error_NV = w_NV - chunk.p_NV
+    assert errors.noise == pytest.approx(float(error_NV.square().sum()))
+    for decade, found in enumerate(errors.error_B):
+        expected = error_NV[chunk.decade_NV == decade].sum()
+        assert found == pytest.approx(float(expected), abs=1e-9)
+
+
+def test_decades_begin_at_powers_of_ten() -> None:
+    p_NV = torch.tensor([[0.5, 0.02, 3e-5, 0.0]], dtype=torch.float64)
+    chunk = TeacherChunk(torch.zeros(1, dtype=torch.int64), p_NV)
+    assert chunk.decade_NV.tolist() == [[0, 1, 4, 7]]
+    assert chunk.p_B.tolist() == pytest.approx([0.5, 0.02, 0, 0, 3e-5, 0, 0, 0])
+    expected = 0.03**2 * (2 / 3) * (1 / 3)
+    assert chunk.sum_variances(0.03)[1] == pytest.approx(expected)
+
+
+def test_weights_that_do_not_sum_to_one_end_the_command(truth: Truth) -> None:
+    chunk = next(read_chunks(truth, 1))
+    offsets = torch.arange(len(chunk.p_NV) + 1)
+    ids = torch.zeros(len(chunk.p_NV), dtype=torch.int64)
+    target = SparseTarget(offsets, ids, torch.ones(len(ids), dtype=torch.float64), offsets, offsets)
+    Errors().add(target, chunk, np.zeros(8))
+    with pytest.raises(SystemExit, match="sum to 1"):
+        Errors().add(replace(target, weights_E=target.weights_E * 0.99), chunk, np.zeros(8))

@@ -13,7 +13,7 @@ from pathlib import Path
 from cache.disk import sum_file_sizes
 from cache.remote.address import read_binding
 from kd.addresses import ModelSource
-from kd.capture.codec_identity import make_codec_identity
+from kd.capture.codec_identity import Recipe, make_codec_identity
 from kd.capture.estimate.storage import CacheSize, estimate_cache_size
 from kd.capture.estimate.text import CaptureSize, TokenCounter, estimate_capture_size, require_width
 from kd.client.wire.plans import JobEstimate
@@ -88,9 +88,17 @@ def measure_capture(config: JobConfig, root: Path) -> tuple[CaptureSize, CacheSi
     source = require_capture(config)
     tokenizer = TokenCounter.find(source, root)
     work = estimate_capture_size(config, root, tokenizer)
-    codec = make_codec_identity(config.cache, config.keeps_entropies).record_codec(tokenizer.size)
+    clusters = choose_recipe(work).clusters
+    identity = make_codec_identity(config.cache, config.keeps_entropies, clusters=clusters)
+    codec = identity.record_codec(tokenizer.size)
     width = require_width(source, root) if codec.rules.needs_lm_head else 0
     return work, estimate_cache_size(codec, width)
+
+
+def choose_recipe(work: CaptureSize) -> Recipe:
+    """Choose the tables of the dither for a text of this size."""
+    positions = work.positions * work.train_sequences // max(work.sequences, 1)
+    return Recipe.choose(positions, work.train_sequences)
 
 
 def list_measured_files(config: JobConfig, root: Path) -> list[Path]:

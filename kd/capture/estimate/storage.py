@@ -18,15 +18,18 @@ _SEQUENCE_ARRAYS = 3
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Bytes on disk: of each position, of each shard besides its positions, and of the LM head."""
+    """Bytes on disk: of each position, of each shard besides its positions, and of a cache once.
+
+    The last are those of an LM head, or of the tables of the dither.
+    """
 
     position: float
     shard: float
-    lm_head: int = 0
+    once: int = 0
 
     def sum_bytes(self, positions: int, shards: int) -> int:
         """Return the bytes of a whole cache."""
-        return math.ceil(self.position * positions + self.shard * shards) + self.lm_head
+        return math.ceil(self.position * positions + self.shard * shards) + self.once
 
 
 def estimate_cache_size(codec: Codec, width: int = 0) -> CacheSize:
@@ -35,8 +38,8 @@ def estimate_cache_size(codec: Codec, width: int = 0) -> CacheSize:
     Profile hidden needs ``width``, D of the teacher.
     """
     rules = codec.rules
-    lm_head = codec.vocabulary_size * width * 4 if rules.needs_lm_head else 0
-    return CacheSize(rules.estimate_position(codec, width), rules.estimate_shard(codec), lm_head)
+    once = math.ceil(rules.estimate_once(codec, width))
+    return CacheSize(rules.estimate_position(codec, width), rules.estimate_shard(codec), once)
 
 
 def estimate_bytes(identity: CacheIdentity, positions: int, width: int) -> int:

@@ -10,26 +10,17 @@ V vocabulary, Z slots of a table, L leading tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from cache.profiles.threshold import MOST_CLUSTERS
 from cache.units.dither import DitherTables, choose_leading, share_slots
 from kd.capture.sampling import Sampler
 from kd.capture.units.drawing import find_nearest
 from kd.models.lm_head import LMHead
 
-#: Positions of the whole text for each cluster: their tables take a hundredth of its bytes.
-_POSITIONS_PER_CLUSTER = 1 << 15
-#: Positions that are read for each cluster, and at least in all.
-_READ_PER_CLUSTER = 1 << 8
-_LEAST_READ = 1 << 13
-#: The largest part of the text that is read twice.
-_READ_PART = 16
 #: Rounds of k-means, which changes little after them.
 _ROUNDS = 12
 #: The share of the mean of all clusters in the prior of one, so that no likely token is missed.
@@ -41,26 +32,6 @@ _ROWS = 64
 
 #: Hidden states (N, D) and next tokens (N,) of one sequence.
 States = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How many clusters a cache has, and how many of its first sequences make their tables."""
-
-    clusters: int
-    sequences: int
-
-    @classmethod
-    def choose(cls, positions: int, sequences: int) -> Recipe:
-        """Choose them for a text of so many training sequences, which have ``positions`` targets.
-
-        A short text gets one cluster: its mean tail.
-        """
-        wanted = max(positions // _POSITIONS_PER_CLUSTER, 1)
-        clusters = min(1 << (wanted.bit_length() - 1), MOST_CLUSTERS)
-        read = min(max(_READ_PER_CLUSTER * clusters, _LEAST_READ), positions // _READ_PART)
-        each = max(positions // max(sequences, 1), 1)
-        return cls(clusters, min(max(-(-read // each), 1), max(sequences, 1)))
 
 
 def fit_tables(

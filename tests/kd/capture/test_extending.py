@@ -18,7 +18,8 @@ from cache.errors import CacheCorrupt
 from cache.manifest import FORMAT_VERSION
 from cache.store import measure_cache_bytes, open_cache
 from cache.units.dither import DitherTables
-from kd.capture.units.fitting import Recipe, fit_tables
+from kd.capture.codec_identity import Recipe
+from kd.capture.units.fitting import fit_tables
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.loss import LossConfig

@@ -18,8 +18,9 @@ from cache.profiles.threshold import MOST_CLUSTERS
 from cache.store import open_cache
 from cache.units.dither import LEADING, SLOTS
 from kd.capture import teacher as reading
+from kd.capture.codec_identity import Recipe
 from kd.capture.units.drawing import find_nearest
-from kd.capture.units.fitting import Recipe, find_centres, fit_tables, make_tables
+from kd.capture.units.fitting import find_centres, fit_tables, make_tables
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted

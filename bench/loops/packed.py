@@ -1,6 +1,6 @@
 """Measure the memory and the time of packed rows beside rows of one document.
 
-    python bench/packed.py [--small] [--out FILE]
+    python bench/loops/packed.py [--small] [--out FILE]
 
 A packed row holds documents of random lengths; the other row has the same tokens and is one
 document. Each variant runs in a process of its own:
