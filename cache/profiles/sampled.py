@@ -148,7 +148,14 @@ class Sampled(Profile):
     # ------------------------------------------------------------------ bytes on disk
 
     def estimate_position(self, numbers: CodecNumbers, width: int) -> float:
-        """Estimate them from the measured bytes, linearly in the logarithm of the threshold.
+        """Estimate them from the measured bytes; a larger vocabulary has longer entries."""
+        rest, tail, entries = self.look_up_bytes(numbers)
+        doublings = math.log2(numbers.vocabulary_size / MEASURED_VOCABULARY)
+        longer = _BITS_PER_DOUBLING * doublings / 8 * entries
+        return max(rest + tail * numbers.draws + longer, 1.0) + 2 * len(numbers.always_keep)
+
+    def look_up_bytes(self, numbers: CodecNumbers) -> tuple[float, float, float]:
+        """Interpolate the measured bytes linearly in the logarithm of the threshold.
 
         Thresholds beyond the ends of the table get the values of the ends.
         """
@@ -158,9 +165,7 @@ class Sampled(Profile):
             float(np.interp(math.log(numbers.threshold), places, [row[1][column] for row in rows]))
             for column in range(3)
         )
-        doublings = math.log2(numbers.vocabulary_size / MEASURED_VOCABULARY)
-        longer = _BITS_PER_DOUBLING * doublings / 8 * entries
-        return max(rest + tail * numbers.draws + longer, 1.0) + 2 * len(numbers.always_keep)
+        return rest, tail, entries
 
     def estimate_shard(self, numbers: CodecNumbers) -> float:
         """Add the table of frequencies, which records with dither do not have."""

@@ -76,5 +76,5 @@ def make_codec_identity(
 
 def is_earlier_form(found: CodecIdentity, own: CodecIdentity) -> bool:
     """Return whether version 0.2.0 captured ``found`` for what a job now captures as ``own``."""
-    recipe = {"clusters": own.clusters, "fitted": own.fitted, "entropies": own.entropies}
-    return found.clusters == 0 < own.clusters and replace(found, **recipe) == own
+    newer = replace(found, clusters=own.clusters, fitted=own.fitted, entropies=own.entropies)
+    return found.clusters == 0 < own.clusters and newer == own

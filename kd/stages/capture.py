@@ -30,7 +30,12 @@ from kd.parallel.devices import count_ranks
 from kd.parallel.group import Group, leave_group
 from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.progress import NOTICES, Monitor, StageResult, keep_notices
-from kd.stages.source import load_student_tokenizer, read_cache_inputs, select_cache_inputs
+from kd.stages.source import (
+    are_cache_inputs,
+    load_student_tokenizer,
+    read_cache_inputs,
+    select_cache_inputs,
+)
 from kd.text.corpus import TEXTS
 from kd.training.preparing.requirements import require_stages
 
@@ -105,7 +110,7 @@ def keep_begun_cache(
     folders = [run_dir] if continued is None else [run_dir, run_dir.parent / continued]
     for folder in folders:
         known = read_json(folder / CAPTURE.last_file)
-        if known is None or read_cache_inputs(known) != select_cache_inputs(config):
+        if known is None or not are_cache_inputs(read_cache_inputs(known), config):
             continue
         with suppress(CacheError):
             found = open_cache(caches / known["fingerprint"]).identity
