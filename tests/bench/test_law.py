@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -39,11 +38,10 @@ def test_the_page_states_the_law_as_it_is_printed() -> None:
     assert f"```text\n{describe_law()}\n```" in page
 
 
-def test_the_bytes_of_ids_are_those_of_the_page_about_coding() -> None:
+def test_records_in_units_are_those_of_the_page_about_coding() -> None:
     page = (ROOT / "docs/benchmarks/coding.md").read_text(encoding="utf-8")
-    table = page.partition("threshold 0.04, ")[2]
-    title = re.search(r"head, ([\d.]+) ids \| tail, ([\d.]+) ids", table)
-    floor = re.search(r"\| floor of the ids' frequencies \| ([\d.]+) \| ([\d.]+) \|", table)
-    assert title is not None and floor is not None
-    assert math.fsum(map(float, title.groups())) == pytest.approx(law.FLOOR_IDS)
-    assert math.fsum(map(float, floor.groups())) == pytest.approx(law.FLOOR_BYTES)
+    rows = re.findall(r"\| 256 clusters \| [\d.]+ \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \|", page)
+    known = zip(law.UNIT_BYTES, law.UNIT_NOISE, strict=True)
+    assert sorted((float(size), float(noise)) for size, noise in rows) == sorted(known)
+    tokens = re.search(r"\| tokens \| ([\d.]+) \|", page)
+    assert tokens is not None and float(tokens[1]) == law.TOKEN_BYTES

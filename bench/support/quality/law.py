@@ -2,9 +2,10 @@
 
     python -m bench.support.quality.law
 
-It reads the rows of the page's section of 330 steps and prints the line through them in log-log,
-by least squares, and what a share of 97 % takes by that line and between the measured rows. The
-bytes of an id are the floor of the ids' frequencies in docs/benchmarks/coding.md.
+It reads the rows of version 0.2.0 in the page's section of 330 steps and prints the line through
+them in log-log, by least squares, and what a share of 97 % takes by that line: with those records,
+and with records in units of 256 clusters, whose noise and bytes are those of
+docs/benchmarks/coding.md.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ PAGE = ROOT / "docs/benchmarks/quality.md"
 SECTION = "## 330 steps, and what more bytes buy"
 #: The share that the law is asked for.
 WANTED = 0.97
-#: Bytes of the ids of a record of threshold 0.04 at the floor, and the number of the ids.
-FLOOR_BYTES = 2.43 + 11.16
-FLOOR_IDS = 2.85 + 9.74
+#: Noise and bytes of records in units, and the bytes that tokens take beside them.
+UNIT_NOISE = (0.00567, 0.01408)
+UNIT_BYTES = (20.87, 12.98)
+TOKEN_BYTES = 1.35
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def read_rows() -> tuple[list[Row], float]:
     ]
     rows = [
         Row(
-            threshold=float(name.removeprefix("threshold ")),
+            threshold=float(name.split()[1]),
             entries=float(entries),
             bytes=float(size),
             noise=float(noise),
@@ -90,7 +92,7 @@ def read_rows() -> tuple[list[Row], float]:
             share=float(re.sub("%.*", "", share)) / 100,
         )
         for name, entries, size, noise, _, behind, share, *_ in cells
-        if name.startswith("threshold ")
+        if name.endswith(" of 0.2.0")
     ]
     (gap,) = (float(each[5]) for each in cells if each[0] == "cross-entropy only")
     return rows, gap
@@ -100,16 +102,14 @@ def describe_law() -> str:
     """Describe the law in the numbers that the page states."""
     rows, gap = read_rows()
     law = Law.fit(rows, gap)
-    shares = sorted((row.share, row.bytes) for row in rows)
-    line = float(np.interp(WANTED, *zip(*shares, strict=True)))
-    id_bytes = FLOOR_BYTES / FLOOR_IDS
+    slope, start = np.polyfit(np.log(UNIT_NOISE), np.log(UNIT_BYTES), 1)
+    units = float(np.exp(start + slope * np.log(law.noise)))
     return (
         f"behind all of p = {law.factor:.2f} noise^{law.power:.2f} nats\n"
-        f"{WANTED:.0%}: {(1 - WANTED) * gap:.4f} behind, a noise of {law.noise:.4f}, a threshold "
-        f"of {law.threshold:.3f}, {law.entries:.0f} entries, {law.bytes:.0f} bytes\n"
-        f"between the measured rows: {line:.0f} bytes\n"
-        f"an id: {id_bytes:.2f} bytes; {law.entries:.0f} ids: {law.entries * id_bytes:.0f} bytes; "
-        f"24 bytes: {24 / id_bytes:.0f} ids"
+        f"{WANTED:.0%}: {(1 - WANTED) * gap:.4f} behind, a noise of {law.noise:.4f}\n"
+        f"records of 0.2.0: a threshold of {law.threshold:.3f}, {law.entries:.0f} entries, "
+        f"{law.bytes:.0f} bytes\n"
+        f"in units, with 256 clusters and the tokens: {units + TOKEN_BYTES:.0f} bytes"
     )
 
 
