@@ -2,7 +2,8 @@
 
 The teacher reads *Persuasion*; ``tests/support/make_smollm2.py`` made the fixture. It measures:
 
-- Bytes of threshold caches, of 16,352 positions in one shard. They are drawn here from the
+- Bytes of threshold caches of version 0.2.0 (``bench/dither.py`` has the newer ones), of
+  16,352 positions in one shard. They are drawn here from the
   fixture's unbiased sample of the teacher at threshold 1/50. At a coarser threshold, a token above
   it has its own p in both samples, the mass of the rest is the same, and each token of the rest
   comes in proportion to p on average. So counts and ids are distributed as in a draw from the
