@@ -47,9 +47,9 @@ class CacheConfig(Section):
     the teacher's last hidden state, exact at any temperature."""
 
     threshold: float = Field(0.04, ge=0.001, le=0.5)
-    """Profile threshold: the weight of a sampled entry; a smaller one means less noise and more
-    bytes. Profile tempered: tokens with a higher probability than this are kept exactly. At most
-    1/threshold + 1 entries per token, and as many again for tempered."""
+    """Profiles threshold and tempered: tokens with a higher probability than this are kept by
+    themselves, in tempered exactly, and the others are sampled. A smaller one means less noise and
+    more bytes; at most 1/threshold + 1 entries per token, and as many again for tempered."""
 
     temperatures: TemperatureRange | None = None
     """Profile tempered: the range of temperatures to support; default 0.5 to 2."""

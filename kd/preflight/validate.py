@@ -235,7 +235,8 @@ def find_extension_problems(config: JobConfig, home: Path) -> Iterator[Problem]:
         return
     own = known.codec
     if config.keeps_entropies and (why := known.record_codec().why_unweighted()):
-        yield Problem("/cache/extends", f"the cache {name}: {why}.")
+        remedy = "Remove cache.extends to capture all of the text with its entropies."
+        yield Problem("/cache/extends", f"the cache {name}: {why}.", remedy)
         return
     # The codec's version depends on the teacher's precision too, which only loading shows.
     # Tables of the dither and entropies are those of the cache.

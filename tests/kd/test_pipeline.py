@@ -359,7 +359,6 @@ def test_a_finished_run_keeps_its_last_checkpoint_and_that_of_its_baseline(
         ),
         ({"data": {"sequence_length": 16}}, "data.sequence_length"),
         ({"loss": {"entropy_weighting": 1.0}}, "loss.entropy_weighting"),
-        ({"cache": {"threshold": 0.5}}, "cache.threshold"),
         ({"loss": {"alpha": 0.5}, "cache": {"seed": 9}}, "loss.alpha, cache.seed"),
     ],
 )
