@@ -68,22 +68,16 @@ def storage_errors(path: Path) -> Iterator[None]:
         where = f"{error.filename or path}: {error.strerror}."
         if error.errno in _FULL:
             what = "Free space" if has_room_for_files(path) else "Delete files (no inode is free)"
-            raise StorageError(
-                where, f"{what} on the disk of {path}, or raise its quota, then run again."
-            ) from error
-        if error.errno in _FORBIDDEN:
-            raise StorageError(
-                where,
-                f"Make {path} readable and writable for the user {os.geteuid()}, or choose "
-                "another folder.",
-            ) from error
-        if error.errno in _BUSY:
-            raise StorageError(
-                where,
-                f"End the program that uses {error.filename or path} (`lsof` and `findmnt` name "
-                "it), then run again.",
-            ) from error
-        raise
+            remedy = f"{what} on the disk of {path}, or raise its quota, then run again."
+        elif error.errno in _FORBIDDEN:
+            user = f"the user {os.geteuid()}"
+            remedy = f"Make {path} readable and writable for {user}, or choose another folder."
+        elif error.errno in _BUSY:
+            user = f"the program that uses {error.filename or path}"
+            remedy = f"End {user} (`lsof` and `findmnt` name it), then run again."
+        else:
+            raise
+        raise StorageError(where, remedy) from error
 
 
 @contextmanager

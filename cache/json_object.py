@@ -1,7 +1,5 @@
 """A JSON object, as a file, a process or a client of the service has it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 #: Its names are not known here, or differ from one to the next.

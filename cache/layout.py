@@ -15,18 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache import idcode
 from cache.codec import Codec
 from cache.errors import CacheError
-from cache.idcode import (
-    compute_frequency_classes,
-    order_tokens,
-    pack_ranks,
-    sort_by_rank,
-    sort_ranks,
-    unpack_ranks,
-)
 from cache.records import Records, compute_offsets
-from cache.rounding import choose_id_dtype
 from cache.units.dither import DitherTables
 from cache.units.layout import encode_units, list_unit_arrays
 
@@ -54,9 +46,9 @@ def encode_arrays(
     if not codec.rules.sampled:
         return {"offsets": _narrow_offsets(positions[:, None]), **records.columns}
     ids = [records["head_ids"], records["tail_ids"].reshape(-1)]
-    classes = compute_frequency_classes(ids, codec.vocabulary_size)
+    classes = idcode.compute_frequency_classes(ids, codec.vocabulary_size)
     # The inverse of the permutation: the rank of each token.
-    rank = np.argsort(order_tokens(classes))
+    rank = np.argsort(idcode.order_tokens(classes))
     heads, tails = (
         compute_offsets(records[f"{part}_count"])[positions] for part in ("head", "tail")
     )
@@ -101,12 +93,12 @@ def _code_ids(
     """
     arrays = {}
     if logprobs is None:
-        ranks = sort_ranks(rank, ids, counts)
+        ranks = idcode.sort_ranks(rank, ids, counts)
     else:
-        order = sort_by_rank(rank, ids, counts)
+        order = idcode.sort_by_rank(rank, ids, counts)
         ranks = rank[ids[order]]
         arrays[f"{name}_logprobs"] = logprobs[order]
-    packed = pack_ranks(ranks, counts, entries)
+    packed = idcode.pack_ranks(ranks, counts, entries)
     coded = {f"{name}_symbols": packed.symbols, f"{name}_bits": packed.bits}
     return coded | arrays, packed.starts
 
@@ -146,15 +138,12 @@ def decode_arrays(parts: list[Arrays], orders: list[NDArray[Any]], codec: Codec)
         cuts = compute_offsets(np.array([len(part[f"{name}_symbols"]) for part in parts]))
         symbols = columns.pop(f"{name}_symbols")
         bits = columns.pop(f"{name}_bits")
-        ranks = np.split(unpack_ranks(symbols, bits, columns[f"{name}_count"], cuts), cuts[1:-1])
+        ranks = np.split(
+            idcode.unpack_ranks(symbols, bits, columns[f"{name}_count"], cuts), cuts[1:-1]
+        )
         ids = [order[part] for order, part in zip(orders, ranks, strict=True)]
         columns[f"{name}_ids"] = np.concatenate(ids)
     return columns
-
-
-def make_token_order(classes: NDArray[np.uint8], codec: Codec) -> NDArray[Any]:
-    """Return the token at each rank, (V,), in the stored type of ids."""
-    return order_tokens(classes).astype(choose_id_dtype(codec.vocabulary_size))
 
 
 def _list_plain_columns(codec: Codec) -> tuple[str, ...]:

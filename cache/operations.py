@@ -11,18 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cache import disk
 from cache.checking.listing import list_folders
-from cache.disk import (
-    TEMPORARY_PREFIX,
-    discard_path,
-    find_last_change,
-    find_leftovers,
-    locked,
-    measure_path,
-    remove_path,
-    set_aside,
-    storage_errors,
-)
 from cache.errors import (
     CacheCorrupt,
     CacheError,
@@ -43,7 +33,7 @@ from cache.store import Cache, locate_lock, locate_writers, open_cache
 _BEGINNING = re.compile(r"[0-9a-f]{1,32}")
 #: The folder of a cache, what a removal left of one, and the files beside it.
 _BESIDE_CACHE = re.compile(
-    rf"(?:{re.escape(TEMPORARY_PREFIX)})?({FINGERPRINT.pattern})(?:\.(?:lock|used|writers))?"
+    rf"(?:{re.escape(disk.TEMPORARY_PREFIX)})?({FINGERPRINT.pattern})(?:\.(?:lock|used|writers))?"
 )
 
 # ---------------------------------------------------------------------- find
@@ -113,12 +103,12 @@ def remove_garbage(one: Garbage, older_than: float) -> bool:
     """Remove what ``find_garbage`` found if it is still garbage; return whether it was."""
     if one.objects:
         return remove_stored_garbage(one, older_than)
-    with suppress(CacheError), exclude_captures(one.folder), storage_errors(one.folder):
+    with suppress(CacheError), exclude_captures(one.folder), disk.storage_errors(one.folder):
         if one.path in {still.path for still in _find_garbage_of(one.folder, older_than)}:
-            discard_path(one.path)
+            disk.discard_path(one.path)
             if not one.folder.exists():
-                remove_path(locate_use(one.folder))
-                remove_path(locate_lock(one.folder))
+                disk.remove_path(locate_use(one.folder))
+                disk.remove_path(locate_lock(one.folder))
             return True
     return False
 
@@ -129,16 +119,16 @@ def remove_cache(folder: Path, require_free: Callable[[], None] = lambda: None) 
     The cache is removed whole or not at all. Before that ``require_free`` is called, when no
     capture and no reader can begin any more; it may raise to keep the cache.
     """
-    with exclude_captures(folder), storage_errors(folder):
+    with exclude_captures(folder), disk.storage_errors(folder):
         with exclude_readers(folder):
             require_free()
             remove_stored(folder)
-            aside = set_aside(folder) if not is_mirror(folder) or folder.is_dir() else None
-            remove_path(locate_use(folder))
+            aside = disk.set_aside(folder) if not is_mirror(folder) or folder.is_dir() else None
+            disk.remove_path(locate_use(folder))
         # A reader that waits finds no cache; it need not wait until all bytes are deleted.
         if aside is not None:
-            remove_path(aside)
-        remove_path(locate_lock(folder))
+            disk.remove_path(aside)
+        disk.remove_path(locate_lock(folder))
 
 
 @contextmanager
@@ -151,7 +141,7 @@ def exclude_captures(folder: Path) -> Iterator[None]:
         )
 
     writers = locate_writers(folder)
-    with locked(locate_lock(folder), refuse), locked(writers, refuse):
+    with disk.locked(locate_lock(folder), refuse), disk.locked(writers, refuse):
         # While it is locked, so that a writer that waits for it makes another.
         writers.unlink()
         yield
@@ -168,7 +158,7 @@ def _is_busy(folder: Path) -> bool:
 
 
 def _find_garbage_of(folder: Path, older_than: float) -> Iterator[Garbage]:
-    aside = folder.with_name(TEMPORARY_PREFIX + folder.name)
+    aside = folder.with_name(disk.TEMPORARY_PREFIX + folder.name)
     if aside.exists():
         yield _make_garbage(folder, aside, "a removal was interrupted")
     if not folder.is_dir():
@@ -181,12 +171,12 @@ def _find_garbage_of(folder: Path, older_than: float) -> Iterator[Garbage]:
         yield _make_garbage(folder, folder, why)
         return
     for place in (folder, folder / "shards", folder / "seals"):
-        for leftover in sorted(find_leftovers(place)):
+        for leftover in sorted(disk.find_leftovers(place)):
             yield _make_garbage(folder, leftover, "a writer was interrupted")
 
 
 def _make_garbage(folder: Path, path: Path, why: str) -> Garbage:
-    return Garbage(folder, path, why, measure_path(path))
+    return Garbage(folder, path, why, disk.measure_path(path))
 
 
 def _explain_unusable(folder: Path, older_than: float) -> str | None:
@@ -202,7 +192,7 @@ def _explain_unusable(folder: Path, older_than: float) -> str | None:
             raise
         return None  # it may not be read, which does not make it unusable
     except (CacheIncomplete, CacheCorrupt) as error:
-        idle = time.time() - find_last_change(folder)
+        idle = time.time() - disk.find_last_change(folder)
         if idle >= older_than:
             return f"{error.detail} Nothing was written to it for {idle / 86400:.1f} days."
     return None

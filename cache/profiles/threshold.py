@@ -207,5 +207,4 @@ def count_rest(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the mass beside the known tokens, in parts of ``WHOLE``, and the number of units."""
     mass_N = (list_known_masses().take(known_NK) * counted_NK).sum(axis=1)
-    rest_N, number_N = count_units(mass_N, numbers.threshold)
-    return rest_N, number_N
+    return count_units(mass_N, numbers.threshold)

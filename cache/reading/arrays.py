@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from cache.codec import Codec
 from cache.errors import CacheCorrupt
-from cache.layout import TOKEN_CLASSES, Arrays, list_arrays, make_token_order
+from cache.idcode import order_tokens
+from cache.layout import TOKEN_CLASSES, Arrays, list_arrays
 from cache.reading.chunks import StoredArray
 from cache.reading.file_reads import DiskReads
 from cache.reading.memory import KeptValues
+from cache.rounding import choose_id_dtype
 from cache.shard import PER_SEQUENCE, RECAPTURE_REMEDY, Seal
 
 #: Bytes of decoded chunks that a reader keeps in memory unless the caller sets a limit.
@@ -161,7 +163,8 @@ class Shard(ArrayFolder):
         return self.memory.get((self._key, "order"), self._make_order)
 
     def _make_order(self) -> NDArray[Any]:
-        return make_token_order(self.read_array(TOKEN_CLASSES), self.codec)
+        order = order_tokens(self.read_array(TOKEN_CLASSES))
+        return order.astype(choose_id_dtype(self.codec.vocabulary_size))
 
     def read_sequence(self, row: int, draw: int = 0) -> Arrays:
         """Read the arrays of sequence ``row`` as stored, with the tails of ``draw``."""

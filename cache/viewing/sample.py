@@ -16,15 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache import inspection
 from cache.errors import CacheIncomplete
-from cache.inspection import (
-    EntryCounts,
-    Histogram,
-    make_entropy_histogram,
-    make_mass_histogram,
-    summarise_entries,
-    tally_records,
-)
 from cache.store import Cache
 
 #: Records that a sample reads at most, by a small margin: runs are whole sequences.
@@ -52,10 +45,10 @@ class SampledStats:
     sequences: int
     sequences_read: int
     entropy_of: str
-    entropy: Histogram
-    kept_mass: Histogram
-    entries: Histogram
-    entry_counts: EntryCounts | None
+    entropy: inspection.Histogram
+    kept_mass: inspection.Histogram
+    entries: inspection.Histogram
+    entry_counts: inspection.EntryCounts | None
 
     @property
     def whole(self) -> bool:
@@ -73,7 +66,7 @@ def sample_cache(opened: Cache, seed: int = 0, limit: int = SAMPLED_RECORDS) -> 
     sums: dict[str, NDArray[Any]] = {}
     for numbers in runs:
         found = opened.read_columns(numbers, columns)
-        for name, counts in tally_records(opened.codec, found.__getitem__).items():
+        for name, counts in inspection.tally_records(opened.codec, found.__getitem__).items():
             sums[name] = sums[name] + counts if name in sums else counts
     return SampledStats(
         fingerprint=opened.identity.fingerprint,
@@ -84,10 +77,10 @@ def sample_cache(opened: Cache, seed: int = 0, limit: int = SAMPLED_RECORDS) -> 
         sequences=len(opened),
         sequences_read=sum(map(len, runs)),
         entropy_of=opened.codec.entropy_of,
-        entropy=make_entropy_histogram(sums["entropy"]),
-        kept_mass=make_mass_histogram(sums["mass"], float(sums["mass_sum"])),
+        entropy=inspection.make_entropy_histogram(sums["entropy"]),
+        kept_mass=inspection.make_mass_histogram(sums["mass"], float(sums["mass_sum"])),
         entries=_make_entry_histogram(sums["entries"]),
-        entry_counts=summarise_entries(sums["entries"]),
+        entry_counts=inspection.summarise_entries(sums["entries"]),
     )
 
 
@@ -124,14 +117,14 @@ def _cut_at_shards(numbers: range, size: int) -> Iterator[range]:
         start = stop
 
 
-def _make_entry_histogram(counts: NDArray[Any]) -> Histogram:
+def _make_entry_histogram(counts: NDArray[Any]) -> inspection.Histogram:
     """Make at most ``ENTRY_BINS`` bins of whole numbers from the counts of each number."""
     present = np.flatnonzero(counts)
     if not present.size:
-        return Histogram((0.0, 1.0), (0,), None)
+        return inspection.Histogram((0.0, 1.0), (0,), None)
     low, high = int(present[0]), int(present[-1]) + 1
     width = -(-(high - low) // ENTRY_BINS)
     bins = np.add.reduceat(counts[low:high], np.arange(0, high - low, width))
     edges = low + np.arange(len(bins) + 1) * width
     mean = float(counts @ np.arange(len(counts))) / float(counts.sum())
-    return Histogram(tuple(map(float, edges)), tuple(bins.tolist()), mean)
+    return inspection.Histogram(tuple(map(float, edges)), tuple(bins.tolist()), mean)

@@ -20,20 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from cache.disk import (
-    TEMPORARY_PREFIX,
-    find_leftovers,
-    is_file_at,
-    link_folder,
-    locked,
-    make_folder,
-    publish_folder,
-    remove_path,
-    storage_errors,
-    try_lock,
-    wait_for_lock,
-    write_file,
-)
+from cache import disk
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.layout import Arrays
 from cache.manifest import (
@@ -77,7 +64,7 @@ FIRST_TAILS_SHARE = 0.0025
 #: Name of the sums that an extending cache takes from another, among those of its own shards.
 _FIRST_SUMS = f"{TAIL_SUMS}/first"
 #: Locked while a folder and its seal get their places.
-_PUBLISHING = f"{TEMPORARY_PREFIX}publishing"
+_PUBLISHING = f"{disk.TEMPORARY_PREFIX}publishing"
 #: Time between two attempts to take that lock, which is held for a few renames.
 _PUBLISHING_POLL_SECONDS = 0.005
 
@@ -95,13 +82,13 @@ def open_writer(
     raise to give up. ``shared``: helpers write some of the shards. Raises ``StorageError`` if
     the disk is full or the folder is not writable.
     """
-    with storage_errors(root):
-        make_folder(root)
+    with disk.storage_errors(root):
+        disk.make_folder(root)
     folder = root / identity.fingerprint
     mirror = open_mirror(folder)
     if mirror is not None:
         require_fit(mirror.bucket)
-    with locked(locate_lock(folder), on_wait), held_in_bucket(folder), _writing(folder):
+    with disk.locked(locate_lock(folder), on_wait), held_in_bucket(folder), _writing(folder):
         yield CacheWriter(folder, identity, mirror, shared=shared)
 
 
@@ -122,15 +109,15 @@ def open_helper(root: Path, identity: CacheIdentity) -> Iterator[CacheWriter]:
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     """Hold the lock of all writers. Where no other holds it, what they left behind is deleted."""
-    with storage_errors(folder):
+    with disk.storage_errors(folder):
         for inner in (folder, folder / "shards", folder / "seals"):
-            make_folder(inner)
+            disk.make_folder(inner)
         path = locate_writers(folder)
         lock = _join_writers(path, folder)
     try:
         yield
     finally:
-        if try_lock(lock):  # nobody else writes: what is unfinished is of those that died
+        if disk.try_lock(lock):  # nobody else writes: what is unfinished is of those that died
             _remove_leftovers(folder)
             path.unlink(missing_ok=True)  # the next writer makes another file
         os.close(lock)
@@ -140,23 +127,23 @@ def _join_writers(path: Path, folder: Path) -> int:
     """Return the open lock file at ``path``, with a shared lock."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        only_writer = try_lock(lock)
+        only_writer = disk.try_lock(lock)
         if not only_writer:
-            wait_for_lock(lock, shared=True)
-        if not is_file_at(lock, path):  # the last writer deleted it meanwhile
+            disk.wait_for_lock(lock, shared=True)
+        if not disk.is_file_at(lock, path):  # the last writer deleted it meanwhile
             os.close(lock)
             continue
         if only_writer:
             _remove_leftovers(folder)
-            wait_for_lock(lock, shared=True)
+            disk.wait_for_lock(lock, shared=True)
         return lock
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Delete what interrupted writers left behind."""
     for place in (folder, folder / "shards", folder / "seals"):
-        for leftover in list(find_leftovers(place)):
-            remove_path(leftover)
+        for leftover in list(disk.find_leftovers(place)):
+            disk.remove_path(leftover)
 
 
 class CacheWriter:
@@ -184,10 +171,10 @@ class CacheWriter:
         self._begun: list[Path] = []
         self._tables: DitherTables | None = None
         group = folder / GROUP_FILE
-        with storage_errors(folder):
+        with disk.storage_errors(folder):
             # A crash may have left half of it, in a cache of this or of an earlier process.
             if not group.exists() or group.read_bytes() != GROUP_METADATA:
-                write_file(group, GROUP_METADATA)
+                disk.write_file(group, GROUP_METADATA)
 
     def find_missing_shards(self, shards: Iterable[int] | None = None) -> ShardRuns:
         """Find those of ``shards`` (all) still to be written; check every byte of sealed ones.
@@ -197,7 +184,7 @@ class CacheWriter:
         """
         self._renounce_unnamed()
         among = range(self.identity.shard_count) if shards is None else shards
-        with storage_errors(self.folder):
+        with disk.storage_errors(self.folder):
             return ShardRuns.of(index for index in among if not self._is_sound(index))
 
     def has_every_seal(self) -> bool:
@@ -218,8 +205,8 @@ class CacheWriter:
         self._require_fit(index, sequences, records)
         if tails is not None:
             # Before the shard: a sealed shard is not read again.
-            with storage_errors(self.folder):
-                make_folder(self.folder / TAIL_SUMS)
+            with disk.storage_errors(self.folder):
+                disk.make_folder(self.folder / TAIL_SUMS)
             self._publish(name_tail_sums(index), tails.to_arrays(), Seal.of_folder)
         tables = self.read_tables() if self.codec.rules.dithered else None
         arrays = make_shard_arrays(sequences, records, self.codec, tables)
@@ -260,7 +247,7 @@ class CacheWriter:
             raise CacheCorrupt(f"{source.folder / name}/{problem}.", RECAPTURE_REMEDY)
 
         def link(folder: Path) -> Seal:
-            link_folder(source.folder / name, folder, seal.files)
+            disk.link_folder(source.folder / name, folder, seal.files)
             return seal
 
         self._publish_folder(name, link)
@@ -269,8 +256,8 @@ class CacheWriter:
         """Take the sums of the tails of the lasting shards of ``source``, which has them."""
         seal = source.open_seal(FIRST_TAILS, source.manifest.first_tails.digest, whole=True)
         arrays = read_arrays(source.folder / FIRST_TAILS, seal, SUM_ARRAYS)
-        with storage_errors(self.folder):
-            make_folder(self.folder / TAIL_SUMS)
+        with disk.storage_errors(self.folder):
+            disk.make_folder(self.folder / TAIL_SUMS)
         self._publish(_FIRST_SUMS, arrays, Seal.of_folder)
 
     def write_lm_head(self, arrays: Arrays) -> None:
@@ -326,14 +313,14 @@ class CacheWriter:
     def _publish_folder(self, name: str, fill: Callable[[Path], Seal]) -> Seal:
         """Make a folder whole or not at all, then its seal, which ``fill`` returns."""
         temporary = self._locate_temporary(name)
-        with storage_errors(self.folder):
+        with disk.storage_errors(self.folder):
             try:
                 # A damaged folder is renounced first: after a crash, nothing vouches for it.
                 if not self._shared or self._find_whole(name) is None:
                     self._renounce(name)
                 seal = self._put_in_place(name, temporary, fill(temporary))
             finally:
-                remove_path(temporary)
+                disk.remove_path(temporary)
             if self.mirror is not None:
                 began = time.perf_counter()
                 seal = self.mirror.publish(name, seal)
@@ -342,7 +329,7 @@ class CacheWriter:
 
     def _locate_temporary(self, name: str) -> Path:
         """Return the place of a folder that this writer makes; no other writer has the same."""
-        return self.folder / f"{TEMPORARY_PREFIX}{self._unique}-{name.replace('/', '-')}"
+        return self.folder / f"{disk.TEMPORARY_PREFIX}{self._unique}-{name.replace('/', '-')}"
 
     def _put_in_place(self, name: str, temporary: Path, seal: Seal) -> Seal:
         """Give a finished folder its name and its seal; return the seal that is valid then.
@@ -354,15 +341,15 @@ class CacheWriter:
             if self._shared and (known := self._find_whole(name, seal)) is not None:
                 return known
             self._renounce(name)
-            publish_folder(temporary, self.folder / name)
+            disk.publish_folder(temporary, self.folder / name)
             self.disk_seconds += time.perf_counter() - began
-            write_file(self.folder / locate_seal(name), seal.to_bytes())
+            disk.write_file(self.folder / locate_seal(name), seal.to_bytes())
         return seal
 
     def _renounce(self, name: str) -> None:
         """Delete the manifest and the seal of a folder, so that nothing vouches for it."""
-        remove_path(self.folder / MANIFEST)
-        remove_path(self.folder / locate_seal(name))
+        disk.remove_path(self.folder / MANIFEST)
+        disk.remove_path(self.folder / locate_seal(name))
 
     def _find_whole(self, name: str, seal: Seal | None = None) -> Seal | None:
         """Return the seal of the folder that is in place, if it is whole; else None.
@@ -403,8 +390,8 @@ class CacheWriter:
             self._write_once(TAIL_MEAN, encode_tail_mean(mean))
             if first is not None and first.nbytes <= FIRST_TAILS_SHARE * manifest.totals.bytes:
                 self._write_once(FIRST_TAILS, first.to_arrays())
-        with storage_errors(self.folder):
-            remove_path(self.folder / TAIL_SUMS)
+        with disk.storage_errors(self.folder):
+            disk.remove_path(self.folder / TAIL_SUMS)
         manifest = replace(
             manifest,
             provenance=provenance,
@@ -413,10 +400,10 @@ class CacheWriter:
             tail_mean=self._make_folder_entry(TAIL_MEAN),
             first_tails=self._make_folder_entry(FIRST_TAILS),
         )
-        with storage_errors(self.folder):
+        with disk.storage_errors(self.folder):
             if self.mirror is not None:
                 manifest = self._publish_manifest(self.mirror, manifest)
-            write_file(self.folder / MANIFEST, manifest.to_bytes())
+            disk.write_file(self.folder / MANIFEST, manifest.to_bytes())
         return manifest
 
     def _publish_manifest(self, mirror: Mirror, manifest: Manifest) -> Manifest:
@@ -502,9 +489,9 @@ class CacheWriter:
     def _collect_entries(self) -> tuple[tuple[ShardEntry, ...], PieceIndex | None]:
         if self.identity.shard_count <= layout.PIECE_SHARDS:
             return tuple(self._read_entries()), None
-        with storage_errors(self.folder):
+        with disk.storage_errors(self.folder):
             # The pieces of an earlier manifest are replaced, so it must not vouch for them.
-            remove_path(self.folder / MANIFEST)
+            disk.remove_path(self.folder / MANIFEST)
             return (), write_pieces(self.folder, self._read_entries())
 
     def _read_entries(self) -> Iterator[ShardEntry]:
@@ -578,7 +565,7 @@ class CacheWriter:
 @contextmanager
 def _locked_briefly(path: Path) -> Iterator[None]:
     """Hold the lock file at ``path``, which is deleted afterwards: a sealed cache has none."""
-    with locked(path, poll_seconds=_PUBLISHING_POLL_SECONDS):
+    with disk.locked(path, poll_seconds=_PUBLISHING_POLL_SECONDS):
         try:
             yield
         finally:

@@ -13,14 +13,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cache import manifest
 from cache.errors import PotstillError
-from cache.manifest import (
-    CacheIdentity,
-    DataIdentity,
-    Provenance,
-    TeacherIdentity,
-    TokenizerIdentity,
-)
 from cache.random import SEQUENCES
 from kd.capture.codec_identity import Recipe, make_codec_identity
 from kd.capture.remote import hash_remote_teacher
@@ -28,23 +22,11 @@ from kd.config.cache import CacheConfig
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
+from kd.models import loading, tokenizers
 from kd.models.attention.isolation import explain_own_rows
 from kd.models.folder import compute_fingerprint
-from kd.models.loading import (
-    choose_quantization,
-    choose_teacher_dtype,
-    outline_student,
-    outline_teacher,
-)
 from kd.models.precision import pick_device
 from kd.models.teacher_files import TeacherFiles
-from kd.models.tokenizers import (
-    PROBE_TEXTS,
-    encode_probes,
-    get_special_tokens,
-    hash_tokenizer,
-    load_source_tokenizer,
-)
 from kd.models.vocabulary import choose_source_vocabulary
 from kd.progress import SILENT, Monitor, Notice
 from kd.text.corpus import Corpus, describe_held_out, load_corpus, open_corpus
@@ -63,7 +45,7 @@ def plan_capture(
     )
     teacher = TeacherFiles.resolve(config.teacher)
     source = teacher.section.files
-    tokenizer = load_source_tokenizer(source, teacher.folder)
+    tokenizer = tokenizers.load_source_tokenizer(source, teacher.folder)
     size = choose_source_vocabulary(tokenizer, source, teacher.folder)
     if texts is None:
         corpus = load_corpus(config.data, tokenizer, monitor, size)
@@ -104,10 +86,10 @@ def _load_hollow_models(config: JobConfig) -> Iterator[tuple[str, PreTrainedMode
     if teacher is not None and teacher.is_local:
         with suppress(PotstillError):
             files = TeacherFiles.resolve(teacher, whole=False)
-            yield "teacher", outline_teacher(files, torch.float32)
+            yield "teacher", loading.outline_teacher(files, torch.float32)
     if student is not None and student.model is not None:
         with suppress(PotstillError):
-            yield "student", outline_student(student)
+            yield "student", loading.outline_student(student)
 
 
 @dataclass(frozen=True)
@@ -122,7 +104,7 @@ class CapturePlan:
     options: CacheConfig
     tokenizer: PreTrainedTokenizerBase
     corpus: Corpus
-    identity: CacheIdentity
+    identity: manifest.CacheIdentity
 
     def describe_held_out(self) -> str:
         """Say which sequences of the text are held out, and why so many."""
@@ -144,10 +126,10 @@ def make_capture_plan(
     known = _identify_teacher(teacher, monitor)
     # Tables of dither are fitted by a recipe that suits the text.
     recipe = Recipe.choose(corpus.train.positions, len(corpus.train))
-    identity = CacheIdentity(
+    identity = manifest.CacheIdentity(
         known,
-        TokenizerIdentity(vocabulary, hash_tokenizer(tokenizer)),
-        DataIdentity(
+        manifest.TokenizerIdentity(vocabulary, tokenizers.hash_tokenizer(tokenizer)),
+        manifest.DataIdentity(
             sha256=corpus.compute_sha256(),
             sequence_length=config.data.sequence_length,
             packing=config.data.packing is not False,
@@ -172,27 +154,27 @@ def make_capture_plan(
     return CapturePlan(teacher, config.data, config.cache, tokenizer, corpus, identity)
 
 
-def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> TeacherIdentity:
+def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> manifest.TeacherIdentity:
     """Identify the teacher by its weights, their precision, and how they are rounded and spread.
 
     The weights of a remote teacher cannot be seen: it is identified by its address and name.
     """
     section = teacher.section
     if not section.is_local:
-        return TeacherIdentity(hash_remote_teacher(section), "remote")
+        return manifest.TeacherIdentity(hash_remote_teacher(section), "remote")
     # Another precision gives other logits, so it belongs to the identity of the teacher.
-    dtype = choose_teacher_dtype(teacher, pick_device())
+    dtype = loading.choose_teacher_dtype(teacher, pick_device())
     check_stop = partial(monitor.check, "while the teacher's files were read")
-    return TeacherIdentity(
+    return manifest.TeacherIdentity(
         compute_fingerprint(teacher.folder, section.gguf_file, check_stop),
         str(dtype).removeprefix("torch."),
-        quantization=choose_quantization(teacher),
+        quantization=loading.choose_quantization(teacher),
         # Sums over several devices are rounded otherwise than those of one.
         parallel="" if section.parallel == "none" else section.parallel,
     )
 
 
-def require_counters(identity: CacheIdentity) -> None:
+def require_counters(identity: manifest.CacheIdentity) -> None:
     """Raise ``ConfigError`` if there are more sequences than random numbers tell apart."""
     if identity.data.sequences > SEQUENCES:
         detail = (
@@ -203,7 +185,7 @@ def require_counters(identity: CacheIdentity) -> None:
         raise ConfigError([Problem("/data/sequence_length", detail, remedy)])
 
 
-def make_provenance(plan: CapturePlan) -> Provenance:
+def make_provenance(plan: CapturePlan) -> manifest.Provenance:
     """Return the names of teacher and revision, the probe texts and the special tokens of a cache.
 
     The last probe text is an excerpt of the corpus: a student's tokenizer must encode it alike.
@@ -212,9 +194,9 @@ def make_provenance(plan: CapturePlan) -> Provenance:
     section = plan.teacher.section
     beginning = plan.corpus.train.select(slice(0, 1)).tokens[0][:256]
     excerpt = str(tokenizer.decode(beginning.tolist(), skip_special_tokens=True))
-    return Provenance(
+    return manifest.Provenance(
         teacher_name="/".join([section.model, *filter(None, [section.gguf_file])]),
         teacher_revision=section.revision or "",
-        probes=encode_probes(tokenizer, (*PROBE_TEXTS, excerpt)),
-        special_tokens=get_special_tokens(tokenizer),
+        probes=tokenizers.encode_probes(tokenizer, (*tokenizers.PROBE_TEXTS, excerpt)),
+        special_tokens=tokenizers.get_special_tokens(tokenizer),
     )

@@ -24,14 +24,7 @@ from cache.records import Records, TailSums
 from cache.rounding import RecordPositions, round_to_bfloat16
 from cache.units.dither import DitherTables
 from kd.capture.host_copy import HostCopy
-from kd.capture.sampling import (
-    LOWEST,
-    Randomness,
-    Sampler,
-    make_sample,
-    reduce_by_row,
-    reduce_log_sum_exp,
-)
+from kd.capture.sampling import LOWEST, Randomness, Sampler, make_sample, reduce_by_row
 from kd.capture.units.drawing import UnitRandomness, UnitSampler
 from kd.errors import ModelError
 from kd.models.cosines import to_cosines
@@ -303,7 +296,8 @@ class Recorder:
             return found | {"logprobs": logp_NV}
         top_NK, ids_NK = logp_NV.topk(self.codec.k, dim=1)
         # A sum over all other tokens: 1 minus the sum of the entries would lose precision.
-        rest_N = reduce_by_row(reduce_log_sum_exp, logp_NV.scatter(1, ids_NK, -torch.inf))
+        log_sum_exp = partial(torch.logsumexp, dim=1)
+        rest_N = reduce_by_row(log_sum_exp, logp_NV.scatter(1, ids_NK, -torch.inf))
         return found | {"ids": ids_NK, "logprobs": top_NK, "residual": rest_N}
 
     def _encode_whole(self, copies: Sequence[HostCopy], places: RecordPositions) -> Records:
@@ -321,6 +315,4 @@ class Recorder:
 
 def _join_gold(chunk: Sequence[_Piece]) -> Tensor:
     """Return the next tokens (N,) of a chunk."""
-    if len(chunk) == 1:
-        return chunk[0].gold_N
     return torch.cat([piece.gold_N for piece in chunk])

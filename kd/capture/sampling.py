@@ -402,11 +402,6 @@ def reduce_by_row(reduce: Callable[..., Tensor], *rows_NV: Tensor) -> Tensor:
     return reduce(*(row_1V.repeat(2, 1) for row_1V in rows_NV))[:1]
 
 
-def reduce_log_sum_exp(values_NV: Tensor) -> Tensor:
-    """Return log sum exp of each row, (N,)."""
-    return torch.logsumexp(values_NV, -1)
-
-
 def average_tempered_(p_NV: Tensor, s_NV: Tensor, betas: tuple[float, ...]) -> None:
     """Turn p = softmax(s) into the mean of softmax(b s) over ``betas``, in place."""
     # p is softmax(1 s) already; it stays in the sum only where 1 is one of the betas.

@@ -182,7 +182,7 @@ def decode_threshold(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTa
     rest_N = 1.0 - known_NA.sum(1) - entries.sum_head(head_H)
     # Where every token is an entry there is no tail. The rest is then rounding, which goes to the
     # gold token, so that the weights sum to 1.
-    known_NA[:, 0] += rest_N.masked_fill(entries.has_tail_N, 0.0)
+    known_NA[:, 0] += rest_N.masked_fill(entries.tail_count_N > 0, 0.0)
     tail_M = entries.spread_over_tail(rest_N / entries.tail_count_N.clamp(min=1))
     entropy_N = decode_entropies(columns["entropy"], unknown=0.0)
     target = entries.make_target(
@@ -294,10 +294,6 @@ class _SampledEntries:
         exchanged_N = torch.where(marked_N == expected_N, known_N, marked_N)
         return torch.where(marked_N < 0, other_N, exchanged_N)
 
-    @property
-    def has_tail_N(self) -> Tensor:
-        return self.tail_count_N > 0
-
     def spread_over_head(self, values_N: Tensor) -> Tensor:
         return _pick(values_N, self._row_H)
 
@@ -377,7 +373,7 @@ class _Partition:
             self.knots_NJ2.double() * PARTITION_STEP, knots, beta
         )
         # What a record stores as the partition of an absent tail is arbitrary.
-        empty_N = ~self.entries.has_tail_N
+        empty_N = self.entries.tail_count_N == 0
         return value_N.masked_fill(empty_N, -torch.inf), slope_N.masked_fill(empty_N, 0.0)
 
 

@@ -32,7 +32,7 @@ def compute_token_weights(targets: Targets, objective: Objective) -> Tensor | No
         raise ValueError(
             "entropy_weighting needs the teacher's entropies, which these targets do not have"
         )
-    weight_N = _raise_entropies(targets.entropy_N, objective.entropy_weighting)
+    weight_N = (1.0 + targets.entropy_N).pow(objective.entropy_weighting)
     mean = weight_N.nanmean() if objective.mean_weight is None else objective.mean_weight
     return (weight_N / mean).nan_to_num(nan=1.0)
 
@@ -48,12 +48,8 @@ def measure_mean_weight(
     sums = torch.zeros(2, dtype=torch.float64)
     for columns in parts:
         if columns is not None:
-            weight_N = _raise_entropies(decode_entropies(columns["entropy"], torch.nan), exponent)
+            weight_N = (1.0 + decode_entropies(columns["entropy"], torch.nan)).pow(exponent)
             known_N = weight_N[~weight_N.isnan()]
             sums += torch.stack([known_N.sum(), torch.tensor(len(known_N)).double()])
     total, count = group.add_(sums).tolist()
     return total / count if count else None
-
-
-def _raise_entropies(entropy_N: Tensor, exponent: float) -> Tensor:
-    return (1.0 + entropy_N).pow(exponent)

@@ -29,17 +29,12 @@ from kd.config.train import TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.parallel.limits import list_unsharded_fields, list_unstaged_fields
 from kd.parallel.variables import CPU, DEVICES_VARIABLE, split_names
-from kd.preflight import validate
+from kd.preflight import teacher_checks, validate
 from kd.preflight.confinement import find_confinement_problems
 from kd.preflight.first_look import find_first_problems
 from kd.preflight.learned_rows import Show, find_row_problems, hide_row
 from kd.preflight.limits import Confinement
 from kd.preflight.named_paths import find_url_problems
-from kd.preflight.teacher_checks import (
-    find_missing_readers,
-    find_teacher_problems,
-    find_unreadable_weights,
-)
 from kd.progress import Notice, ignore_notice
 from kd.search.space import find_space_problems
 
@@ -101,11 +96,11 @@ def find_problems(
     if machine is not None:
         found += find_missing_extras(config) if machine.trains else find_missing_harness(config)
         teacher = config.active_teacher
-        found += [] if teacher is None else find_missing_readers(teacher)
+        found += [] if teacher is None else teacher_checks.find_missing_readers(teacher)
         found += _find_device_problems(config, machine.device)
         looks = folders is not None and folders.home is not None and folders.asked
         if teacher is not None and folders is not None and looks:
-            found += find_unreadable_weights(teacher, folders.root)
+            found += teacher_checks.find_unreadable_weights(teacher, folders.root)
     return found
 
 
@@ -136,7 +131,9 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
         # A sealed cache fixes the length of its sequences.
         is_open = config.active_teacher is not None and config.cache.fingerprint is None
         length = config.data.sequence_length if is_open else None
-        looked_up += find_teacher_problems(teacher, folders.root, config.cuts_teacher, length)
+        looked_up += teacher_checks.find_teacher_problems(
+            teacher, folders.root, config.cuts_teacher, length
+        )
     looked_up += [
         *validate.find_student_problems(config, folders.root),
         *validate.find_text_problems(config, folders.root, folders.note),

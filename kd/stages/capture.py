@@ -30,12 +30,7 @@ from kd.parallel.devices import count_ranks
 from kd.parallel.group import Group, leave_group
 from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.progress import NOTICES, Monitor, StageResult, keep_notices
-from kd.stages.source import (
-    are_cache_inputs,
-    load_student_tokenizer,
-    read_cache_inputs,
-    select_cache_inputs,
-)
+from kd.stages import source
 from kd.text.corpus import TEXTS
 from kd.training.preparing.requirements import require_stages
 
@@ -93,7 +88,7 @@ def run_capture(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) 
     held_out = planned.describe_held_out()
     monitor.emit("stage", stage="precompute", phase=f"text: {trained}; held out: {held_out}")
     summary = capture_cache(planned, caches, monitor)
-    write_json(run_dir / "cache.json", {**summary, "inputs": select_cache_inputs(config)})
+    write_json(run_dir / "cache.json", {**summary, "inputs": source.select_cache_inputs(config)})
     keep_notices(run_dir / NOTICES, monitor)
     monitor.emit("cache", **summary)
     return StageResult(summary)
@@ -110,7 +105,7 @@ def keep_begun_cache(
     folders = [run_dir] if continued is None else [run_dir, run_dir.parent / continued]
     for folder in folders:
         known = read_json(folder / CAPTURE.last_file)
-        if known is None or not are_cache_inputs(read_cache_inputs(known), config):
+        if known is None or not source.are_cache_inputs(source.read_cache_inputs(known), config):
             continue
         with suppress(CacheError):
             found = open_cache(caches / known["fingerprint"]).identity
@@ -127,7 +122,7 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
     """
     if config.student is None or "student" not in config.own_kind.needs:
         return
-    own = load_student_tokenizer(config)
+    own = source.load_student_tokenizer(config)
     vocabulary = planned.identity.tokenizer.vocabulary_size
     known = KnownTokenizer.of(planned.tokenizer, vocabulary, "the teacher's")
     require_same_tokenizer(own, known, texts=sample_texts(config.data), note=monitor.note)

@@ -17,18 +17,12 @@ from kd.addresses import ModelSource
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, ModelError, Problem
 from kd.models.folder import find_source
+from kd.text import text_files
 from kd.text.chat.chat import Chat, Completion
 from kd.text.corpus import count_held_out, count_kept_held_out, describe_held_out
 from kd.text.mixtures import name_source
 from kd.text.reading.contents import unpack
 from kd.text.rows import COLUMNS, Row, read_cell
-from kd.text.text_files import (
-    choose_format,
-    find_files,
-    find_packing,
-    find_suffix,
-    is_saved_dataset,
-)
 
 #: Bytes of English text per token; used where the tokenizer is not on this machine.
 BYTES_PER_TOKEN = 4.0
@@ -186,12 +180,15 @@ class _TextSampler:
         sources = getattr(self.config.data, field)
         for number, source in enumerate(sources):
             name = name_source(source)
-            if not isinstance(source, str) or is_saved_dataset(self.root / name):
+            if not isinstance(source, str) or text_files.is_saved_dataset(self.root / name):
                 detail = f"the size of dataset {name!r} is not known without reading it."
                 where = f"/data/{field}/{number}"
                 raise ConfigError.of_field(where, detail, "Estimate without --fast.")
         # A source that comes again is looked for once, and counted as often as it comes.
-        found = {source: find_files(source, self.root, field) for source in dict.fromkeys(sources)}
+        found = {
+            source: text_files.find_files(source, self.root, field)
+            for source in dict.fromkeys(sources)
+        }
         files = [file for source in sources for file in found[source].files]
         if not files:
             raise DataError(
@@ -213,8 +210,8 @@ class _TextSampler:
         return read.scale(_sum_file_sizes(files) / max(_sum_file_sizes(chosen), 1))
 
     def _measure_file(self, path: Path, limit: int) -> _TextSize:
-        kind = choose_format(path, self.config.data)
-        if "parquet" in (kind, find_suffix(path)[1:]):
+        kind = text_files.choose_format(path, self.config.data)
+        if "parquet" in (kind, text_files.find_suffix(path)[1:]):
             tokens = path.stat().st_size * PARQUET_EXPANSION / BYTES_PER_TOKEN
             return self._measure_documents(tokens, tokens, max(tokens / 512, 1.0))
         data, share = _read_beginning(path, limit)
@@ -260,7 +257,7 @@ def _read_beginning(path: Path, limit: int) -> tuple[bytes, float]:
     if whole:
         return data, 1.0
     # How many bytes of a packed file were read is not known: compress them again to find out.
-    packing = find_packing(path)
+    packing = text_files.find_packing(path)
     read = limit
     if packing == ".gz":
         read = len(zlib.compress(data))

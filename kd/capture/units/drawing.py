@@ -128,10 +128,8 @@ class DeviceTables:
         return token_NK, self.slot_prior_CZ.view(-1).take(places_NK)
 
 
-@functools.lru_cache(maxsize=2)
-def put_on_device(tables: DitherTables, device: torch.device) -> DeviceTables:
-    """Return ``tables`` on ``device``; kept, because all recorders of a cache use the same."""
-    return DeviceTables(tables, device)
+#: Makes tables on a device; they are kept, because all recorders of a cache use the same.
+put_on_device = functools.lru_cache(maxsize=2)(DeviceTables)
 
 
 def find_nearest(centres_CD: Tensor, hidden_ND: Tensor) -> Tensor:
@@ -287,9 +285,7 @@ class _Entrants:
         # Row, token and candidate in one number: those without a candidate come last.
         keys_B, order_B = ((rows_B * vocabulary + ids_B) * _LIMIT + (k_B - 1) % _LIMIT).sort()
         tokens_B = keys_B // _LIMIT
-        first_B = torch.ones_like(tokens_B, dtype=torch.bool)
-        first_B[1:] = tokens_B[1:] != tokens_B[:-1]
-        kept_B = order_B[first_B]
+        kept_B = order_B[_are_first(tokens_B)]
         return _Entrants(rows_B[kept_B], ids_B[kept_B], k_B[kept_B], wait_B[kept_B])
 
 
@@ -393,9 +389,7 @@ class _Race:
         ids_B = block_B * BLOCK + token_B
         # The first point of each token: points of a row ascend.
         keys_B = rows_B * self._vocabulary + ids_B
-        first_B = torch.ones_like(keys_B, dtype=torch.bool)
-        first_B[1:] = keys_B[1:] != keys_B[:-1]
-        kept = first_B.nonzero()[:, 0]
+        kept = _are_first(keys_B).nonzero()[:, 0]
         return rows_B[kept], ids_B[kept], more_B[kept]
 
     def _make_late(self, rows_B: Tensor, ids_B: Tensor, more_B: Tensor) -> _Entrants:
@@ -438,6 +432,11 @@ class _Race:
 def _draw_uniforms(starts: Tensor, counters: Tensor) -> Tensor:
     """Draw uniform numbers in (0, 1), float64, from the starts of positions and counters."""
     return (hash_tokens(starts, counters).double() + 0.5) * 2.0**-_TOKEN_BITS
+
+
+def _are_first(keys_B: Tensor) -> Tensor:
+    """Return which keys, 0 or more and in order, differ from the one before, (B,)."""
+    return keys_B.diff(prepend=keys_B.new_full((1,), -1)) != 0
 
 
 def _wait_one(prior_B: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """What all models of the wire share."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 

@@ -1,7 +1,5 @@
 """All that the service does with job records."""
 
-from __future__ import annotations
-
 from services.store.jobs.caches import CacheLists
 from services.store.jobs.changes import JobChanges
 from services.store.jobs.counters import Counters

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.terminal.console import (
-    Server,
-    err,
-    format_time,
-    format_value,
-    print_as_json,
-    print_table,
-)
+from services.terminal import console
 
 if TYPE_CHECKING:
     from kd.client.wire.accounts import QuotaUse
@@ -27,13 +20,13 @@ app = typer.Typer()
 
 
 @app.command()
-def quota(server: Server = None) -> None:
+def quota(server: console.Server = None) -> None:
     """Show what your team uses of its quotas; with an admin's key, all teams."""
     from services.terminal.client import connect, dump
 
     with connect(server) as client:
         accounts = client.quotas()
-    if print_as_json(list(map(dump, accounts))):
+    if console.print_as_json(list(map(dump, accounts))):
         return
     parts = ("caches", "runs", "files")
     columns = ("TEAM", "DEVICES", "QUEUED", "RECENT", "TODAY", "OF", "ON DISK", "OF")
@@ -42,22 +35,22 @@ def quota(server: Server = None) -> None:
             account.team,
             str(account.devices),
             str(account.queued_jobs),
-            format_value(int(account.recent_device_seconds), "seconds"),
+            console.format_value(int(account.recent_device_seconds), "seconds"),
             *_format_use(account.device_seconds, "seconds"),
             *_format_use(account.bytes, "bytes"),
-            *(format_value(getattr(account.disk, part), "bytes") for part in parts),
+            *(console.format_value(getattr(account.disk, part), "bytes") for part in parts),
         ]
         for account in accounts
     ]
-    print_table([*columns, *map(str.upper, parts)], rows)
+    console.print_table([*columns, *map(str.upper, parts)], rows)
     for account in accounts:
         if account.reason is not None:
-            err.print(account.reason, markup=False)
+            console.err.print(account.reason, markup=False)
 
 
 def _format_use(use: QuotaUse, unit: str) -> tuple[str, str]:
-    used = format_value(int(use.used), unit)
-    return used, "no limit" if use.limit is None else format_value(int(use.limit), unit)
+    used = console.format_value(int(use.used), unit)
+    return used, "no limit" if use.limit is None else console.format_value(int(use.limit), unit)
 
 
 @app.command()
@@ -74,7 +67,7 @@ def audit(
         str | None, typer.Option(metavar="AGE", help="Only the last 90m, 12h, 7d or 2w.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many entries to print at most.")] = 50,
-    server: Server = None,
+    server: console.Server = None,
 ) -> None:
     """Print who created, changed, deleted and exported what, newest first; needs an admin's key."""
     from services.terminal.client import connect, read_pages
@@ -90,10 +83,14 @@ def audit(
             {name: value for name, value in entry.items() if value is not None}
             for entry in islice(read_pages(client, "/audit", filters), limit)
         ]
-    if print_as_json(entries):
+    if console.print_as_json(entries):
         return
     rows = []
     for entry in entries:
-        more = format_value({name: entry[name] for name in entry if name not in _COLUMNS})
-        rows.append([format_time(entry["time"]), *(entry[name] for name in _COLUMNS[2:]), more])
-    print_table(["TIME", "ACTOR", "ACTION", "TARGET", "OUTCOME", "MORE"], rows, spare=("MORE",))
+        more = console.format_value({name: entry[name] for name in entry if name not in _COLUMNS})
+        rows.append(
+            [console.format_time(entry["time"]), *(entry[name] for name in _COLUMNS[2:]), more]
+        )
+    console.print_table(
+        ["TIME", "ACTOR", "ACTION", "TARGET", "OUTCOME", "MORE"], rows, spare=("MORE",)
+    )

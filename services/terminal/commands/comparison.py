@@ -7,14 +7,7 @@ from typing import Any
 
 import typer
 
-from services.terminal.console import (
-    JobName,
-    Server,
-    format_value,
-    notes,
-    print_as_json,
-    print_table,
-)
+from services.terminal import console
 
 #: What is measured of a job: its name in the table, and where its record has it.
 RESULTS = {
@@ -43,7 +36,9 @@ app = typer.Typer()
 
 
 @app.command("diff")
-def jobs_diff(first: JobName, second: JobName, server: Server = None) -> None:
+def jobs_diff(
+    first: console.JobName, second: console.JobName, server: console.Server = None
+) -> None:
     """Show the settings in which two jobs differ, and their results side by side."""
     from services.terminal.client import connect, dump, find_job
 
@@ -52,15 +47,17 @@ def jobs_diff(first: JobName, second: JobName, server: Server = None) -> None:
     settings = compare_settings(*(job.config for job in jobs))
     results = compare_results(*(dump(job) for job in jobs))
     ids = [job.id for job in jobs]
-    if print_as_json({"jobs": ids, "settings": settings, "results": results}):
+    if console.print_as_json({"jobs": ids, "settings": settings, "results": results}):
         return
     if not settings:
-        notes.print("The jobs have the same settings.")
-    rows = [[name, *map(format_value, pair)] for name, pair in {**settings, **results}.items()]
-    print_table(["", *(f"{job.name} ({job.id[:12]})" for job in jobs)], rows)
+        console.notes.print("The jobs have the same settings.")
+    rows = [
+        [name, *map(console.format_value, pair)] for name, pair in {**settings, **results}.items()
+    ]
+    console.print_table(["", *(f"{job.name} ({job.id[:12]})" for job in jobs)], rows)
     texts = [results.get(f"held-out {unit}", [None, None]) for unit in ("tokens", "bytes")]
     if any(None not in pair and pair[0] != pair[1] for pair in texts):
-        notes.print(OTHER_TEXT)
+        console.notes.print(OTHER_TEXT)
 
 
 def compare_settings(first: Any, second: Any) -> dict[str, list[Any]]:
