@@ -73,11 +73,12 @@ def _measure_gold_error(
 ) -> Tensor:
     """Return |p decoded / p live - 1| of the next token, (N,).
 
-    Profile topk stores that token's log-probability beside its entries.
+    Profile topk stores that token's log-probability beside its entries, and threshold more finely
+    than the integers that its target counts in.
     """
     gold_N1 = part.gold_N[:, None]
     log_N = kept.p_NV.gather(1, gold_N1)[:, 0].clamp(min=LEAST).log()
-    if codec.k:
+    if codec.k or codec.rules.dithered:
         known_N = torch.from_numpy(part.stored["known"][:, 0].astype(np.float64))
         log_N = known_N.to(log_N.device) * -KNOWN_STEP
     live_N = p_NV.gather(1, gold_N1)[:, 0].clamp(min=LEAST).log()

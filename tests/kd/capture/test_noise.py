@@ -194,7 +194,7 @@ def test_a_field_overrules_the_verdict_and_the_cache_keeps_it(
     assert [overruled.describe() in message for message in warnings].count(True) == 1
     (summary,) = [event.data for event in events if event.type == "cache"]
     assert summary["overruled"] == overruled.to_json()
-    assert json.loads((store.folder / "manifest.json").read_bytes())["version"] == 5
+    assert json.loads((store.folder / "manifest.json").read_bytes())["version"] == 8
     assert verify_cache(store.folder) == []
 
     # A job that uses the cache and does not overrule the verdict itself is warned, too.
@@ -218,7 +218,7 @@ def test_a_faithful_cache_is_the_same_with_the_field(
     assert store.folder.name == plain.name
     manifest = (store.folder / "manifest.json").read_bytes()
     assert manifest == (plain / "manifest.json").read_bytes()
-    assert b"overruled" not in manifest and json.loads(manifest)["version"] == 5
+    assert b"overruled" not in manifest and json.loads(manifest)["version"] == 8
 
 
 def test_a_manifest_keeps_an_overruled_verdict(tmp_path: Path) -> None:

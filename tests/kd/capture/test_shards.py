@@ -137,7 +137,7 @@ def require_nothing_half_written(folder: Path) -> None:
     assert not list(folder.rglob(f"{TEMPORARY_PREFIX}*"))
     sealed = {path.stem for path in (folder / "seals").iterdir()}
     written = {path.name for path in (folder / "shards").iterdir() if path.is_dir()}
-    assert sealed - {"head"} == written
+    assert sealed - {"head", "dither"} == written
 
 
 # ---------------------------------------------------------------------- the same bytes
@@ -328,16 +328,25 @@ def test_a_stop_seals_what_was_read_whole_and_says_what_is_read_again(
     ],
     ids=["GPU", "CPU"],
 )
-@pytest.mark.parametrize(("most", "failed"), [(1, [4, 2]), (2, [4])])
+@pytest.mark.parametrize(
+    ("profile", "most", "failed"),
+    [
+        ("tempered", 1, [4, 2]),
+        ("threshold", 2, [4]),
+        # Its tables are fitted to two sequences first.
+        ("threshold", 1, [2]),
+    ],
+)
 def test_a_micro_batch_that_does_not_fit_is_halved_and_the_rows_stay(
     make_plan: Callable[..., CapturePlan],
+    profile: str,
     most: int,
     failed: list[int],
     error: Exception,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = make_plan()
+    plan = make_plan(profile)
     small = replace_batch_size(plan, most)
     expected = capture_one_after_the_other(small, tmp_path / "small")
     passes = limit_sequences(monkeypatch, most, error)
