@@ -90,10 +90,11 @@ def fit_recorder(
     profile tempered needs a number of ``knots``, which is chosen if it is None.
     """
     rules = writer.codec.rules
+    teacher = replace(teacher, monitor=monitor)
     meter = TailMeter(len(plan.corpus.train)) if rules.sums_tails else None
     tables = prepare_tables(teacher, plan, writer, monitor) if rules.dithered else None
     recorder = Recorder(teacher.recorder.lm_head, writer.codec, meter=meter, tables=tables)
-    teacher = replace(teacher, recorder=recorder, monitor=monitor)
+    teacher = replace(teacher, recorder=recorder)
     if rules.needs_lm_head:
         # Only this profile has something to write before the first micro-batch is read.
         # A teacher without memory for one sequence shows here.
