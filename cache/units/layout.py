@@ -98,23 +98,24 @@ def decode_units(
     cluster_N = columns["cluster"]
     sequence_N, position_N = np.nonzero(columns["target_mask"])
     starts_N = hash_positions(codec.seed, numbers[sequence_N], position_N)
-    rows_E = np.repeat(np.arange(len(cluster_N)), counts["gap"])
-    ids_E = tables.name_candidates(cluster_N[rows_E], starts_N[rows_E], ranks["gap"])
+    gaps_N, others_N = counts["gap"], counts["other"]
+    # ``repeat`` is faster than an index of rows.
+    cluster_E, starts_E = np.repeat(cluster_N, gaps_N), np.repeat(starts_N, gaps_N)
+    ids_E = tables.name_candidates(cluster_E, starts_E, ranks["gap"])
     ids = {
         part: tables.name_ranks(np.repeat(cluster_N, counts[part]), ranks[part])
         for part in ("head", "other")
     }
-    # Where the accepted candidates are among all drawn tokens: after the others of their record.
-    places_E = np.arange(len(rows_E)) + np.cumsum(counts["other"]).take(rows_E)
-    came_M = np.zeros(len(ids_E) + len(ids["other"]), bool)
-    came_M[places_E] = True
-    tail_M = np.empty(len(came_M), ids_E.dtype)
-    k_M = np.zeros(len(came_M), np.uint16)
-    tail_M[came_M] = ids_E
-    tail_M[~came_M] = ids["other"]
-    k_M[came_M] = ranks["gap"]
+    # Among all drawn tokens the accepted candidates of a record come after its others.
+    places_E = np.arange(len(ids_E)) + np.repeat(np.cumsum(others_N), gaps_N)
+    before_N = np.cumsum(gaps_N) - gaps_N
+    places_O = np.arange(len(ids["other"])) + np.repeat(before_N, others_N)
+    tail_M = np.empty(len(places_E) + len(places_O), ids_E.dtype)
+    k_M = np.zeros(len(tail_M), np.uint16)
+    tail_M[places_E], tail_M[places_O] = ids_E, ids["other"]
+    k_M[places_E] = ranks["gap"]
     del columns["other_count"]
-    tails_N = (counts["gap"] + counts["other"]).astype(columns["head_count"].dtype)
+    tails_N = (gaps_N + others_N).astype(columns["head_count"].dtype)
     tails = {"tail_count": tails_N, "tail_ids": tail_M, "tail_k": k_M}
     return columns | {"head_ids": ids["head"]} | tails
 
