@@ -33,6 +33,8 @@ Arrays = dict[str, NDArray[Any]]
 #: after that of the positions, and then one for the bits of each.
 _PARTS = ("head", "gap", "other")
 _PLAIN = ("known", "entropy", "cluster", "head_count")
+#: Tokens that are decoded together: their arrays stay in the cache of a processor's core.
+_TOGETHER = 4096
 
 
 def list_unit_arrays() -> dict[str, tuple[str, int]]:
@@ -88,6 +90,15 @@ def decode_units(
     ``parts`` hold the arrays of each sequence, ``numbers`` (S,) its number in the cache. Within a
     record tokens with a candidate come last, in the order of their candidates.
     """
+    size = max(_TOGETHER // parts[0]["tokens"].shape[1], 1)
+    groups = [slice(start, start + size) for start in range(0, len(parts), size)]
+    found = [_decode_group(parts[each], numbers[each], codec, tables) for each in groups]
+    return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
+
+
+def _decode_group(
+    parts: list[Arrays], numbers: NDArray[np.int64], codec: Codec, tables: DitherTables
+) -> Arrays:
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     counts = _count_entries(columns, codec)
     ranks = {}
