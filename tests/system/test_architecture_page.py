@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from bench.support.paths import ROOT
 from tests.support.each import for_each
 from tests.support.house.rooms import PAGE, read_rooms
+from tests.support.house.syntax import tree_of
 
 PACKAGES = ("cache", "kd", "services")
 TOP_FOLDERS = (*PACKAGES, "bench", "tests", "docs", "examples")
@@ -20,11 +20,6 @@ TOP_FOLDERS = (*PACKAGES, "bench", "tests", "docs", "examples")
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOP_FOLDERS)})/[\w./-]*")
 #: The full name of a module, or of something in it.
 FULL_NAME = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)*)`")
-
-
-@functools.cache
-def parse_module(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def find_module(name: str) -> tuple[Path | None, list[str]]:
@@ -57,7 +52,7 @@ def exists(name: str) -> bool:
     path, words = find_module(name)
     if path is None:
         return False
-    statements = parse_module(path).body
+    statements = tree_of(path).body
     for word in words:
         found = list_names(statements).get(word)
         if found is None:

@@ -23,6 +23,7 @@ from packaging.utils import canonicalize_name
 from bench.support.paths import ROOT
 from bench.support.waiting import PATIENCE_SECONDS
 from tests.support.each import for_each
+from tests.support.house.syntax import nodes_of, tree_of
 
 PACKAGES = ("cache", "kd", "services")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -61,10 +62,6 @@ WEAK_CALLS = {
 PINNED_BY = {"revision", "data_files", "state_dict"}
 
 
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -96,7 +93,7 @@ def find_leaking_comparisons(tree: ast.AST) -> list[str]:
     """
     return [
         f"{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Compare)
         and any(isinstance(operator, ast.Eq | ast.NotEq) for operator in node.ops)
         and any(map(names_secret, (node.left, *node.comparators)))
@@ -111,7 +108,7 @@ def find_disabled_checks(tree: ast.AST) -> list[str]:
         for line, name, value in settings_in(tree)
         if (name, value) in SWITCHED_OFF
     ]
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    calls = (node for node in nodes_of(tree) if isinstance(node, ast.Call))
     return found + [
         f"{call.lineno}: {ast.unparse(call.func)}"
         for call in calls
@@ -121,7 +118,7 @@ def find_disabled_checks(tree: ast.AST) -> list[str]:
 
 def settings_in(tree: ast.AST) -> Iterator[tuple[int, str, object]]:
     """Every named constant: an argument, an entry of a mapping, an attribute or a variable."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.keyword) and node.arg and isinstance(node.value, ast.Constant):
             yield node.value.lineno, node.arg, node.value.value
         elif isinstance(node, ast.Dict):
@@ -143,7 +140,7 @@ def find_unpinned_loads(tree: ast.AST) -> list[str]:
     """Loads that might take the newest version from the hub: no folder, and no revision."""
     return [
         f"{call.lineno}: {ast.unparse(call)[:80]}"
-        for call in ast.walk(tree)
+        for call in nodes_of(tree)
         if isinstance(call, ast.Call)
         and name_callee(call) in ("from_pretrained", "load_dataset", "snapshot_download")
         and not PINNED_BY & {keyword.arg for keyword in call.keywords}

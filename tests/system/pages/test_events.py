@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 
 from bench.support.paths import ROOT
+from tests.support.house.syntax import nodes_of, tree_of
 
 PAGE = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
 SOURCES = [path for top in ("kd", "services") for path in (ROOT / top).rglob("*.py")]
@@ -25,7 +26,7 @@ def list_emitted() -> dict[str, set[str]]:
     """The types that the source emits, with the fields that it names."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(tree_of(path)):
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             name = ast.unparse(node.func).rpartition(".")[2]
@@ -41,7 +42,7 @@ def list_training_fields() -> set[str]:
     (call,) = [
         node
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(tree_of(path))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) == "run.log.write_line"
         and ast.unparse(node.args[0]) == "'metrics'"
@@ -76,10 +77,9 @@ def test_the_fields_of_a_training_step_have_their_rows() -> None:
 
 
 def test_the_scalars_have_their_rows() -> None:
-    source = ast.parse((ROOT / "kd" / "tracking" / "scalars.py").read_text(encoding="utf-8"))
     written = {
         node.value
-        for node in ast.walk(source)
+        for node in nodes_of(tree_of(ROOT / "kd" / "tracking" / "scalars.py"))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and re.fullmatch(r"(throughput|loader|memory)/\w+", node.value)

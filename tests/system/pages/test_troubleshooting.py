@@ -26,6 +26,7 @@ from services.settings import Settings
 from services.terminal.explanations import find_entry, list_codes
 from tests.support.commands import kd
 from tests.support.each import for_each
+from tests.support.house.syntax import nodes_of, tree_of
 
 PAGE = (ROOT / HELP_PAGE).read_text(encoding="utf-8")
 SOURCES = sorted(path for top in ("cache", "kd", "services") for path in (ROOT / top).rglob("*.py"))
@@ -33,14 +34,9 @@ SOURCES = sorted(path for top in ("cache", "kd", "services") for path in (ROOT /
 NAMELESS = "error"
 
 
-@functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def walk_sources() -> Iterator[tuple[Path, ast.AST]]:
     for path in SOURCES:
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(tree_of(path)):
             yield path, node
 
 
