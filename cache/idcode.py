@@ -17,6 +17,7 @@ first, and ids ascend within a class. The classes are stored instead of the orde
 compress to a third of a byte for each id.
 
     V   vocabulary      N   records      S   sequences      E   entries of all records
+    W   entries with bits
 """
 
 from __future__ import annotations
@@ -130,19 +131,25 @@ def _locate_bits(
 
 def unpack_ranks(
     symbols: NDArray[np.uint8], bits: NDArray[np.uint8], counts: NDArray[Any], entries: NDArray[Any]
-) -> NDArray[np.int64]:
+) -> NDArray[np.uint32]:
     """Decode the ranks (E,) of whole sequences end to end, as ``pack_ranks`` coded them.
 
     They may be any sequences in any order.
     """
     # ``take`` is twice as fast as indexing, and so is the copy of ``words``.
-    length = _BITS.take(symbols)
-    place, _ = _locate_bits(length, entries)
+    gaps = _BASE.take(symbols)
+    # Three of four symbols have no bits.
+    wide_W = np.flatnonzero(symbols > 15)
+    length_W = _BITS.take(symbols.take(wide_W))
+    place_W, _ = _locate_bits(length_W, np.searchsorted(wide_W, entries))
     padded = np.concatenate([bits, np.zeros(4, np.uint8)])
     # The four bytes from each byte on, as one word: at most 7 + 14 bits of it are used.
     words: NDArray[np.uint32] = np.ndarray(len(bits) + 1, "<u4", padded, strides=(1,)).copy()
-    low = (words.take(place >> 3) >> (place & 7).astype(np.uint32)) & _MASK.take(length)
-    running = np.cumsum(_BASE.take(symbols) + low, dtype=np.int64)
-    before = np.concatenate([np.zeros(1, np.int64), running])[compute_offsets(counts)[:-1]]
-    ranks: NDArray[np.int64] = running - np.repeat(before, counts)
+    low_W = words.take(place_W >> 3) >> (place_W & 7).astype(np.uint32)
+    gaps[wide_W] += low_W & _MASK.take(length_W)
+    # Sums wrap at 32 bits, and so do their differences, which are right again.
+    running = np.zeros(len(gaps) + 1, np.uint32)
+    np.cumsum(gaps, out=running[1:])
+    before_N = running.take(compute_offsets(counts)[:-1])
+    ranks: NDArray[np.uint32] = running[1:] - before_N.repeat(counts)
     return ranks

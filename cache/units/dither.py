@@ -79,18 +79,22 @@ class DitherTables:
         return order_tokens(self.classes_V)
 
     @cached_property
-    def ranked_CR(self) -> NDArray[np.int64]:
+    def ranked_CR(self) -> NDArray[Any]:
         """The tokens of the first R ranks of each cluster."""
-        most = min(RANKED, self.vocabulary_size)
+        size = self.vocabulary_size
+        most = min(RANKED, size)
         place_V = np.argsort(self.order_V)
-        ranked = np.empty((len(self.slots_CZ), most), np.int64)
+        ranked = np.empty((len(self.slots_CZ), most), choose_id_dtype(size))
         for row_R, slots_Z, leading_L in zip(ranked, self.slots_CZ, self.leading_CL, strict=True):
-            counts_V = np.bincount(slots_Z, minlength=self.vocabulary_size)
+            counts_V = np.bincount(slots_Z, minlength=size)
             counts_V[leading_L] = -1
             found = np.flatnonzero(counts_V > 0)
-            found = found[np.lexsort((place_V[found], -counts_V[found]))]
-            without = self.order_V[counts_V[self.order_V] == 0]
-            row_R[:] = np.concatenate([leading_L.astype(np.int64), found, without])[:most]
+            # One number that ascends in the order of the ranks is sorted faster than a pair.
+            keys = np.sort(place_V[found] - counts_V[found] * size)
+            row = [leading_L, self.order_V.take(keys % size)]
+            if len(leading_L) + len(found) < most:
+                row.append(self.order_V[counts_V[self.order_V] == 0])
+            row_R[:] = np.concatenate(row)[:most]
         return ranked
 
     def name_candidates(
@@ -98,19 +102,20 @@ class DitherTables:
     ) -> NDArray[Any]:
         """Return the tokens of candidates, (E,)."""
         size = self.slots_CZ.shape[1]
-        places_E = hash_slots(starts_E, k_E.astype(np.int64), size)
+        places_E = _hash_in_place(k_E.astype(np.uint64), starts_E, size)
         places_E += cluster_E.astype(np.int64) * size
         tokens_E: NDArray[Any] = self.slots_CZ.reshape(-1).take(places_E)
         return tokens_E
 
-    def name_ranks(self, cluster_E: NDArray[Any], rank_E: NDArray[np.int64]) -> NDArray[Any]:
+    def name_ranks(self, cluster_E: NDArray[Any], rank_E: NDArray[Any]) -> NDArray[Any]:
         """Return the tokens at ranks, (E,)."""
         ranked = self.ranked_CR.shape[1]
         places_E = cluster_E.astype(np.int64) * ranked + np.minimum(rank_E, ranked - 1)
-        later_E = self.order_V.take(np.maximum(rank_E - ranked, 0))
-        ranked_E = self.ranked_CR.reshape(-1).take(places_E)
-        ids_E: NDArray[Any] = np.where(rank_E < ranked, ranked_E, later_E)
-        return ids_E.astype(choose_id_dtype(self.vocabulary_size))
+        ids_E: NDArray[Any] = self.ranked_CR.reshape(-1).take(places_E)
+        # Few tokens have no rank in their cluster.
+        late = np.flatnonzero(rank_E >= ranked)
+        ids_E[late] = self.order_V.take(rank_E.take(late) - ranked)
+        return ids_E
 
     def find_ranks(self, cluster_E: NDArray[Any], ids_E: NDArray[Any]) -> NDArray[np.int64]:
         """Return the ranks of tokens, (E,); the inverse of ``name_ranks``."""
@@ -124,7 +129,7 @@ class DitherTables:
     def _lookup(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Keys of cluster and ranked token in order, the rank of each, and the later ranks."""
         clusters, ranked = self.ranked_CR.shape
-        keys = np.arange(clusters)[:, None] * self.vocabulary_size + self.ranked_CR
+        keys = np.arange(clusters)[:, None] * self.vocabulary_size + self.ranked_CR.astype(np.int64)
         order = np.argsort(keys, axis=None)
         later_V = np.argsort(self.order_V) + ranked
         return keys.reshape(-1)[order], order % ranked, later_V
@@ -165,6 +170,20 @@ def hash_positions(seed: int, sequence_N: Any, position_N: Any) -> Any:
 def hash_slots(starts: Any, k: Any, size: int) -> Any:
     """Return the slots of candidates; ``size``, the slots of a table, is a power of two."""
     return _mix(starts + k * _STEP) & (size - 1)
+
+
+def _hash_in_place(
+    k_E: NDArray[np.uint64], starts_E: NDArray[np.int64], size: int
+) -> NDArray[np.int64]:
+    """Return what ``hash_slots`` does, in the memory of ``k_E``: a third faster."""
+    k_E *= np.uint64(_STEP % (1 << 64))
+    k_E += starts_E.view(np.uint64)
+    for shift, factor in _FACTORS:
+        k_E ^= k_E >> np.uint64(shift)
+        k_E *= np.uint64(factor % (1 << 64))
+    k_E ^= k_E >> np.uint64(31)
+    k_E &= np.uint64(size - 1)
+    return k_E.view(np.int64)
 
 
 def hash_tokens(starts: Any, ids: Any) -> Any:

@@ -33,8 +33,8 @@ Arrays = dict[str, NDArray[Any]]
 #: after that of the positions, and then one for the bits of each.
 _PARTS = ("head", "gap", "other")
 _PLAIN = ("known", "entropy", "cluster", "head_count")
-#: Tokens that are decoded together: their arrays stay in the cache of a processor's core.
-_TOGETHER = 4096
+#: Tokens that are decoded together: fewer make a call longer than its arithmetic, more take memory.
+_TOGETHER = 16_384
 
 
 def list_unit_arrays() -> dict[str, tuple[str, int]]:
@@ -99,44 +99,45 @@ def decode_units(
 def _decode_group(
     parts: list[Arrays], numbers: NDArray[np.int64], codec: Codec, tables: DitherTables
 ) -> Arrays:
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    counts = _count_entries(columns, codec)
-    ranks = {}
-    for part in _PARTS:
-        cuts = compute_offsets(np.array([len(each[f"{part}_symbols"]) for each in parts]))
-        packed = columns.pop(f"{part}_symbols"), columns.pop(f"{part}_bits")
-        ranks[part] = unpack_ranks(*packed, counts[part], cuts)
+    halves = [[f"{part}_{half}" for part in _PARTS] for half in ("symbols", "bits")]
+    plain = [name for name in parts[0] if not name.endswith(("_symbols", "_bits"))]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in plain}
+    counts_3N = _count_entries(columns, codec)
+    heads_N, gaps_N, others_N = counts_3N
+    # Of all parts of all sequences at once, because a call takes long beside its arithmetic.
+    symbols, bits = ([part[name] for name in names for part in parts] for names in halves)
+    cuts = compute_offsets(np.array([len(each) for each in symbols]))
+    ranks = unpack_ranks(np.concatenate(symbols), np.concatenate(bits), counts_3N.ravel(), cuts)
+    rank_H, k_E, rank_O = np.split(ranks, cuts[[len(parts), 2 * len(parts)]])
     cluster_N = columns["cluster"]
     sequence_N, position_N = np.nonzero(columns["target_mask"])
     starts_N = hash_positions(codec.seed, numbers[sequence_N], position_N)
-    gaps_N, others_N = counts["gap"], counts["other"]
     # ``repeat`` is faster than an index of rows.
-    cluster_E, starts_E = np.repeat(cluster_N, gaps_N), np.repeat(starts_N, gaps_N)
-    ids_E = tables.name_candidates(cluster_E, starts_E, ranks["gap"])
-    ids = {
-        part: tables.name_ranks(np.repeat(cluster_N, counts[part]), ranks[part])
-        for part in ("head", "other")
-    }
-    # Among all drawn tokens the accepted candidates of a record come after its others.
-    places_E = np.arange(len(ids_E)) + np.repeat(np.cumsum(others_N), gaps_N)
+    ids_E = tables.name_candidates(cluster_N.repeat(gaps_N), starts_N.repeat(gaps_N), k_E)
+    # Within a record tokens without a candidate come first: few, so only their places are counted.
     before_N = np.cumsum(gaps_N) - gaps_N
-    places_O = np.arange(len(ids["other"])) + np.repeat(before_N, others_N)
-    tail_M = np.empty(len(places_E) + len(places_O), ids_E.dtype)
-    k_M = np.zeros(len(tail_M), np.uint16)
-    tail_M[places_E], tail_M[places_O] = ids_E, ids["other"]
-    k_M[places_E] = ranks["gap"]
+    places_O = np.arange(len(rank_O)) + before_N.repeat(others_N)
+    tail_M = np.empty(len(k_E) + len(rank_O), ids_E.dtype)
+    came_M = np.ones(len(tail_M), np.bool_)
+    came_M[places_O] = False
+    k_M = came_M.astype(np.uint16)
+    tail_M[came_M], k_M[came_M] = ids_E, k_E
+    tail_M[places_O] = tables.name_ranks(cluster_N.repeat(others_N), rank_O)
     del columns["other_count"]
-    tails_N = (gaps_N + others_N).astype(columns["head_count"].dtype)
-    tails = {"tail_count": tails_N, "tail_ids": tail_M, "tail_k": k_M}
-    return columns | {"head_ids": ids["head"]} | tails
+    return columns | {
+        "head_ids": tables.name_ranks(cluster_N.repeat(heads_N), rank_H),
+        "tail_count": (gaps_N + others_N).astype(columns["head_count"].dtype),
+        "tail_ids": tail_M,
+        "tail_k": k_M,
+    }
 
 
-def _count_entries(columns: Arrays, codec: Codec) -> dict[str, NDArray[np.int64]]:
-    """Count the entries of each part of each record, (N,)."""
+def _count_entries(columns: Arrays, codec: Codec) -> NDArray[np.int64]:
+    """Count the entries of each part of each record, (3, N)."""
     gold_N = columns["tokens"][:, 1:][columns["target_mask"][:, :-1]]
     known_NK = columns["known"]
     _, units_N = count_rest(codec, known_NK, find_counted(codec, known_NK, gold_N))
     heads_N = columns["head_count"].astype(np.int64)
     given = compute_offsets(columns["head_units"] >> 1)[compute_offsets(heads_N)]
     others_N = columns["other_count"].astype(np.int64)
-    return {"head": heads_N, "gap": units_N - np.diff(given) - others_N, "other": others_N}
+    return np.stack([heads_N, units_N - np.diff(given) - others_N, others_N])
