@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from cache.idcode import order_tokens
 from cache.rounding import choose_id_dtype
 
-#: Slots of a table, a power of two. More would halve the quarter of a bit that an entry costs
-#: because slots are whole, and double the bytes of the tables.
+#: Slots of a table of at most 65,536 tokens, a power of two. More would halve the quarter of a bit
+#: that an entry costs because slots are whole, and double the bytes of the tables.
 SLOTS = 1 << 15
 #: Leading tokens of a cluster, which are stored: they are those of most heads.
 LEADING = 64
@@ -147,8 +147,13 @@ def choose_leading(vocabulary_size: int) -> int:
     return min(LEADING, vocabulary_size)
 
 
-def share_slots(prior_V: NDArray[Any], size: int = SLOTS) -> NDArray[Any]:
-    """Return the token in each slot, (Z,): whole slots by the largest remainders, ids ascending."""
+def share_slots(prior_V: NDArray[Any], size: int | None = None) -> NDArray[Any]:
+    """Return the token in each slot, (Z,): whole slots by the largest remainders, ids ascending.
+
+    By default there are ``SLOTS``, or four times as many where those would leave too many of more
+    than 65,536 tokens without one.
+    """
+    size = size or (SLOTS if len(prior_V) <= 1 << 16 else 4 * SLOTS)
     ideal_V = prior_V / prior_V.sum() * size
     counts_V = np.floor(ideal_V).astype(np.int64)
     left = size - int(counts_V.sum())

@@ -132,6 +132,12 @@ def test_slots_are_shared_by_the_largest_remainders():
     assert np.abs(counts - prior_V / prior_V.sum() * SLOTS).max() < 1
 
 
+def test_a_large_vocabulary_has_more_slots():
+    assert len(share_slots(np.ones(65_536))) == SLOTS
+    slots_Z = share_slots(np.ones(65_537))
+    assert len(slots_Z) == 4 * SLOTS and len(np.unique(slots_Z)) == 65_537
+
+
 @pytest.mark.parametrize("vocabulary", [20, 300, 4_096, 4_097, 65_536, 65_537])
 def test_ranks_and_names_are_inverse(vocabulary):
     tables = make_tables(vocabulary, 3)
