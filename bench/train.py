@@ -51,7 +51,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from bench import packed, speed
+from bench import speed
+from bench.loops import packed
 from bench.speed import ALPHA, DEVICE, RECORDS, BenchmarkSizes, Runnable
 from bench.support.paths import AUSTEN
 from bench.support.timing import (

@@ -75,17 +75,14 @@ def sort_by_rank(rank: NDArray[Any], ids: NDArray[Any], counts: NDArray[Any]) ->
     return np.argsort(rows * np.int64(len(rank)) + rank[ids], kind="stable")
 
 
-def sort_ranks(
-    rank: NDArray[np.int64], ids: NDArray[Any], counts: NDArray[Any]
-) -> NDArray[np.int64]:
-    """Return the ranks (E,) of the ids of every record, ascending.
+def sort_ranks(ranks: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the ranks (E,) of every record, ascending.
 
-    It is ``rank[ids]`` in the order of ``sort_by_rank``, in a third of its time.
+    Numbers whose upper half is their record are sorted in a third of the time of an order of pairs.
     """
-    base = np.repeat(np.arange(len(counts)) * np.int64(len(rank)), counts)
-    keys: NDArray[np.int64] = base + rank.take(ids)
+    keys: NDArray[np.int64] = np.repeat(np.arange(len(counts)) << 32, counts) + ranks
     keys.sort()
-    keys -= base
+    keys &= (1 << 32) - 1
     return keys
 
 

@@ -93,7 +93,7 @@ def _code_ids(
     """
     arrays = {}
     if logprobs is None:
-        ranks = idcode.sort_ranks(rank, ids, counts)
+        ranks = idcode.sort_ranks(rank.take(ids), counts)
     else:
         order = idcode.sort_by_rank(rank, ids, counts)
         ranks = rank[ids[order]]

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
-from cache.idcode import pack_ranks, unpack_ranks
+from cache.idcode import pack_ranks, sort_ranks, unpack_ranks
 from cache.profiles.threshold import count_rest, find_counted
 from cache.records import Records, compute_offsets
 from cache.units.dither import DitherTables, hash_positions
@@ -58,18 +58,14 @@ def encode_units(
     rows_N = np.arange(len(records))
     rows_H = np.repeat(rows_N, records["head_count"])
     ranks_H = tables.find_ranks(cluster_N[rows_H], records["head_ids"])
-    order_H = np.lexsort((ranks_H, rows_H))
+    order_H = np.argsort((rows_H << 32) + ranks_H)
     rows_M = np.repeat(rows_N, records["tail_count"])
     came_M = records["tail_k"] > 0
     rows_E, rows_O = rows_M[came_M], rows_M[~came_M]
-    k_E = records["tail_k"][came_M].astype(np.int64)
+    k_E = records["tail_k"][came_M]
     ranks_O = tables.find_ranks(cluster_N[rows_O], records["tail_ids"][~came_M])
-    ranks = (
-        ranks_H[order_H],
-        k_E[np.lexsort((k_E, rows_E))],
-        ranks_O[np.lexsort((ranks_O, rows_O))],
-    )
     counts = [np.bincount(rows, minlength=len(records)) for rows in (rows_H, rows_E, rows_O)]
+    ranks = ranks_H[order_H], sort_ranks(k_E, counts[1]), sort_ranks(ranks_O, counts[2])
     arrays = {name: records[name] for name in _PLAIN}
     arrays["other_count"] = counts[2].astype(records["tail_count"].dtype)
     arrays["head_units"] = records["head_units"][order_H]
