@@ -12,7 +12,13 @@ from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
 from bench.support.paths import AUSTEN
-from bench.support.small.caches import make_cache, make_codec, make_identity, make_shard
+from bench.support.small.caches import (
+    make_cache,
+    make_codec,
+    make_identity,
+    make_shard,
+    write_folders,
+)
 from cache.shards.names import locate_seal, name_shard
 from cache.store import open_cache
 from cache.viewing.record_pages import read_page
@@ -194,6 +200,7 @@ def test_a_capture_under_way_shows_its_shards(page: Page, api: Parts) -> None:
     progress = {"done": 4, "total": 60, "unit": "sequences"}
     tell(api, claim, ("plan", {"fingerprint": identity.fingerprint}), ("progress", progress))
     with open_writer(api.settings.caches, identity) as writer:
+        write_folders(writer)
         for index in range(6):
             writer.write_shard(index, *make_shard(identity, index))
         writer.begin_shard(6)
