@@ -15,6 +15,7 @@ import yaml
 
 from bench.support.harness import Parts
 from bench.support.paths import ROOT
+from bench.support.small.caches import make_cache
 from bench.support.waiting import PATIENCE_SECONDS
 from kd.client.wire.plans import JobEstimate
 from tests.support.commands import kd
@@ -148,15 +149,13 @@ DRY_RUN = """
 import json, sys
 from pathlib import Path
 from fastapi.testclient import TestClient
-from bench.support.small.caches import make_cache
 from services.api.app import create_app
 from services.settings import Settings
 
 home, body = Path(sys.argv[1]), json.loads(sys.argv[2])
-folder = make_cache(home / "caches")
-settings = Settings(redis_url="redis://127.0.0.1:1/0", home=home, data_roots=sys.argv[3:])
+settings = Settings(redis_url="redis://127.0.0.1:1/0", home=home, data_roots=sys.argv[3:5])
 client = TestClient(create_app(settings), base_url="http://127.0.0.1")
-answers = [client.post("/jobs?dry_run=true", json=body), client.get(f"/caches/{folder.name}")]
+answers = [client.post("/jobs?dry_run=true", json=body), client.get(f"/caches/{sys.argv[5]}")]
 heavy = sorted({"torch", "transformers", "datasets"} & set(sys.modules))
 print(json.dumps([[answer.status_code for answer in answers], heavy]))
 """
@@ -166,6 +165,7 @@ print(json.dumps([[answer.status_code for answer in answers], heavy]))
 def test_a_dry_run_needs_neither_torch_nor_redis(
     tiny_teacher: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
+    folder = make_cache(tmp_path / "caches")
     job = json.dumps(body(tiny_teacher, tiny_text))
     command = [
         sys.executable,
@@ -175,6 +175,7 @@ def test_a_dry_run_needs_neither_torch_nor_redis(
         job,
         str(tiny_teacher),
         str(tiny_text.parent),
+        folder.name,
     ]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
