@@ -116,7 +116,7 @@ def _decode_group(
     tail_M = np.empty(len(k_E) + len(rank_O), ids_E.dtype)
     came_M = np.ones(len(tail_M), np.bool_)
     came_M[places_O] = False
-    k_M = came_M.astype(np.uint16)
+    k_M = np.zeros(len(tail_M), np.uint16)
     tail_M[came_M], k_M[came_M] = ids_E, k_E
     tail_M[places_O] = tables.name_ranks(cluster_N.repeat(others_N), rank_O)
     del columns["other_count"]
