@@ -6,6 +6,7 @@
 #              .../whl/cu126 the build for CUDA 12.6, for older drivers and cards (docs/operations.md)
 # DEMO_FLAGS   passed to `kd demo`, for example DEMO_FLAGS=--baseline
 # TEST_FLAGS   passed to pytest, for example TEST_FLAGS="-k codec -x"
+# TMPDIR       where tests write; without it in memory (/dev/shm), if 4 GiB are free there
 # TEST_WORKERS processes that run tests, each with one arithmetic thread; tests marked alone follow in one process
 # NAME         the bench that `make bench` runs; without it `make bench` lists the benches
 # FLAGS        passed to the script of `make bench`, `make chaos` or `make test-hosts`, for example
@@ -46,8 +47,11 @@ DEMO_STAMP := .venv/.demo
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 UNASKED = $(if $(SLOW),, and not slow)$(if $(SLOW)$(LONG)$(EXAMPLES),, and not long)
+# Tests write and sync tens of thousands of small files, which takes less time in memory, if it has room, than on a disk.
+TEST_TMP = $(or $(TMPDIR),$(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4194304' | grep -q . && \
+	test -w /dev/shm && ! grep -q ' /dev/shm .*noexec' /proc/mounts && echo /dev/shm))
 # Status 5 means that no test was selected, which TEST_FLAGS can cause in one of the two calls.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(1) -m "$(2)$(UNASKED)" $(TEST_FLAGS) || test $$? = 5
+PYTEST = $(if $(TEST_TMP),TMPDIR=$(TEST_TMP) )OMP_NUM_THREADS=1 $(BIN)/pytest $(1) -m "$(2)$(UNASKED)" $(TEST_FLAGS) || test $$? = 5
 # To collect the tests of all files takes half a minute; flags may name files of their own.
 ALONE = $(shell grep -rl 'mark\.alone' tests --include='*.py')
 CODE  := .ci cache kd services tests $(wildcard bench examples)
