@@ -1,6 +1,7 @@
 """Measure how fast a cache is read: cold and warm, in each order, beside a plain read of its files.
 
     python bench/reader.py [--quick] [--tokens N] [--rounds 3] [--out FILE]
+                           [--teacher FOLDER [--gguf-file NAME] --text FILE --length 512]
 
 The first table reads caches of profile threshold at three lengths, on one thread:
 
@@ -21,7 +22,9 @@ which other work on the machine changes little; the first column divides by the 
 
 The records are captured from a small random teacher at threshold 0.04, or made at random for the
 other profiles, and repeated until the shards are as large as a job's: 256 sequences, but half a
-million tokens at the most.
+million tokens at the most. With ``--teacher`` only the first table is printed, with one row: of the
+records of that teacher, which a job of as many tokens would make of the first sequences of a text.
+Their tables are fitted to the sequences after them.
 """
 
 from __future__ import annotations
@@ -40,8 +43,11 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+import torch
 from numcodecs import blosc
 
+from bench.records import add_source_options, read_teacher
+from bench.records import make_cache_identity as make_truth_identity
 from bench.speed import (
     SIZES,
     SMALL,
@@ -55,7 +61,7 @@ from bench.speed import (
 from bench.support.small.caches import make_codec, make_identity, make_lm_head, make_records
 from cache.codec import Codec
 from cache.disk import list_file_sizes
-from cache.manifest import CacheIdentity, Provenance
+from cache.manifest import CacheIdentity, CodecIdentity, Provenance
 from cache.profiles.table import PROFILES
 from cache.profiles.topk import TopReading
 from cache.profiles.whole import HiddenReading
@@ -64,7 +70,9 @@ from cache.rounding import RecordPositions
 from cache.store import Cache, open_cache
 from cache.units.dither import DitherTables
 from cache.writing.writer import open_writer
-from kd.capture.codec_identity import USUAL_CLUSTERS
+from kd.capture.codec_identity import USUAL_CLUSTERS, Recipe
+from kd.capture.recording import Recorder
+from kd.capture.units.fitting import fit_tables
 from kd.config.cache import CacheConfig
 from kd.config.train import TrainConfig
 from kd.models.loading import hide_progress_bars
@@ -167,27 +175,57 @@ def seal_repeated(
     return writer.folder
 
 
+def choose_rows(tokens: int, length: int) -> tuple[int, int]:
+    """Choose the sequences of a shard, and how many of them are made and then repeated."""
+    most = min(SHARD_TOKENS, tokens // 2) // length
+    rows = min(CacheConfig().shard_sequences, max(most, 1))
+    count = min(max(ORIGINAL_TOKENS // length, 1), rows)
+    return rows - rows % count, count
+
+
 def make_sampled_cache(
     root: Path, sizes: BenchmarkSizes, tokens: int, profile: str = "threshold"
 ) -> Path:
     """Make a cache of a sampled profile of about ``tokens`` tokens, at least two shards."""
-    most = min(SHARD_TOKENS, tokens // 2) // sizes.length
-    rows = min(CacheConfig().shard_sequences, max(most, 1))
-    count = min(max(ORIGINAL_TOKENS // sizes.length, 1), rows)
-    rows -= rows % count
+    rows, count = choose_rows(tokens, sizes.length)
     original = make_random_documents(sizes, count)
     options = {"clusters": USUAL_CLUSTERS} if PROFILES[profile].dithered else {}
     identity = make_cache_identity(sizes, original, profile, **options)
     teacher = make_teacher(make_frozen_llama(sizes, SMALL), identity, original)
     records = Records.concatenate(each.encode() for each in teacher.deliver(original, 0))
-    shards = max(tokens // (rows * sizes.length), 2)
-    identity = replace(
+    identity = enlarge_identity(identity, rows, max(tokens // (rows * sizes.length), 2))
+    tables = teacher.recorder.tables
+    return seal_repeated(root, identity, repeat(original, records, rows // count), tables)
+
+
+def enlarge_identity(identity: CacheIdentity, rows: int, shards: int) -> CacheIdentity:
+    """The identity of a cache of ``shards`` shards of ``rows`` sequences."""
+    return replace(
         identity,
         codec=replace(identity.codec, shard_sequences=rows),
         data=replace(identity.data, train_sequences=shards * rows),
     )
-    tables = teacher.recorder.tables
-    return seal_repeated(root, identity, repeat(original, records, rows // count), tables)
+
+
+def make_taught_cache(root: Path, arguments: argparse.Namespace) -> Path:
+    """Make a cache of about ``arguments.tokens`` tokens from the records of a given teacher."""
+    truth, _ = read_teacher(arguments)
+    rows, count = choose_rows(arguments.tokens, arguments.length)
+    if count >= len(truth.hidden):
+        sys.exit(f"--sequences {arguments.sequences} leaves none after the {count} of the records.")
+    shards = max(arguments.tokens // (rows * arguments.length), 2)
+    clusters = Recipe.choose(shards * rows * arguments.length, shards * rows).clusters
+    codec = CodecIdentity("threshold", threshold=CacheConfig().threshold, clusters=clusters)
+    identity = enlarge_identity(make_truth_identity(truth, codec), rows, shards)
+    own = identity.record_codec()
+    rest = zip(truth.hidden[count:], truth.gold[count:], strict=True)
+    recorder = Recorder(truth.head, own, tables=fit_tables(rest, truth.head, own, clusters))
+    original = truth.sequences.select(np.arange(count))
+    records = Records.concatenate(
+        recorder.record(truth.hidden[number], truth.gold[number], number, np.flatnonzero(mask_L))
+        for number, mask_L in enumerate(original.target_mask)
+    )
+    return seal_repeated(root, identity, repeat(original, records, rows // count), recorder.tables)
 
 
 def make_other_cache(root: Path, sizes: BenchmarkSizes, profile: str) -> Path:
@@ -421,19 +459,41 @@ def measure_spread(order: np.ndarray, label: np.ndarray, batch: int) -> float:
     return float(means.var() * batch / label.var())
 
 
-def measure(sizes: BenchmarkSizes, lengths: tuple[int, ...], tokens: int, rounds: int) -> str:
-    """Measure everything; returns the text of all tables."""
-    hide_progress_bars()
-    head = (
+def describe_machine(vocabulary: str) -> str:
+    """Describe the machine and the readers."""
+    return (
         f"Machine: {read_cpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
-        f"one reading thread, batches of {BATCH_TOKENS:,} tokens, V = {sizes.vocabulary:,}; "
+        f"one reading thread, batches of {BATCH_TOKENS:,} tokens, {vocabulary}; "
         f"memory for {MEMORY_SHARE:.0%} of the decoded cache, shuffled {MEMORY_SHARE / 4:.0%}."
     )
-    first = [
-        f"| {' | '.join(COLUMNS)} |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-        *measure_lengths(sizes, lengths, tokens, rounds),
-    ]
+
+
+def format_lengths(rows: Iterator[str]) -> list[str]:
+    """Format the first table."""
+    return [f"| {' | '.join(COLUMNS)} |", "|--:|--:|--:|--:|--:|--:|--:|--:|--:|", *rows]
+
+
+@torch.no_grad()
+def measure_taught(arguments: argparse.Namespace) -> str:
+    """Measure the records of a given teacher; returns the text of the table."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_taught_cache(Path(name), arguments)
+        store = open_cache(folder)
+        codec = store.identity.codec
+        head = describe_machine(f"V = {store.identity.tokenizer.vocabulary_size:,}")
+        teacher = (
+            f"Records of {arguments.gguf_file or arguments.teacher.name} at {codec.threshold}, "
+            f"{codec.clusters} clusters, {store.manifest.entries / store.manifest.positions:.1f} "
+            "entries a token."
+        )
+        rows = [describe_length(folder, arguments.rounds)]
+    return "\n".join([head, teacher, "", *format_lengths(iter(rows))])
+
+
+def measure(sizes: BenchmarkSizes, lengths: tuple[int, ...], tokens: int, rounds: int) -> str:
+    """Measure everything; returns the text of all tables."""
+    head = describe_machine(f"V = {sizes.vocabulary:,}")
+    first = format_lengths(measure_lengths(sizes, lengths, tokens, rounds))
     second = [
         f"| {' | '.join(OTHER_COLUMNS)} |",
         "|---|--:|--:|--:|--:|--:|--:|",
@@ -450,7 +510,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="cold reads of each cache")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
     parser.add_argument("--out", type=Path, help="write the same text to this file too")
+    add_source_options(parser, sequences=192, length=512)
+    parser.set_defaults(teacher=None)
     given = parser.parse_args()
+    hide_progress_bars()
     sizes = SIZES["cpu"]
     lengths = LENGTHS
     tokens = given.tokens
@@ -459,7 +522,7 @@ def main() -> None:
         lengths = (32, 64)
         tokens = 8192
         ordering.WINDOW_TOKENS = 2048
-    text = measure(sizes, lengths, tokens, given.rounds)
+    text = measure_taught(given) if given.teacher else measure(sizes, lengths, tokens, given.rounds)
     print(text)
     if given.out:
         given.out.write_text(text + "\n", encoding="utf-8")
