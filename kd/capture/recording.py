@@ -315,4 +315,6 @@ class Recorder:
 
 def _join_gold(chunk: Sequence[_Piece]) -> Tensor:
     """Return the next tokens (N,) of a chunk."""
+    if len(chunk) == 1:
+        return chunk[0].gold_N
     return torch.cat([piece.gold_N for piece in chunk])

@@ -20,8 +20,9 @@ function. Log-probabilities l are at T = 1; b = 1/T; p_T = exp(b l - A(b)).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -39,8 +40,8 @@ class SparseTarget:
     The first ``candidate_count_N[n]`` entries are at least as probable as all tokens that are not
     among them, so the teacher's best token is one of them; 0 if there are no such entries.
     ``normalized`` tells that the weights of every position sum to 1. ``tail_places_M`` are the
-    places of sampled entries among all; a chunk has none. ``best_N`` is the teacher's best token,
-    and -1 if it is not known, where a record says so. A target of entries is its own chunk.
+    places of sampled entries among all; a chunk has none. ``find_best`` finds the teacher's best
+    token, and -1 if it is not known, where records say so. A target of entries is its own chunk.
     """
 
     offsets_N1: Tensor
@@ -50,7 +51,7 @@ class SparseTarget:
     candidate_count_N: Tensor
     normalized: bool = False
     tail_places_M: Tensor | None = None
-    best_N: Tensor | None = None
+    find_best: Callable[[], Tensor] | None = None
 
     @property
     def whole(self) -> bool:
@@ -69,6 +70,7 @@ class SparseTarget:
     def take_chunk(self, rows: slice, dtype: torch.dtype = torch.float32) -> SparseTarget:
         """The target of positions ``rows``; its numbers stay in float64."""
         entries = self.find_entries(rows)
+        find_best = self.find_best
         return SparseTarget(
             self.offsets_N1[rows.start : rows.stop + 1] - entries.start,
             self.ids_E[entries],
@@ -76,7 +78,7 @@ class SparseTarget:
             self.entropy_N[rows],
             self.candidate_count_N[rows],
             self.normalized,
-            best_N=None if self.best_N is None else self.best_N[rows],
+            find_best=find_best and (lambda: find_best()[rows]),
         )
 
     def gather_logits(self, s_NV: Tensor) -> Tensor:
@@ -108,8 +110,8 @@ class SparseTarget:
 
     def find_best_N(self) -> Tensor:
         """The heaviest candidate of each position, of equals the smallest id, or -1."""
-        if self.best_N is not None:
-            return self.best_N
+        if self.find_best is not None:
+            return self.find_best()
         rank_E = (
             torch.arange(len(self.ids_E), device=self.ids_E.device) - self.offsets_N1[self.rows_E]
         )
@@ -164,8 +166,9 @@ def decode_units(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget
     entropy_N = decode_entropies(columns["entropy"], unknown=0.0)
     leads_N = known_NA.amax(1) > codec.threshold
     target = entries.make_target(weights, entropy_N, leads_N)
-    best_N = entries.find_best_of_units(known_NA, twice_H, share_N, leads_N)
-    return replace(target, normalized=True, best_N=best_N)
+    # An evaluation asks for it, and no step of a training.
+    find_best = cache(partial(entries.find_best_of_units, known_NA, twice_H, share_N, leads_N))
+    return replace(target, normalized=True, find_best=find_best)
 
 
 def decode_threshold(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget:

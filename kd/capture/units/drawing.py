@@ -40,7 +40,7 @@ from cache.random import PURPOSE_KNOWN_ROUNDING, PURPOSE_TAIL, draw_uniforms
 from cache.rounding import KNOWN_STEP, UNKNOWN
 from cache.units.dither import PATIENCE, DitherTables, hash_positions, hash_slots, hash_tokens
 from kd.capture.sampling import BLOCK, Sampler, TokenSizes
-from kd.loss.sparse_targets import expect_best_heads, list_masses_on, pick_smallest
+from kd.loss.sparse_targets import expect_best_heads, list_masses_on
 from kd.text.steps.pinned import copy_to_device
 
 #: The bits of ``hash_tokens``.
@@ -172,9 +172,10 @@ class _Heads:
         heads = (rows_H, self.ids_H, self.units_H)
         is_expected_H = expect_best_heads(*heads, reader.share_N, reader.known_N)
         is_best_H = (self.p_H >= top_N[rows_H]) & (self.p_H > known_N[rows_H])
-        has_best_N = pick_smallest(rows_H, self.ids_H, is_best_H, len(top_N)) >= 0
-        right_N = pick_smallest(rows_H, self.ids_H, is_best_H & is_expected_H, len(top_N)) >= 0
-        return torch.where(has_best_N[rows_H], is_best_H & ~right_N[rows_H], is_expected_H)
+        both_H2 = torch.stack([is_best_H, is_best_H & is_expected_H], 1)
+        counts_N2 = rows_H.new_zeros(len(top_N), 2).index_add_(0, rows_H, both_H2.long())
+        has_best_H, is_right_H = (counts_N2 > 0)[rows_H].unbind(1)
+        return torch.where(has_best_H, is_best_H & ~is_right_H, is_expected_H)
 
 
 class UnitSampler(Sampler):

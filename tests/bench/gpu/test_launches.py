@@ -25,17 +25,17 @@ pytestmark = [
 ]
 #: Launches and waits of today.
 CAPTURE = {
-    "capture: a chunk, threshold": (427, 17),
+    "capture: a chunk, threshold": (463, 17),
     "capture: a chunk, tempered": (152, 4),
     "capture: a chunk, topk": (20, 0),
     "capture: a chunk, dense": (17, 0),
     "capture: a chunk, hidden": (20, 0),
-    "capture: a chunk, threshold, positions of 4 sequences": (476, 17),
+    "capture: a chunk, threshold, positions of 4 sequences": (512, 17),
 }
 TRAINING = {
     "loss: a chunk with records": (92, 0),
     "training: a layer of the student": (99, 0),
-    "training: a micro-batch, without its layers": (284, 1),
+    "training: a micro-batch, without its layers": (272, 1),
     "training: a micro-batch of packed rows, waits alone": (0, 2),
     "training: a step, without its micro-batches": (21, 2),
 }

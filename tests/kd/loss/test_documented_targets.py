@@ -84,7 +84,7 @@ def test_the_best_tokens_of_threshold(tmp_path: Path, vocabulary: int) -> None:
             found = read_sequence(path, number)
             best = find_best(found, about)
             target = decode_threshold(codec, columns, gold_N)
-            assert target.best_N is not None and target.best_N.tolist() == best
+            assert target.find_best_N().tolist() == best
             kinds.update(name_kinds(found, about, best))
     # Each way to the best token was taken.
     assert {(True, "head"), (False, "head"), (False, "known"), (False, "none")} <= set(kinds), kinds

@@ -106,9 +106,10 @@ def test_tails_are_named_and_chunks_are_parts_of_the_whole() -> None:
     codec, records, gold_N = make_case("normal", 0.04, KEPT)
     target = TargetDecoder(codec).decode(gold_N, columns_of(records)).teacher
     assert isinstance(target, SparseTarget) and target.normalized
-    assert target.tail_places_M is not None and target.best_N is not None
+    assert target.tail_places_M is not None
     assert target.ids_E[target.tail_places_M].tolist() == records["tail_ids"].tolist()
     chunk = target.take_chunk(slice(4, 9))
-    assert chunk.best_N is not None and torch.equal(chunk.best_N, target.best_N[4:9])
+    assert chunk.find_best is not None
+    assert torch.equal(chunk.find_best_N(), target.find_best_N()[4:9])
     entries = target.find_entries(slice(4, 9))
     assert torch.equal(chunk.weights_E, target.weights_E[entries])
