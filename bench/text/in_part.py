@@ -34,6 +34,7 @@ from bench.support.paths import AUSTEN, ROOT
 from bench.text.tokens import LENGTH, MB, write_text
 from kd.models.tokenizers import load_tokenizer
 
+THRESHOLD = 0.01
 #: The held-out sequences.
 HELD_OUT = 64
 #: The steps of the student, and the sequences of each.
@@ -97,6 +98,9 @@ def make_job(folder: Path, sequences: int, **changes: Any) -> dict[str, Any]:
             "max_eval_samples": HELD_OUT,
         },
         **changes,
+        # A random teacher's records are small; here they have the bytes of a trained one's, so that
+        # the cache is large enough to be extended.
+        "cache": {"threshold": THRESHOLD, **changes.get("cache", {})},
     }
 
 

@@ -60,7 +60,7 @@ from cache.units.dither import TABLE_ARRAYS, DitherTables
 
 #: The largest part of a cache that the sums of its first tails may be: 16 bytes for each token of
 #: the vocabulary. A cache for which they are too many is captured again in little time.
-FIRST_TAILS_SHARE = 0.0025
+FIRST_TAILS_SHARE = 0.004
 #: Name of the sums that an extending cache takes from another, among those of its own shards.
 _FIRST_SUMS = f"{TAIL_SUMS}/first"
 #: Locked while a folder and its seal get their places.
