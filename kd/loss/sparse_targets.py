@@ -22,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -167,7 +167,8 @@ def decode_units(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget
     leads_N = known_NA.amax(1) > codec.threshold
     target = entries.make_target(weights, entropy_N, leads_N)
     # An evaluation asks for it, and no step of a training.
-    find_best = cache(partial(entries.find_best_of_units, known_NA, twice_H, share_N, leads_N))
+    best = partial(entries.find_best_of_units, known_NA, twice_H, share_N, leads_N)
+    find_best = lru_cache(maxsize=1)(best)
     return replace(target, normalized=True, find_best=find_best)
 
 
