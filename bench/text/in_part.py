@@ -34,6 +34,8 @@ from bench.support.paths import AUSTEN, ROOT
 from bench.text.tokens import LENGTH, MB, write_text
 from kd.models.tokenizers import load_tokenizer
 
+#: The threshold of records, at which those of a random teacher are as large as a trained one's are
+#: by default: a cache must be large enough to be extended.
 THRESHOLD = 0.01
 #: The held-out sequences.
 HELD_OUT = 64
@@ -98,8 +100,6 @@ def make_job(folder: Path, sequences: int, **changes: Any) -> dict[str, Any]:
             "max_eval_samples": HELD_OUT,
         },
         **changes,
-        # A random teacher's records are small; here they have the bytes of a trained one's, so that
-        # the cache is large enough to be extended.
         "cache": {"threshold": THRESHOLD, **changes.get("cache", {})},
     }
 

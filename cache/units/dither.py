@@ -177,9 +177,14 @@ def hash_slots(starts: Any, k: Any, size: int) -> Any:
     return _mix(starts + k * _STEP) & (size - 1)
 
 
-def hash_tokens(starts: Any, ids: Any) -> Any:
-    """Return a uniform number of 52 bits for each token, which no candidate depends on."""
-    return (_mix(_mix(starts ^ _STEP) + ids * _STEP) >> 12) & ((1 << 52) - 1)
+def begin_tokens(starts: Any) -> Any:
+    """Hash the starts of candidates to those of tokens, which no candidate depends on."""
+    return _mix(starts ^ _STEP)
+
+
+def hash_tokens(begins: Any, ids: Any) -> Any:
+    """Return a uniform number of 52 bits for each token; ``begins`` are of ``begin_tokens``."""
+    return (_mix(begins + ids * _STEP) >> 12) & ((1 << 52) - 1)
 
 
 def _mix(words: Any) -> Any:

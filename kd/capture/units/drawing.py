@@ -38,7 +38,14 @@ from cache.codec import Codec
 from cache.profiles.threshold import KNOWN_STEPS, WHOLE, count_units
 from cache.random import PURPOSE_KNOWN_ROUNDING, PURPOSE_TAIL, draw_uniforms
 from cache.rounding import KNOWN_STEP, UNKNOWN
-from cache.units.dither import PATIENCE, DitherTables, hash_positions, hash_slots, hash_tokens
+from cache.units.dither import (
+    PATIENCE,
+    DitherTables,
+    begin_tokens,
+    hash_positions,
+    hash_slots,
+    hash_tokens,
+)
 from kd.capture.sampling import BLOCK, Sampler, TokenSizes
 from kd.loss.sparse_targets import expect_best_heads, list_masses_on
 from kd.text.steps.pinned import copy_to_device
@@ -323,6 +330,10 @@ class _Race:
         columns = (self.p_NV, self.mass_N, self.count_N, self.cluster_N, self.starts_N)
         return _Race(self.tables, *(column[rows] for column in columns))
 
+    @cached_property
+    def _begins_N(self) -> Tensor:
+        return begin_tokens(self.starts_N)
+
     @property
     def _vocabulary(self) -> int:
         return self.p_NV.shape[1]
@@ -347,7 +358,7 @@ class _Race:
             wins_NK &= (k_K - 1) * prior_NK < p_NK * (_SLACK * bound * self._rate_N1).to(p_NK.dtype)
         rows_B, place_B = wins_NK.nonzero(as_tuple=True)
         ids_B, prior_B = token_NK[rows_B, place_B], prior_NK[rows_B, place_B].double()
-        uniform_B = _draw_uniforms(self.starts_N[rows_B], ids_B)
+        uniform_B = _draw_uniforms(self._begins_N[rows_B], ids_B)
         wait_B = place_B * _wait_one(prior_B) - torch.log1p(-prior_B * uniform_B)
         return _Entrants(rows_B, ids_B, place_B + 1, wait_B)
 
@@ -375,7 +386,7 @@ class _Race:
         points = math.ceil(longest + 7 * math.sqrt(longest) + 12)
         # Counters that are no tokens.
         counters = torch.arange(points, device=self.count_N.device) + (1 << 40)
-        gaps_NP = -_draw_uniforms(self.starts_N[:, None], counters).log()
+        gaps_NP = -_draw_uniforms(self._begins_N[:, None], counters).log()
         point_NP = gaps_NP.cumsum(1)
         rows_B, place_B = (point_NP < length_N1).nonzero(as_tuple=True)
         block_NP = torch.searchsorted(running_NQ, point_NP, right=True).clamp_(max=blocks - 1)
@@ -403,7 +414,7 @@ class _Race:
         """Find all tokens without a candidate: those without a point wait beyond their span."""
         rows_B, ids_B = (self.p_NV > 0).nonzero(as_tuple=True)
         more_NV = self._span_NV.double()
-        more_NV[rows_B, ids_B] -= _draw_uniforms(self.starts_N[rows_B], ids_B).log()
+        more_NV[rows_B, ids_B] -= _draw_uniforms(self._begins_N[rows_B], ids_B).log()
         found_B, token_B, more_B = self._points
         more_NV[found_B, token_B] = more_B
         return self._make_late(rows_B, ids_B, more_NV[rows_B, ids_B])
@@ -430,9 +441,9 @@ class _Race:
         return pairs_Nm2.gather(1, order_Nm[:, :, None].expand(-1, -1, 2)), largest_N
 
 
-def _draw_uniforms(starts: Tensor, counters: Tensor) -> Tensor:
-    """Draw uniform numbers in (0, 1), float64, from the starts of positions and counters."""
-    return (hash_tokens(starts, counters).double() + 0.5) * 2.0**-_TOKEN_BITS
+def _draw_uniforms(begins: Tensor, counters: Tensor) -> Tensor:
+    """Draw uniform numbers in (0, 1), float64, from ``begin_tokens`` of positions and counters."""
+    return (hash_tokens(begins, counters).double() + 0.5) * 2.0**-_TOKEN_BITS
 
 
 def _are_first(keys_B: Tensor) -> Tensor:

@@ -25,12 +25,12 @@ pytestmark = [
 ]
 #: Launches and waits of today.
 CAPTURE = {
-    "capture: a chunk, threshold": (463, 17),
+    "capture: a chunk, threshold": (427, 17),
     "capture: a chunk, tempered": (152, 4),
     "capture: a chunk, topk": (20, 0),
     "capture: a chunk, dense": (17, 0),
     "capture: a chunk, hidden": (20, 0),
-    "capture: a chunk, threshold, positions of 4 sequences": (512, 17),
+    "capture: a chunk, threshold, positions of 4 sequences": (476, 17),
 }
 TRAINING = {
     "loss: a chunk with records": (92, 0),
