@@ -32,6 +32,9 @@ from cache.profiles.threshold import WHOLE, count_units, list_known_masses
 from cache.rounding import KNOWN_STEP, PARTITION_STEP
 from kd.loss.targets import Columns, decode_entropies, detach_number, list_betas, list_kept_ids
 
+#: More than the ids of any vocabulary.
+_IDS = 1 << 32
+
 
 @dataclass(frozen=True)
 class SparseTarget:
@@ -237,11 +240,13 @@ def expect_best_heads(
     The head of most units, of equals the smallest id, if it has at least two units and is heavier
     than ``known_N``, the heaviest known id. ``share_N`` is the weight of a unit.
     """
-    most_N = torch.zeros_like(share_N, dtype=torch.int64)
-    most_N.scatter_reduce_(0, rows_H, units_H, "amax")
+    # Units and id in one number: the largest of a position is that of the head.
+    keys_H = units_H * _IDS - ids_H
+    key_N = torch.zeros_like(share_N, dtype=torch.int64)
+    key_N.scatter_reduce_(0, rows_H, keys_H, "amax")
+    most_N = -(-key_N // _IDS)
     leads_N = (most_N > 1) & (most_N * share_N > known_N)
-    has_most_H = (units_H == most_N[rows_H]) & leads_N[rows_H]
-    return has_most_H & (ids_H == pick_smallest(rows_H, ids_H, has_most_H, len(share_N))[rows_H])
+    return keys_H == torch.where(leads_N, key_N, 0)[rows_H]
 
 
 @dataclass(frozen=True)

@@ -68,11 +68,14 @@ _LIMIT = 1 << 17
 
 @dataclass(frozen=True)
 class UnitRandomness:
-    """The random numbers of N positions: for the units, for the known ids, and for candidates."""
+    """The random numbers of N positions: for the units, for the known ids, and for tails.
+
+    ``starts_N2`` has the start of the candidates of a position, and that of its tokens.
+    """
 
     uniform_N: Tensor
     rounding_NA: Tensor
-    starts_N: Tensor
+    starts_N2: Tensor
 
     @classmethod
     def of_each(
@@ -88,10 +91,11 @@ class UnitRandomness:
         position_N = np.concatenate(positions).astype(np.int64)
         known = np.arange(1 + len(codec.always_keep))
         rows = (number_N[:, None], position_N[:, None], known)
+        start_N = hash_positions(codec.seed, number_N, position_N)
         numbers = (
             draw_uniforms(codec.seed, PURPOSE_TAIL, number_N, position_N),
             draw_uniforms(codec.seed, PURPOSE_KNOWN_ROUNDING, *rows),
-            hash_positions(codec.seed, number_N, position_N),
+            np.stack([start_N, begin_tokens(start_N)], 1),
         )
         parts = (copy_to_device(each, device).split(counts) for each in numbers)
         return [cls(*each) for each in zip(*parts, strict=True)]
@@ -101,12 +105,12 @@ class UnitRandomness:
         """Join the positions of ``parts``, of which there must be at least one, in order."""
         if len(parts) == 1:
             return parts[0]
-        columns = ((each.uniform_N, each.rounding_NA, each.starts_N) for each in parts)
+        columns = ((each.uniform_N, each.rounding_NA, each.starts_N2) for each in parts)
         return cls(*map(torch.cat, zip(*columns, strict=True)))
 
     def select(self, rows: slice) -> UnitRandomness:
         """Return the random numbers of some of the positions."""
-        return UnitRandomness(self.uniform_N[rows], self.rounding_NA[rows], self.starts_N[rows])
+        return UnitRandomness(self.uniform_N[rows], self.rounding_NA[rows], self.starts_N2[rows])
 
 
 class DeviceTables:
@@ -178,11 +182,12 @@ class _Heads:
         rows_H = self.rows_H
         heads = (rows_H, self.ids_H, self.units_H)
         is_expected_H = expect_best_heads(*heads, reader.share_N, reader.known_N)
-        is_best_H = (self.p_H >= top_N[rows_H]) & (self.p_H > known_N[rows_H])
-        both_H2 = torch.stack([is_best_H, is_best_H & is_expected_H], 1)
-        counts_N2 = rows_H.new_zeros(len(top_N), 2).index_add_(0, rows_H, both_H2.long())
-        has_best_H, is_right_H = (counts_N2 > 0)[rows_H].unbind(1)
-        return torch.where(has_best_H, is_best_H & ~is_right_H, is_expected_H)
+        is_best_H = self.p_H >= top_N.masked_fill(known_N >= top_N, math.inf)[rows_H]
+        # 3 is the best as expected, 2 the best, 1 another that is expected: the first of them says
+        # which head of a position is marked, and 3 that none is.
+        rank_H = is_best_H * 2 + is_expected_H
+        rank_N = rows_H.new_zeros(len(top_N)).scatter_reduce_(0, rows_H, rank_H, "amax")
+        return (rank_H == rank_N[rows_H]) & (is_best_H ^ is_expected_H)
 
 
 class UnitSampler(Sampler):
@@ -225,7 +230,8 @@ class UnitSampler(Sampler):
         # Sizes are 0 outside the tail now.
         self.tails = sizes
         count_N = heads.tail_count_N
-        ids_M, k_M = self._draw_tails(p_NV, heads, cluster_N, chance.starts_N)
+        ids_M, k_M = self._draw_tails(p_NV, heads, cluster_N, chance.starts_N2)
+        is_marked_H = heads.mark(sizes.largest_NQ.amax(1), best_known_N, reader)
         ones_H = torch.ones_like(heads.rows_H)
         return {
             "known_logprobs": codes_NA * -KNOWN_STEP,
@@ -233,8 +239,7 @@ class UnitSampler(Sampler):
             "cluster": cluster_N,
             "head_count": torch.zeros_like(count_N).scatter_add_(0, heads.rows_H, ones_H),
             "head_ids": heads.ids_H,
-            "head_units": 2 * heads.units_H
-            + heads.mark(sizes.largest_NQ.amax(1), best_known_N, reader),
+            "head_units": torch.add(is_marked_H, heads.units_H, alpha=2),
             "tail_count": count_N,
             "tail_ids": ids_M,
             "tail_k": k_M,
@@ -256,7 +261,7 @@ class UnitSampler(Sampler):
         return _ReaderView(number_N, share_N, mass_NA.amax(1).double() / WHOLE)
 
     def _draw_tails(
-        self, p_NV: Tensor, heads: _Heads, cluster_N: Tensor, starts_N: Tensor
+        self, p_NV: Tensor, heads: _Heads, cluster_N: Tensor, starts_N2: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Draw the tokens of tails, which have ``p_NV`` above 0, row by row.
 
@@ -267,7 +272,7 @@ class UnitSampler(Sampler):
         if not most:
             return count_N.new_empty(0), count_N.new_empty(0)
         tables = put_on_device(self._tables, p_NV.device)
-        race = _Race(tables, p_NV, heads.tail_mass_N, count_N, cluster_N, starts_N)
+        race = _Race(tables, p_NV, heads.tail_mass_N, count_N, cluster_N, starts_N2)
         step = max(CANDIDATES[p_NV.device.type] // (PATIENCE * most), 1)
         starts = range(0, len(p_NV), step)
         drawn_Nm2 = torch.cat([race.select(slice(at, at + step)).draw(most) for at in starts])
@@ -306,7 +311,7 @@ class _Race:
     mass_N: Tensor
     count_N: Tensor
     cluster_N: Tensor
-    starts_N: Tensor
+    starts_N2: Tensor
 
     def draw(self, most: int) -> Tensor:
         """Return id and candidate of the tokens that are drawn, (N, m, 2); m is ``most``.
@@ -327,12 +332,8 @@ class _Race:
 
     def select(self, rows: slice | Tensor) -> _Race:
         """Return the race of some of the tails."""
-        columns = (self.p_NV, self.mass_N, self.count_N, self.cluster_N, self.starts_N)
+        columns = (self.p_NV, self.mass_N, self.count_N, self.cluster_N, self.starts_N2)
         return _Race(self.tables, *(column[rows] for column in columns))
-
-    @cached_property
-    def _begins_N(self) -> Tensor:
-        return begin_tokens(self.starts_N)
 
     @property
     def _vocabulary(self) -> int:
@@ -351,14 +352,14 @@ class _Race:
     def _find_arrivals(self, bound: float) -> _Entrants:
         """Find the candidates whose token may have a ratio below ``bound``."""
         k_K = torch.arange(1, int(self._limit_N1.max()) + 1, device=self.count_N.device)
-        token_NK, prior_NK = self.tables.name_candidates(self.cluster_N, self.starts_N, k_K)
+        token_NK, prior_NK = self.tables.name_candidates(self.cluster_N, self.starts_N2[:, 0], k_K)
         p_NK = self.p_NV.gather(1, token_NK)
         wins_NK = (k_K <= self._limit_N1) & (p_NK > 0)
         if bound < math.inf:
             wins_NK &= (k_K - 1) * prior_NK < p_NK * (_SLACK * bound * self._rate_N1).to(p_NK.dtype)
         rows_B, place_B = wins_NK.nonzero(as_tuple=True)
         ids_B, prior_B = token_NK[rows_B, place_B], prior_NK[rows_B, place_B].double()
-        uniform_B = _draw_uniforms(self._begins_N[rows_B], ids_B)
+        uniform_B = _draw_uniforms(self.starts_N2[rows_B, 1], ids_B)
         wait_B = place_B * _wait_one(prior_B) - torch.log1p(-prior_B * uniform_B)
         return _Entrants(rows_B, ids_B, place_B + 1, wait_B)
 
@@ -386,7 +387,7 @@ class _Race:
         points = math.ceil(longest + 7 * math.sqrt(longest) + 12)
         # Counters that are no tokens.
         counters = torch.arange(points, device=self.count_N.device) + (1 << 40)
-        gaps_NP = -_draw_uniforms(self._begins_N[:, None], counters).log()
+        gaps_NP = -_draw_uniforms(self.starts_N2[:, 1:], counters).log()
         point_NP = gaps_NP.cumsum(1)
         rows_B, place_B = (point_NP < length_N1).nonzero(as_tuple=True)
         block_NP = torch.searchsorted(running_NQ, point_NP, right=True).clamp_(max=blocks - 1)
@@ -414,7 +415,7 @@ class _Race:
         """Find all tokens without a candidate: those without a point wait beyond their span."""
         rows_B, ids_B = (self.p_NV > 0).nonzero(as_tuple=True)
         more_NV = self._span_NV.double()
-        more_NV[rows_B, ids_B] -= _draw_uniforms(self._begins_N[rows_B], ids_B).log()
+        more_NV[rows_B, ids_B] -= _draw_uniforms(self.starts_N2[rows_B, 1], ids_B).log()
         found_B, token_B, more_B = self._points
         more_NV[found_B, token_B] = more_B
         return self._make_late(rows_B, ids_B, more_NV[rows_B, ids_B])
@@ -447,8 +448,10 @@ def _draw_uniforms(begins: Tensor, counters: Tensor) -> Tensor:
 
 
 def _are_first(keys_B: Tensor) -> Tensor:
-    """Return which keys, 0 or more and in order, differ from the one before, (B,)."""
-    return keys_B.diff(prepend=keys_B.new_full((1,), -1)) != 0
+    """Return which keys, which are in order, differ from the one before, (B,)."""
+    first_B = torch.ones_like(keys_B, dtype=torch.bool)
+    first_B[1:] = keys_B[1:] != keys_B[:-1]
+    return first_B
 
 
 def _wait_one(prior_B: Tensor) -> Tensor:
@@ -487,9 +490,10 @@ def separate_heads(
     ``mass_N`` is the sum of the sizes, and ``uniform_N`` the start of the systematic sample.
     """
     unit_N = mass_N / number_N
-    rows_q, blocks_q = (sizes.largest_NQ > 0.5 * unit_N[:, None]).nonzero(as_tuple=True)
+    half_N1 = 0.5 * unit_N[:, None]
+    rows_q, blocks_q = (sizes.largest_NQ > half_N1).nonzero(as_tuple=True)
     size_qU = sizes.size_NQU[rows_q, blocks_q].double()
-    which_X, place_X = (size_qU > 0.5 * unit_N[rows_q, None]).nonzero(as_tuple=True)
+    which_X, place_X = (size_qU > half_N1[rows_q]).nonzero(as_tuple=True)
     rows_X, p_X = rows_q[which_X], size_qU[which_X, place_X]
     ids_X = blocks_q[which_X] * BLOCK + place_X
     # A mask as an index would wait for a GPU each time.

@@ -100,7 +100,7 @@ def stop_chance(patch: pytest.MonkeyPatch) -> None:
 
     def of_each_unit(*arguments: Any) -> list[UnitRandomness]:
         return [
-            replace(each, uniform_N=each.uniform_N * 0.0, starts_N=each.starts_N * 0)
+            replace(each, uniform_N=each.uniform_N * 0.0, starts_N2=each.starts_N2 * 0)
             for each in fair_units(*arguments)
         ]
 

@@ -88,7 +88,7 @@ def test_each_drawn_token_comes_with_the_first_candidate_that_names_it() -> None
     came = 0
     tails = np.split(np.arange(len(found.tail_ids)), np.cumsum(found.tail_count)[:-1])
     for row, places in enumerate(tails):
-        starts = np.full(20_000, chance.starts_N[row].numpy())
+        starts = np.full(20_000, chance.starts_N2[row, 0].numpy())
         k = np.arange(1, 20_001)
         named = tables.name_candidates(np.full(20_000, row % 2), starts, k)[: 64 * len(places)]
         for token, candidate in zip(found.tail_ids[places], found.tail_k[places], strict=True):
@@ -275,7 +275,7 @@ def test_a_record_does_not_depend_on_passes_or_threads(monkeypatch: pytest.Monke
             torch.set_num_threads(threads)
             require_same(draw_rows(sampler, case, chance, [slice(5), slice(5, 12)]), whole)
     back = UnitRandomness(
-        chance.uniform_N.flip(0), chance.rounding_NA.flip(0), chance.starts_N.flip(0)
+        chance.uniform_N.flip(0), chance.rounding_NA.flip(0), chance.starts_N2.flip(0)
     )
     turned = sampler.draw_units(
         case.logits_NV.flip(0), case.gold_N.flip(0), (torch.arange(12) % 2).flip(0), back
@@ -302,13 +302,13 @@ def test_chance_is_a_function_of_seed_sequence_and_position() -> None:
 
     def derive(codec: object, sequence: int, positions: list[int]) -> list[torch.Tensor]:
         (found,) = UnitRandomness.of_each(codec, [sequence], [np.array(positions)], CPU)
-        return [found.uniform_N, found.rounding_NA, found.starts_N]
+        return [found.uniform_N, found.rounding_NA, found.starts_N2]
 
     whole = derive(codec, 5, list(range(30)))
     for mine, theirs in zip(derive(codec, 5, [29, 3]), whole, strict=True):
         assert torch.equal(mine, theirs[[29, 3]])
     both = UnitRandomness.of_each(codec, [4, 5], [np.arange(2), np.arange(30)], CPU)[1]
-    assert torch.equal(both.starts_N, whole[2]) and torch.equal(both.rounding_NA, whole[1])
+    assert torch.equal(both.starts_N2, whole[2]) and torch.equal(both.rounding_NA, whole[1])
     for other in (
         derive(codec, 6, list(range(30))),
         derive(replace(codec, seed=1), 5, [*range(30)]),
