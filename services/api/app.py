@@ -184,6 +184,9 @@ def serve_api(settings: Settings) -> None:
         create_app(settings),
         host=settings.host,
         port=settings.port,
+        # Longer than clients (5 s) and proxies (60 s) keep an idle connection: if the server closed
+        # first, a request on its way would be lost.
+        timeout_keep_alive=75,
         timeout_graceful_shutdown=3,
         # So often the loop tries to accept at once, also where no descriptor is left.
         backlog=128,

@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -749,3 +751,15 @@ def test_progress_of_a_run_is_shown(api: Parts, http: httpx.Client) -> None:
         0.25,
         "test",
     )
+
+
+def test_an_idle_connection_outlives_those_of_clients(api: Parts) -> None:
+    """A server that closes first closes upon a request that is on its way: it would be lost."""
+    kept = httpx.Limits().keepalive_expiry
+    assert kept is not None
+    with closing(HTTPConnection("127.0.0.1", api.settings.port, timeout=10)) as connection:
+        connection.request("GET", "/healthz")
+        connection.getresponse().read()
+        time.sleep(kept + 1.0)
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().status == 200
