@@ -34,9 +34,9 @@ from bench.support.paths import AUSTEN, ROOT
 from bench.text.tokens import LENGTH, MB, write_text
 from kd.models.tokenizers import load_tokenizer
 
-#: The threshold of records, at which those of a random teacher are as large as a trained one's are
-#: by default: a cache must be large enough to be extended.
-THRESHOLD = 0.01
+#: The standard deviation of the teacher's weights. Its distributions are as peaked as those of a
+#: trained one, and so are its records: a cache must be large enough to be extended.
+SPREAD = 0.6
 #: The held-out sequences.
 HELD_OUT = 64
 #: The steps of the student, and the sequences of each.
@@ -83,6 +83,7 @@ def write_teacher(folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        initializer_range=SPREAD,
     )
     LlamaForCausalLM(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -100,7 +101,6 @@ def make_job(folder: Path, sequences: int, **changes: Any) -> dict[str, Any]:
             "max_eval_samples": HELD_OUT,
         },
         **changes,
-        "cache": {"threshold": THRESHOLD, **changes.get("cache", {})},
     }
 
 
