@@ -149,7 +149,7 @@ class MetricsCollector(Collector):
             if disk.free_files is not None:
                 yield "kd_disk_free_files", {"folder": name}, disk.free_files
         yield "kd_disk_floor_bytes", {}, self.settings.disk_floor_bytes
-        yield from _sample_requests(self.requests)
+        yield from self.requests.read_samples()
         try:
             found = list(_sample_store(self.store))
         except RedisError:
@@ -193,17 +193,6 @@ def _complete_histogram(name: str, samples: Iterable[Line]) -> Iterator[Line]:
             yield Line(f"{name}_bucket", dict(labels) | {"le": le}, value)
         yield Line(f"{name}_sum", dict(labels), values.get(f"{name}_sum", 0.0))
         yield Line(f"{name}_count", dict(labels), count)
-
-
-def _sample_requests(request_metrics: RequestMetrics) -> Iterator[MetricSample]:
-    for (method, route, status), number in request_metrics.read_counts().items():
-        yield "kd_http_requests_total", {"method": method, "route": route, "status": status}, number
-    name = "kd_http_request_duration_seconds"
-    for (method, route), (buckets, total) in request_metrics.read_durations().items():
-        labels = {"method": method, "route": route}
-        yield from ((f"{name}_bucket", labels | {"le": le}, number) for le, number in buckets)
-        yield from ((f"{name}_sum", labels, total), (f"{name}_count", labels, buckets[-1][1]))
-    yield "kd_sse_clients", {}, request_metrics.streams
 
 
 def _sample_store(store: JobStore) -> Iterator[MetricSample]:

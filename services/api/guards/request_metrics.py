@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+from prometheus_client import Counter, Histogram
 
 #: Upper bounds of the duration buckets, in seconds. A long poll takes up to 30.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 35.0)
-
-#: Method, route template and status of a request.
-Labels = tuple[str, str, str]
-
-
-@dataclass
-class DurationHistogram:
-    """A histogram of seconds: the count of each bucket (not cumulative), and the sum."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
-    total: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one duration."""
-        self.counts[sum(seconds > bound for bound in BUCKETS)] += 1
-        self.total += seconds
-
-    def accumulate(self) -> Iterator[tuple[str, float]]:
-        """Yield each upper bound with the count of durations up to it, as Prometheus expects."""
-        count = 0
-        for bound, more in zip((*map(str, BUCKETS), "+Inf"), self.counts, strict=True):
-            count += more
-            yield bound, float(count)
 
 
 class RequestMetrics:
     """Counts and durations of the requests of this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._requests: Counter[Labels] = Counter()
-        self._durations: dict[tuple[str, str], DurationHistogram] = {}
+        labels = ("method", "route", "status")
+        # ``services.api.answers.prometheus`` has the texts, and the page that shows the samples.
+        self._requests = Counter("kd_http_requests_total", "", labels, registry=None)
+        self._seconds = Histogram(
+            "kd_http_request_duration_seconds", "", labels[:2], registry=None, buckets=BUCKETS
+        )
         #: Event streams that are open now. Only the event loop changes this number.
         self.streams = 0
 
@@ -49,19 +29,13 @@ class RequestMetrics:
 
         ``seconds`` runs until the answer was complete; for a stream, until the stream began.
         """
-        with self._lock:
-            self._requests[method, route, str(status)] += 1
-            self._durations.setdefault((method, route), DurationHistogram()).add(seconds)
+        self._requests.labels(method, route, status).inc()
+        self._seconds.labels(method, route).observe(seconds)
 
-    def read_counts(self) -> dict[Labels, int]:
-        """Return the number of requests by method, route and status."""
-        with self._lock:
-            return dict(self._requests)
-
-    def read_durations(self) -> dict[tuple[str, str], tuple[list[tuple[str, float]], float]]:
-        """Return the cumulative buckets and the sum of the seconds, by method and route."""
-        with self._lock:
-            return {
-                labels: (list(each.accumulate()), each.total)
-                for labels, each in self._durations.items()
-            }
+    def read_samples(self) -> Iterator[tuple[str, Mapping[str, str], float]]:
+        """Yield the name, the labels and the value of each sample; buckets are cumulative."""
+        for metric in chain(self._requests.collect(), self._seconds.collect()):
+            for sample in metric.samples:
+                if not sample.name.endswith("_created"):  # the time at which it was made
+                    yield sample.name, sample.labels, sample.value
+        yield "kd_sse_clients", {}, self.streams

@@ -14,7 +14,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
-from services.api.guards.request_metrics import BUCKETS, DurationHistogram, RequestMetrics
+from services.api.guards.request_metrics import BUCKETS, RequestMetrics
 from services.api.guards.request_observer import RequestObserver
 from services.process.logs import make_formatter, request_id
 
@@ -121,7 +121,13 @@ def test_requests_are_counted_by_template_and_never_by_path(
     client.post("/jobs/job_1")
     client.request("BREW", "/jobs/job_1")
     client.delete(f"/jobs/{UNFORESEEN}")
-    assert request_metrics.read_counts() == {
+    samples = list(request_metrics.read_samples())
+    counts = {
+        tuple(labels.values()): value
+        for name, labels, value in samples
+        if name == "kd_http_requests_total"
+    }
+    assert counts == {
         ("GET", "/jobs/{job_id}", "200"): 5,
         ("GET", "(none)", "404"): 5,
         ("DELETE", "/jobs/{job_id}", "204"): 1,
@@ -129,8 +135,10 @@ def test_requests_are_counted_by_template_and_never_by_path(
         ("OTHER", "/jobs/{job_id}", "405"): 1,
         ("DELETE", "/jobs/{job_id}", "500"): 1,
     }
-    buckets, total = request_metrics.read_durations()["GET", "/jobs/{job_id}"]
-    assert buckets[-1] == ("+Inf", 5)
+    route = {"method": "GET", "route": "/jobs/{job_id}"}
+    name = "kd_http_request_duration_seconds"
+    assert (f"{name}_bucket", route | {"le": "+Inf"}, 5) in samples
+    (total,) = (value for *of, value in samples if of == [f"{name}_sum", route])
     assert total > 0
 
 
@@ -161,10 +169,10 @@ def test_changes_and_refusals_are_logged_polling_only_for_debugging_and_health_n
 
 
 def test_a_duration_falls_into_the_first_bucket_that_holds_it() -> None:
-    duration = DurationHistogram()
+    requests = RequestMetrics()
     for seconds in (0.0, BUCKETS[0], BUCKETS[0] + 1e-9, BUCKETS[-1] + 1):
-        duration.add(seconds)
-    counts = dict(duration.accumulate())
+        requests.add("GET", "/jobs", 200, seconds)
+    counts = {labels["le"]: value for _, labels, value in requests.read_samples() if "le" in labels}
     assert counts[str(BUCKETS[0])] == 2
     assert counts[str(BUCKETS[1])] == counts[str(BUCKETS[-1])] == 3
     assert counts["+Inf"] == 4
