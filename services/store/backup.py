@@ -315,12 +315,10 @@ def read_store(client: Redis, pause_seconds: float) -> list[StoredKey]:
 
 
 def _scan_keys(client: Redis) -> Iterator[list[str]]:
-    cursor = -1
-    while cursor:
-        cursor, keys = cast(
-            tuple[int, list[str]], client.scan(max(cursor, 0), match="kd:*", count=SCAN)
-        )
-        yield [key for key in keys if not key.startswith(SKIPPED_PREFIXES)]
+    """Yield the keys that a backup has, ``SCAN`` at most in each list."""
+    found = cast(Iterator[str], client.scan_iter("kd:*", SCAN))
+    keys = [key for key in found if not key.startswith(SKIPPED_PREFIXES)]
+    yield from (keys[place : place + SCAN] for place in range(0, len(keys), SCAN))
 
 
 def _dump(client: Redis, keys: list[str]) -> dict[str, tuple[bytes, int]]:
@@ -328,7 +326,7 @@ def _dump(client: Redis, keys: list[str]) -> dict[str, tuple[bytes, int]]:
     for key in keys:
         pipeline.dump(key)
         pipeline.pttl(key)
-    answers = pipeline.execute() if keys else []
+    answers = pipeline.execute()
     pairs = zip(keys, answers[::2], answers[1::2], strict=True)
     return {key: (value, ttl) for key, value, ttl in pairs if value is not None}
 
@@ -502,9 +500,8 @@ def _replace(source: Path, target: Path) -> None:
 
 def write_store(client: Redis, rows: Iterator[StoredKey]) -> None:
     """Replace the content of the job store by the rows of ``read_store``."""
-    for keys in list(_scan_keys(client)):
-        if keys:
-            client.unlink(*keys)
+    for keys in _scan_keys(client):
+        client.unlink(*keys)
     pipeline = client.pipeline(transaction=False)
     try:
         for number, row in enumerate(rows, 1):
