@@ -14,7 +14,7 @@ change of a format adds a rewriter to its row.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -63,7 +63,7 @@ class Format:
     """
 
     name: str
-    find: Callable[[Data], Iterator[Place]]
+    find: Callable[[Data], Iterable[Place]]
     read: Callable[[Any], int]
     check: Callable[[Any], object]
     rewriters: Mapping[int, Callable[[Any], None]] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def rewrite(data: Data, formats: Sequence[Format] | None = None) -> list[FoundFo
     """
     alive = [] if data.client is None else JobStore(data.client).list_workers()
     busy = [worker.id for worker in alive]
-    busy += [run.name for run in (data.settings.home / "runs").glob("*") if is_held(run)]
+    busy += [run.name for run in data.settings.runs.glob("*") if is_held(run)]
     if busy:
         remedy = "Stop the service, wait for runs of `kd run`, and try again."
         raise UpgradeError(f"Workers or runs are alive: {', '.join(busy[:5])}.", remedy)
@@ -141,18 +141,16 @@ def _rewrite_place(each: Format, place: Place) -> None:
 # ---------------------------------------------------------------------- where formats lie
 
 
-def _find_caches(data: Data) -> Iterator[Path]:
-    for manifest in sorted(data.settings.caches.glob("[!.]*/manifest.json")):
-        yield manifest.parent
+def _find_caches(data: Data) -> list[Path]:
+    return [each.parent for each in sorted(data.settings.caches.glob("[!.]*/manifest.json"))]
 
 
 def _read_cache(folder: Path) -> int:
     return int(json.loads((folder / "manifest.json").read_bytes())["version"])
 
 
-def _find_texts(data: Data) -> Iterator[Path]:
-    for store in list_stores(data.settings.texts):
-        yield store.folder
+def _find_texts(data: Data) -> list[Path]:
+    return [store.folder for store in list_stores(data.settings.texts)]
 
 
 def _read_text(folder: Path) -> int:
@@ -163,14 +161,13 @@ def _require_known_text(folder: Path) -> None:
     require_format(folder, read_object(folder, folder / INPUTS))
 
 
-def _find_runs(data: Data) -> Iterator[Path]:
-    for config in sorted((data.settings.home / "runs").glob("[!.]*/config.json")):
-        yield config.parent
+def _find_runs(data: Data) -> list[Path]:
+    return [each.parent for each in sorted(data.settings.runs.glob("[!.]*/config.json"))]
 
 
-def _find_checkpoints(data: Data) -> Iterator[Path]:
-    for state in sorted((data.settings.home / "runs").rglob(f"checkpoints/step-*/{STATE}")):
-        yield state.parent
+def _find_checkpoints(data: Data) -> list[Path]:
+    pattern = f"checkpoints/step-*/{STATE}"
+    return [each.parent for each in sorted(data.settings.runs.rglob(pattern))]
 
 
 def _find_store(data: Data) -> Iterator[Redis]:
