@@ -103,29 +103,26 @@ class KeyFile:
         self.path = path
         self._lock = threading.Lock()
         self._seen: tuple[int, ...] = ()
-        self._keys: tuple[ApiKey, ...] = ()
-        self._quotas: dict[str, Quota] = {}
+        self._content: tuple[tuple[ApiKey, ...], dict[str, Quota]] = ((), {})
 
     def list_keys(self) -> tuple[ApiKey, ...]:
         """The keys that are not revoked, with those that have expired.
 
         Raises ``KeysError`` if the file is missing or damaged, or if others may use it.
         """
-        with self._lock:
-            self._refresh()
-            return self._keys
+        return self._read()[0]
 
     def list_quotas(self) -> dict[str, Quota]:
         """The quotas of teams that have their own. Raises ``KeysError`` as ``list_keys``."""
-        with self._lock:
-            self._refresh()
-            return dict(self._quotas)
+        return dict(self._read()[1])
 
-    def _refresh(self) -> None:
-        state = _read_file_state(self.path)
-        if state != self._seen:
-            self._keys, self._quotas = _read_file(self.path)
-            self._seen = state
+    def _read(self) -> tuple[tuple[ApiKey, ...], dict[str, Quota]]:
+        with self._lock:
+            state = _read_file_state(self.path)
+            if state != self._seen:
+                self._content = _read_file(self.path)
+                self._seen = state
+            return self._content
 
     def find(self, key: str) -> ApiKey | None:
         """Find a key, which may have expired. Unknown keys take as long as known ones."""
