@@ -13,7 +13,6 @@ A line contains the fields that are known. A module logs with
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -95,14 +94,16 @@ def make_formatter(
     form: str, hidden: tuple[str, ...], fields: Mapping[str, Any]
 ) -> logging.Formatter:
     """Make the formatter of ``form``, json or console. ``hidden`` lists secrets to hide."""
-    render: Processor = _render_json if form == "json" else _render_console
+    as_json = structlog.processors.JSONRenderer(ensure_ascii=False, default=str)
+    render: Processor = as_json if form == "json" else _render_console
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[*_build_processors(fields), structlog.stdlib.ExtraAdder()],
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.processors.format_exc_info,
             structlog.processors.EventRenamer("msg"),
-            _make_redactor(hidden),
+            lambda _, __, event: _clean(event, hidden),
+            _order_fields,
             render,
         ],
     )
@@ -226,35 +227,20 @@ def _build_processors(fields: Mapping[str, Any]) -> list[Processor]:
     ]
 
 
-def _make_redactor(hidden: tuple[str, ...]) -> Processor:
-    """Make the processor that hides secrets in every text of an event, at any depth."""
-
-    def clean(value: Any) -> Any:
-        if value is None or isinstance(value, bool | int | float):
-            return value
-        if isinstance(value, Mapping):
-            return {
-                str(name): MASK if _is_secret(str(name), item) else clean(item)
-                for name, item in value.items()
-            }
-        if isinstance(value, list | tuple | set | frozenset):
-            return [clean(item) for item in value]
-        return redact(str(value), hidden)
-
-    def processor(_: Any, __: str, event: EventDict) -> EventDict:
-        cleaned: EventDict = clean(event)
-        return cleaned
-
-    return processor
+def _clean(value: Any, hidden: tuple[str, ...], name: str = "") -> Any:
+    """Hide the secrets in every text of a value, at any depth; ``name`` is that of its field."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if SECRET_NAME.fullmatch(name):
+        return MASK
+    if isinstance(value, Mapping):
+        return {str(key): _clean(item, hidden, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_clean(item, hidden) for item in value]
+    return redact(str(value), hidden)
 
 
-def _is_secret(name: str, value: Any) -> bool:
-    return SECRET_NAME.fullmatch(name) is not None and not isinstance(
-        value, bool | int | float | None
-    )
-
-
-def _order_fields(event: EventDict) -> EventDict:
+def _order_fields(_: Any, __: str, event: EventDict) -> EventDict:
     """The fields that every line has, then the others, then the traceback."""
     known = {name: event[name] for name in FIELDS if name in event}
     others = {
@@ -264,12 +250,7 @@ def _order_fields(event: EventDict) -> EventDict:
     return known | others | trace
 
 
-def _render_json(_: Any, __: str, event: EventDict) -> str:
-    return json.dumps(_order_fields(event), ensure_ascii=False, default=str)
-
-
-def _render_console(_: Any, __: str, event: EventDict) -> str:
-    fields = _order_fields(event)
+def _render_console(_: Any, __: str, fields: EventDict) -> str:
     head = [str(fields.pop(name, "")) for name in ("ts", "level", "logger", "msg")]
     trace = fields.pop("exception", None)
     tail = "".join(f" {name}={value}" for name, value in fields.items())
