@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from cache.errors import StoreError
@@ -60,6 +60,35 @@ def parse_prices(words: Iterable[str]) -> dict[str, float]:
     return found
 
 
+def _check_store(store: str | None) -> str | None:
+    try:
+        locate_caches(Path(), store or None)
+        return str(StoreAddress.parse(store)) if store and is_bucket(store) else store or None
+    except StoreError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_data_stores(words: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return tuple(str(StoreAddress.parse(each)) for each in words)
+    except StoreError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_redis_url(url: str | None) -> str | None:
+    try:
+        if url is not None:
+            parse_sentinels(url)
+    except ValueError as error:
+        raise ValueError(f"KD_REDIS_URL: {error}") from None
+    return url
+
+
+def _check_prices(words: tuple[str, ...]) -> tuple[str, ...]:
+    parse_prices(words)
+    return words
+
+
 #: Addresses that mean every interface -> the address at which this host reaches such a server.
 LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # nosec B104 -- not bound
 
@@ -82,7 +111,7 @@ class Settings(BaseSettings):
     """Folder from which the relative paths of a job start. The default is the folder in which a
     command is typed."""
 
-    store: str | None = Field(None, max_length=1024)
+    store: Annotated[str | None, Field(max_length=1024), AfterValidator(_check_store)] = None
     """Where caches are stored: a folder, or an S3 bucket, s3://bucket/prefix, whose credentials
     come from the usual environment variables. If it is not set, they are in caches/ of KD_HOME."""
 
@@ -94,14 +123,14 @@ class Settings(BaseSettings):
     below runs/, so that a worker on another host can continue a job, and the API shows the files of
     all workers. Without a bucket it has no effect."""
 
-    data_stores: Words = ()
+    data_stores: Annotated[Words, AfterValidator(_check_data_stores)] = ()
     """Buckets, s3://bucket/prefix, below which jobs may name text and models, besides KD_STORE.
     They are read with the credentials of the worker."""
 
     download_bytes: int = Field(DOWNLOAD_BYTES, ge=1 << 20)
     """Bytes of text and models from buckets that this disk keeps."""
 
-    redis_url: str | None = Field(None, repr=False)
+    redis_url: Annotated[str | None, AfterValidator(_check_redis_url)] = Field(None, repr=False)
     """Redis or Valkey to use: redis://, rediss:// (TLS), or
     sentinel://HOST:26379,HOST:26379/0?master=NAME (sentinels:// with TLS). If it is not set, the
     bundled Valkey is started."""
@@ -187,7 +216,7 @@ class Settings(BaseSettings):
     takes a job of the team that holds the fewest devices, and among equals of the team that used
     the least recently."""
 
-    device_prices: Words = ()
+    device_prices: Annotated[Words, AfterValidator(_check_prices)] = ()
     """Prices of an hour of one device, by kind or by a part of its name: h100=2.5,cpu=0.04; a
     number without a name is for all other devices. Without a price no cost is shown."""
 
@@ -283,29 +312,6 @@ class Settings(BaseSettings):
     child_module: str = Field("services.worker.stage_child", pattern=r"^[A-Za-z_][\w.]*$")
     """Module that runs one stage in a process of its own."""
 
-    @field_validator("store")
-    @classmethod
-    def _check_store(cls, store: str | None) -> str | None:
-        try:
-            locate_caches(Path(), store or None)
-            return str(StoreAddress.parse(store)) if store and is_bucket(store) else store or None
-        except StoreError as error:
-            raise ValueError(str(error)) from None
-
-    @field_validator("data_stores")
-    @classmethod
-    def _check_data_stores(cls, words: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            return tuple(str(StoreAddress.parse(each)) for each in words)
-        except StoreError as error:
-            raise ValueError(str(error)) from None
-
-    @field_validator("device_prices")
-    @classmethod
-    def _check_prices(cls, words: tuple[str, ...]) -> tuple[str, ...]:
-        parse_prices(words)
-        return words
-
     @model_validator(mode="after")
     def _keeps_buckets(self) -> Settings:
         """Refuse rules of retention that would remove caches which other machines use."""
@@ -344,16 +350,6 @@ class Settings(BaseSettings):
             query = {**dict(parse_qsl(parts.query)), "ssl_ca_certs": str(ca_file)}
             parts = parts._replace(query=urlencode(query))
         return {**values, "redis_url": parts.geturl()}
-
-    @field_validator("redis_url")
-    @classmethod
-    def _check_redis_url(cls, url: str | None) -> str | None:
-        try:
-            if url is not None:
-                parse_sentinels(url)
-        except ValueError as error:
-            raise ValueError(f"KD_REDIS_URL: {error}") from None
-        return url
 
     @model_validator(mode="before")
     @classmethod
