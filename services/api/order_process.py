@@ -45,19 +45,15 @@ class OrderProcess(LineProcess):
 
     def _explain(self, reason: str) -> ApiProblem:
         texts = self._texts
-        slug = f"{texts.slug}-limit"
-        if reason == "busy":
-            detail, remedy = texts.busy.format(**self._limits), "Try again."
-        elif reason == "limit":
-            detail, remedy = texts.limit.format(**self._limits), texts.remedy
-        elif reason == "memory":
-            detail = f"{texts.process} needed more memory than it may have."
-            remedy = texts.remedy
-        else:
-            what = "ended by itself" if reason == "crash" else "did not start"
-            detail = f"{texts.process} {what}."
-            remedy = "The server's log shows the reason."
-            slug = f"{texts.slug}-unavailable"
+        log = "The server's log shows the reason."
+        detail, remedy = {
+            "busy": (texts.busy.format(**self._limits), "Try again."),
+            "limit": (texts.limit.format(**self._limits), texts.remedy),
+            "memory": (f"{texts.process} needed more memory than it may have.", texts.remedy),
+            "crash": (f"{texts.process} ended by itself.", log),
+            "unavailable": (f"{texts.process} did not start.", log),
+        }[reason]
+        slug = f"{texts.slug}-{'unavailable' if remedy == log else 'limit'}"
         return ApiProblem(503, detail, remedy, slug, headers={"Retry-After": "10"})
 
 
