@@ -189,16 +189,13 @@ class Client:
         Each event comes once and in order, also if the connection is cut or the server restarts.
         ``types`` are the types that are wanted, such as ``status`` and ``metrics``.
         """
-        return follow_events(self._retrier, job, after, None if types is None else {*types})
+        return _choose(follow_events(self._retrier, job, after or "0"), types)
 
     def past_events(
         self, job: JobRef, *, after: str | None = None, types: Iterable[str] | None = None
     ) -> Iterator[JobEvent]:
         """Iterate over the events that a job has so far."""
-        wanted = None if types is None else {*types}
-        for event in list_events(self._retrier, job, after or "0"):
-            if wanted is None or event.type in wanted:
-                yield event
+        return _choose(list_events(self._retrier, job, after or "0"), types)
 
     def cancel(self, job: JobRef) -> Job:
         """Stop a job for good. A job that runs saves its state first."""
@@ -373,3 +370,9 @@ class Client:
         If it is gone after the answer to an earlier attempt was lost, that attempt has deleted it.
         """
         self._retrier.call(Request("DELETE", path, query or {}), after_loss=NOT_FOUND)
+
+
+def _choose(events: Iterator[JobEvent], types: Iterable[str] | None) -> Iterator[JobEvent]:
+    """Leave out events of other types than ``types``; None = keep all."""
+    wanted = None if types is None else {*types}
+    return (event for event in events if wanted is None or event.type in wanted)

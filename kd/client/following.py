@@ -18,15 +18,11 @@ AGAIN_SECONDS = 0.2
 PAGE_EVENTS = 1000
 
 
-def follow_events(
-    caller: Retrier, job: JobRef, after: str | None, types: set[str] | None
-) -> Iterator[JobEvent]:
-    """Yield the events of a job until it has ended, each once and in order.
+def follow_events(caller: Retrier, job: JobRef, place: str) -> Iterator[JobEvent]:
+    """Yield the events of a job after ``place`` until it has ended, each once and in order.
 
-    After a lost connection the stream goes on after the last event. ``types`` are the types that
-    are wanted; None = all.
+    After a lost connection the stream goes on after the last event.
     """
-    place = after or "0"
     status: str | None = None
     backoff = Backoff(caller.patience)
     while True:
@@ -39,15 +35,13 @@ def follow_events(
                     backoff.reset()
                     for event in decoder.feed(piece):
                         place, status = event.id, find_status(event, status)
-                        if types is None or event.type in types:
-                            yield event
+                        yield event
             # The server may have stopped while the job ended, so the rest is read in pages. The
             # record is read before them: no event follows the end.
             if caller.fetch(Job, Request("GET", locate_job(job))).ended:
                 for event in list_events(caller, job, place):
                     place, status = event.id, find_status(event, status)
-                    if types is None or event.type in types:
-                        yield event
+                    yield event
                 # A retry may have queued the job again.
                 if status is None or status in TERMINAL_STATUSES:
                     return
@@ -57,16 +51,14 @@ def follow_events(
         time.sleep(pause)
 
 
-def list_events(caller: Retrier, job: JobRef, after: str) -> list[JobEvent]:
-    """Return the events that a job has so far after the event ``after``."""
-    found: list[JobEvent] = []
+def list_events(caller: Retrier, job: JobRef, after: str) -> Iterator[JobEvent]:
+    """Yield the events that a job has so far after the event ``after``, page by page."""
     more = True
     while more:
         query = {"after": after, "limit": PAGE_EVENTS}
         page = caller.fetch(JobEvents, Request("GET", locate_job(job, "/events"), query))
-        found += page.data
+        yield from page.data
         after, more = page.next_after, page.has_more
-    return found
 
 
 def find_status(event: JobEvent, before: str | None) -> str | None:
