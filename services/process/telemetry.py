@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 ENDPOINT = "KD_OTLP_ENDPOINT"
 #: Variable of a child with the span around it.
 PARENT = "TRACEPARENT"
+#: The name of what makes the spans.
+TRACER = "potstill"
 #: Time that a request to the collector may take.
 SEND_SECONDS = 5.0
 #: The shortest span of training steps. Reports that come faster share a span.
@@ -90,7 +92,7 @@ def span(
     name: str, parent: str = "", kind: SpanKindName = "INTERNAL", **attributes: Any
 ) -> Iterator[OpenSpan]:
     """Make a span around the block, below the traceparent ``parent`` or below the current span."""
-    if (tracer := _find_tracer()) is None:
+    if _provider is None:
         yield OpenSpan()
         return
     from opentelemetry.trace import SpanKind, use_span
@@ -99,7 +101,7 @@ def span(
     context = None  # the current one
     if parent:  # a text that is not a traceparent begins a new trace
         context = TraceContextTextMapPropagator().extract({"traceparent": parent})
-    opened = tracer.start_span(
+    opened = _provider.get_tracer(TRACER).start_span(
         name, context, SpanKind[kind], attributes=_name_attributes(attributes)
     )
     with use_span(opened, end_on_exit=True, record_exception=False, set_status_on_exception=False):
@@ -134,11 +136,10 @@ def traced_stage(
     configure(environment.get(ENDPOINT), "child")
     try:
         with span(f"stage {stage}", environment.get(PARENT, ""), stage=stage):
-            tracer = _find_tracer()
-            if tracer is None:
+            if _provider is None:
                 yield listen
             else:
-                with StageTrace(tracer) as trace:
+                with StageTrace(_provider.get_tracer(TRACER)) as trace:
                     yield trace.tap(listen)
     finally:
         shutdown()
@@ -215,10 +216,6 @@ class StageTrace:
         self._began = time.time_ns()
         self._first = None
         self._latest = None
-
-
-def _find_tracer() -> Tracer | None:
-    return _provider.get_tracer("potstill") if _provider is not None else None
 
 
 def _make_provider(endpoint: str, part: str) -> TracerProvider:
