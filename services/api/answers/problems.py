@@ -112,11 +112,9 @@ def describe_problems(*statuses: int) -> Answers:
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}}
     found: Answers = {}
     for status in statuses:
-        found[status] = {"description": TITLES[status][1], "content": content}
-        if status in HEADERS:
-            found[status]["headers"] = {
-                name: describe_header(text) for name, text in HEADERS[status].items()
-            }
+        headers = {name: describe_header(text) for name, text in HEADERS.get(status, {}).items()}
+        more = {"headers": headers} if headers else {}
+        found[status] = {"description": TITLES[status][1], "content": content, **more}
     return found
 
 

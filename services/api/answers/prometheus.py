@@ -128,13 +128,6 @@ class MetricsCollector(Collector):
     store: JobStore
     requests: RequestMetrics
 
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing.
-
-        The registry would otherwise read everything once more, in order to find duplicate names.
-        """
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics with their samples."""
         families = group_samples(self._collect_samples())

@@ -71,10 +71,6 @@ class ActiveRequest:
         if self.streaming:
             self.seconds = time.perf_counter() - self.began
 
-    def measure_seconds(self) -> float:
-        """Return the seconds until now, or for a stream the seconds until it began."""
-        return time.perf_counter() - self.began if self.seconds is None else self.seconds
-
 
 class RequestObserver:
     """The outermost middleware: add it last."""
@@ -125,7 +121,7 @@ class RequestObserver:
 
     def _conclude(self, active: ActiveRequest) -> None:
         self._request_metrics.streams -= active.streaming
-        seconds = active.measure_seconds()
+        seconds = time.perf_counter() - active.began if active.seconds is None else active.seconds
         self._request_metrics.add(active.method, active.route, active.status, seconds)
         if not active.quiet:
             important = active.method not in ("GET", "HEAD") or active.status >= 400

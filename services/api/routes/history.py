@@ -125,11 +125,8 @@ class EventStreamRouter:
         if is_get and scope["path"].endswith("/events"):
             accept = dict(scope["headers"]).get(b"accept", b"")
             if b"text/event-stream" in accept.lower():
-                scope = {
-                    **scope,
-                    "path": f"{scope['path']}/stream",
-                    "raw_path": scope["raw_path"] + b"/stream",
-                }
+                raw_path = scope["raw_path"] + b"/stream"
+                scope = {**scope, "path": f"{scope['path']}/stream", "raw_path": raw_path}
         await self._app(scope, receive, send)
 
 
