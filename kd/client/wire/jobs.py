@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, computed_field
 
@@ -12,24 +12,15 @@ from cache.json_object import Json
 from kd.client.wire.view import View
 from kd.config.kinds import KindName
 
-Status = Literal[
-    "waiting",
-    "queued",
-    "running",
-    "cancelling",
-    "pausing",
-    "paused",
-    "succeeded",
-    "failed",
-    "cancelled",
-]
+#: The statuses of a job that a worker has, of one that has ended, and of any job.
+Active = Literal["running", "cancelling", "pausing"]
+Terminal = Literal["succeeded", "failed", "cancelled"]
+Status = Literal["waiting", "queued", Active, "paused", Terminal]
 
 Action = Literal["cancel", "pause", "resume", "retry", "delete"]
 
-TERMINAL_STATUSES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
-
-#: A worker has the job.
-ACTIVE_STATUSES: frozenset[str] = frozenset({"running", "cancelling", "pausing"})
+TERMINAL_STATUSES: frozenset[str] = frozenset(get_args(Terminal))
+ACTIVE_STATUSES: frozenset[str] = frozenset(get_args(Active))
 
 
 class Progress(View):
