@@ -76,15 +76,11 @@ class OpenSpan:
 
     span: Span | None = None
 
-    def add_attributes(self, **attributes: Any) -> None:
-        """Add attributes."""
-        if self.span is not None:
-            self.span.set_attributes(_name_attributes(attributes))
-
-    def rename(self, name: str) -> None:
-        """Set a name that was not known at the start."""
+    def describe(self, name: str, **attributes: Any) -> None:
+        """Set the name, and add attributes, that were not known at the start."""
         if self.span is not None:
             self.span.update_name(name)
+            self.span.set_attributes(_name_attributes(attributes))
 
 
 @contextmanager

@@ -97,7 +97,6 @@ class RequestObserver:
                 try:
                     await self._app(scope, receive, self._watch_send(active, send))
                 finally:
-                    opened.rename(f"{active.method} {active.route}")
                     # By the names of OpenTelemetry's conventions. The path may hold ids, which
                     # belong in a span, but never in the label of a metric.
                     attributes = {
@@ -106,7 +105,7 @@ class RequestObserver:
                         "url.path": shorten_path(scope["path"]),
                         "http.response.status_code": active.status,
                     }
-                    opened.add_attributes(**attributes)
+                    opened.describe(f"{active.method} {active.route}", **attributes)
         finally:
             self._conclude(active)
 

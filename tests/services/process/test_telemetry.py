@@ -45,10 +45,9 @@ def on(collector: Collector) -> Iterator[Collector]:
 
 def test_spans_nest_and_bear_what_they_are_told(on: Collector) -> None:
     with span("outer", kind="SERVER", job_id="job_1", nothing=None) as outer:
-        outer.add_attributes(status="queued", attempt=2)
         with span("inner"):
             assert read_traceparent().startswith("00-")
-        outer.rename("renamed")
+        outer.describe("renamed", status="queued", attempt=2)
     shutdown()
     (inner,) = on.named("inner")
     (renamed,) = on.named("renamed")
@@ -166,7 +165,7 @@ from services.process.telemetry import *
 from services.process import telemetry
 telemetry.configure(None, "test")
 with telemetry.span("name", "00-x", job_id="job_1") as opened:
-    opened.add_attributes(a=1); opened.rename("other")
+    opened.describe("other", a=1)
     assert telemetry.read_traceparent() == ""
 def listen(event): pass
 with telemetry.traced_stage("train", listen, {}) as given:
