@@ -14,7 +14,7 @@ from cache.json_object import Json
 from cache.reading.usage import held
 from cache.remote.bucket import is_stored
 from kd.client.wire.accounts import TeamAccount
-from kd.client.wire.jobs import TERMINAL_STATUSES, Cost, Job, JobResources
+from kd.client.wire.jobs import Cost, Job, JobResources
 from kd.client.wire.plans import JobEstimate, JobPlan
 from kd.client.wire.problems import QuotaProblem
 from kd.config.job import JobConfig
@@ -112,7 +112,7 @@ class Admission:
             detail = f"there is no job {run}."
             remedy = "Name one of your jobs whose training has started, or remove resume.run."
             return [Problem("/resume/run", detail, remedy)]
-        if job.status not in TERMINAL_STATUSES:
+        if not job.ended:
             detail = f"the job {run} has not ended; it is {job.status}."
             return [Problem("/resume/run", detail, "Wait for its end, or cancel it.")]
         return []

@@ -66,12 +66,12 @@ def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> w
     """
     jobs = _read_jobs(service, caller, folder)
     check = _find_check(service, folder, jobs, KINDS["verify"])
-    counts = check is not None and check.ended and not check.view.outdated
-    damaged = list(check.lines) if check is not None and counts else []
+    if check is not None and (check.view.outdated or check.view.status not in TERMINAL_STATUSES):
+        check = None
+    damaged = [] if check is None else list(check.lines)
     expected = _count_expected_shards(jobs)
     states = service.reading.read("shards", folder, damaged=damaged, expected=expected)
-    ended = check.view.at if check is not None and counts else None
-    return wire.ShardStates(**states, verified_at=ended)
+    return wire.ShardStates(**states, verified_at=None if check is None else check.view.at)
 
 
 @router.get("/caches/{fingerprint}/records", **guard(READ, 404, 409, 422))
@@ -125,11 +125,10 @@ def _read_jobs(service: Service, caller: Caller, folder: Path) -> list[JobRecord
 
 @dataclass(frozen=True)
 class _Check:
-    """A check as it is shown, with all that it found, and whether it has ended."""
+    """A check as it is shown, with all that it found."""
 
     view: wire.CacheCheck
     lines: tuple[str, ...]
-    ended: bool
 
 
 def _find_check(
@@ -154,7 +153,7 @@ def _find_check(
         problems=list(lines[:SHOWN_PROBLEMS]),
         outdated=found.finished_at is not None and sealed > at.timestamp(),
     )
-    return _Check(view, lines, found.status in TERMINAL_STATUSES)
+    return _Check(view, lines)
 
 
 def _count_expected_shards(jobs: Iterable[JobRecord]) -> int:
@@ -174,9 +173,8 @@ def _find_holders(
     service: Service, caller: Caller, folder: Path, jobs: list[JobRecord]
 ) -> Iterator[str]:
     """Say what keeps the rules of retention from removing a cache."""
-    ended = {job.id: job.status in TERMINAL_STATUSES for job in jobs}
     for job in jobs:
-        if not ended[job.id] and job.parent is None:
+        if not job.ended and job.parent is None:
             yield f"the job {job.id}, which has not ended"
     students = [job for job in jobs if "student" in job.artifacts]
     for job in students[:SHOWN_JOBS]:

@@ -125,7 +125,7 @@ def get_checkpoint_file(
     caller: TheCaller,
 ) -> Response:
     """Download a file of a checkpoint, or the part of it that Range names."""
-    folder = _find_checkpoints(job, service) / f"step-{step:08d}"
+    folder = service.settings.run_dir(job.id) / "checkpoints" / f"step-{step:08d}"
     name = f"{job.id}-{step}-{file}"
     if folder.is_dir() and _is_real(folder, service) and file in _list_own_sizes(folder):
         answer = _send_file(request, folder / file, name, service)
@@ -134,10 +134,6 @@ def get_checkpoint_file(
     if _begins_download(request, answer):
         service.audit.record(caller, "checkpoint.download", job.id, file=f"{step}/{file}")
     return answer
-
-
-def _find_checkpoints(job: Job, service: Service) -> Path:
-    return service.settings.run_dir(job.id) / "checkpoints"
 
 
 def _is_real(folder: Path, service: Service) -> bool:
@@ -166,7 +162,8 @@ def read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
 
 def _read_own_states(job: Job, service: Service) -> Iterator[CheckpointState]:
     """Yield the checkpoints of a job on the disk, oldest first, without damaged ones."""
-    for folder in sorted(_find_checkpoints(job, service).glob("step-????????")):
+    run = service.settings.run_dir(job.id)
+    for folder in sorted(run.glob("checkpoints/step-????????")):
         if not _is_real(folder, service):
             continue
         # The running job may prune it at any time.
