@@ -31,7 +31,7 @@ from kd.python.runs import find_makers
 from services.api.answers.problems import Answers, ApiProblem
 from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ, WRITE, guard
-from services.api.routes.jobs import ACCEPTED_RESPONSES, IdempotencyKey, TheAdmission, accept_job
+from services.api.routes.jobs import IdempotencyKey, TheAdmission, accept_job, guard_change
 from services.api.service import Service, TheCaller, TheService
 from services.store.callers import Caller
 
@@ -143,11 +143,7 @@ def _remove(folder: Path, service: Service) -> None:
         raise ApiProblem(409, detail, error.remedy, "in-use") from None
 
 
-_CHECK: dict[str, Any] = {
-    "status_code": 202,
-    "response_model": Job,
-    **guard(WRITE, 404, 409, 422, 429, 507, answers=ACCEPTED_RESPONSES),
-}
+_CHECK = guard_change(404, 409, 422, 429, 507)
 
 
 @router.post("/caches/{fingerprint}/verify", **_CHECK)

@@ -106,6 +106,11 @@ ACTION_RESPONSES: Answers = {
 DELETE_RESPONSES: Answers = {204: {"description": "The job is deleted."}}
 
 
+def guard_change(*statuses: int, answers: Answers = ACCEPTED_RESPONSES) -> dict[str, Any]:
+    """Return the arguments of a route that answers 202 with a job, and asks for scope write."""
+    return {"status_code": 202, "response_model": Job, **guard(WRITE, *statuses, answers=answers)}
+
+
 # ---------------------------------------------------------------------- creating jobs
 
 EXAMPLE: Any = {
@@ -123,10 +128,8 @@ JobBody = Annotated[JobConfig, Body(openapi_examples={"tiny": EXAMPLE})]
 
 @router.post(
     "/jobs",
-    status_code=202,
-    response_model=Job,
-    **guard(
-        WRITE, 400, 404, 413, 415, 422, 429, 507, answers=ESTIMATE_RESPONSES | ACCEPTED_RESPONSES
+    **guard_change(
+        400, 404, 413, 415, 422, 429, 507, answers=ESTIMATE_RESPONSES | ACCEPTED_RESPONSES
     ),
 )
 def create_job(
@@ -152,12 +155,7 @@ def validate_job(config: JobBody, admission: TheAdmission) -> JobPlan:
     return admission.plan(config)
 
 
-@router.post(
-    "/jobs/{job_id}/clone",
-    status_code=202,
-    response_model=Job,
-    **guard(WRITE, 400, 404, 413, 415, 422, 429, 507, answers=ACCEPTED_RESPONSES),
-)
+@router.post("/jobs/{job_id}/clone", **guard_change(400, 404, 413, 415, 422, 429, 507))
 def clone_job(
     job: KnownJob,
     response: Response,
@@ -304,11 +302,7 @@ def job_settings(job: KnownJob) -> JobSettings:
 # ---------------------------------------------------------------------- changing jobs
 
 
-_ACTION: dict[str, Any] = {
-    "status_code": 202,
-    "response_model": Job,
-    **guard(WRITE, 404, 409, 422, 429, answers=ACTION_RESPONSES),
-}
+_ACTION = guard_change(404, 409, 422, 429, answers=ACTION_RESPONSES)
 
 
 @router.post("/jobs/{job_id}/cancel", **_ACTION)
