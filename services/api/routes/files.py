@@ -312,13 +312,8 @@ def _send_file(request: Request, path: Path, name: str, service: Service) -> Res
     if not stat.S_ISREG(state.st_mode):
         os.close(handle)
         raise ApiProblem(404, f"{name} is not a regular file.", "Read the list again.")
-    content = ByteSource.of_file(
-        handle,
-        state.st_size,
-        _guess_media_type(path.name),
-        tag=f'"{service.digests.compute(handle)}"',
-        headers={"Content-Disposition": f'attachment; filename="{_sanitise_name(name)}"'},
-    )
+    about = _describe_download(name, service.digests.compute(handle))
+    content = ByteSource.of_file(handle, state.st_size, _guess_media_type(path.name), **about)
     return send_bytes(request, content)
 
 
@@ -341,15 +336,9 @@ def _send_object(
     request: Request, run: StoredRun, name: str, size: int, digest: str, shown: str = ""
 ) -> Response:
     """Answer with an object of a run in the bucket, which is read in parts as it is sent."""
-    shown = _sanitise_name(shown or name.rpartition("/")[2])
-    content = ByteSource(
-        size,
-        _guess_media_type(name),
-        partial(read_part, run.bucket, name),
-        tag=f'"{digest}"',
-        headers={"Content-Disposition": f'attachment; filename="{shown}"'},
-    )
-    return send_bytes(request, content)
+    about = _describe_download(shown or name.rpartition("/")[2], digest)
+    read = partial(read_part, run.bucket, name)
+    return send_bytes(request, ByteSource(size, _guess_media_type(name), read, **about))
 
 
 def _begins_download(request: Request, answer: Response) -> bool:
@@ -360,9 +349,12 @@ def _begins_download(request: Request, answer: Response) -> bool:
     )
 
 
-def _sanitise_name(name: str) -> str:
+def _describe_download(name: str, digest: str) -> dict[str, Any]:
+    """Return the tag and the headers of a file that is saved under ``name``."""
     # A quote or a line end in the name would break the header.
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)
+    headers = {"Content-Disposition": f'attachment; filename="{plain}"'}
+    return {"tag": f'"{digest}"', "headers": headers}
 
 
 def _guess_media_type(name: str) -> str:
