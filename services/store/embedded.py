@@ -179,13 +179,10 @@ class EmbeddedServer:
             )
         assert self._process.stdin is not None
         folder = str(self._folder).replace("\\", "\\\\").replace('"', '\\"')
+        text = CONFIGURATION.format(port=self._port, password=self._password, folder=folder)
         with self._process.stdin as stdin:
             # Every user of the host can read a command line, so the password goes through stdin.
-            stdin.write(
-                CONFIGURATION.format(
-                    port=self._port, password=self._password, folder=folder
-                ).encode()
-            )
+            stdin.write(text.encode())
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:

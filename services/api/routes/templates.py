@@ -21,11 +21,6 @@ router = APIRouter(tags=["jobs"], route_class=StrictRoute)
 @router.get("/templates", **guard(READ))
 def list_job_templates() -> TemplateList:
     """List job files to begin with; teacher, student and text are for the user to fill in."""
-    return TemplateList(
-        data=[
-            Template(
-                name=name, title=describe_template(name), text=draft_template(name, JOB_NAME, {})
-            )
-            for name in list_templates()
-        ]
-    )
+    texts = {name: draft_template(name, JOB_NAME, {}) for name in list_templates()}
+    found = [Template(name=name, title=describe_template(name), text=texts[name]) for name in texts]
+    return TemplateList(data=found)
