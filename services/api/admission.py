@@ -143,7 +143,8 @@ class Admission:
     def admit(self, config: JobConfig, key: str | None) -> tuple[Job, bool]:
         """Return the job's record, and whether an earlier request with the same key created it."""
         settings = self.service.settings
-        created = self.service.store.find_earlier(config, self.caller, key) if key else None
+        store = self.service.store
+        created = store.find_earlier(config, self.caller, key) if key else None
         if created is None:
             # No rule of retention removes a cache between its check and the record of the job.
             with ExitStack() as holding:
@@ -151,19 +152,13 @@ class Admission:
                     holding.enter_context(held(settings.caches / name))
                 # Only a new job is checked: a replayed one exists, even if its inputs are gone.
                 least_memory = self._check(config)
-                created = self.service.store.create(
-                    config,
-                    self.caller,
-                    key,
-                    settings.quota_open_jobs,
-                    settings.quota_record_bytes,
-                    RequestOrigin(request_id.get(), read_traceparent()),
-                    least_memory,
-                )
+                quotas = (settings.quota_open_jobs, settings.quota_record_bytes)
+                origin = RequestOrigin(request_id.get(), read_traceparent())
+                created = store.create(config, self.caller, key, *quotas, origin, least_memory)
         _require_created(created, config, settings)
         if created.outcome == "team_quota":
             raise make_bytes_problem(self.read_account())
-        job = self.service.store.get(created.id, self.caller)
+        job = store.get(created.id, self.caller)
         if job is None:
             detail = f"The job {created.id} was deleted."
             raise ApiProblem(404, detail, "Use a new Idempotency-Key.")

@@ -49,15 +49,9 @@ class Audit:
                 return
             self._written += 1
             left_out, self._left_out = self._left_out, 0
-        self._write(
-            actor,
-            action,
-            f"{request.method} {request.url.path}",
-            outcome="refused",
-            why=why,
-            address=request.client.host if request.client is not None else None,
-            left_out=left_out or None,
-        )
+        address = None if request.client is None else request.client.host
+        facts = {"outcome": "refused", "why": why, "address": address, "left_out": left_out or None}
+        self._write(actor, action, f"{request.method} {request.url.path}", **facts)
 
     def _write(self, actor: str, action: str, target: str, **more: Any) -> None:
         self.log.record(actor, action, target, request_id=request_id.get() or None, **more)
