@@ -30,11 +30,6 @@ def make_client(server: str, key: str | None) -> Client:
     return Client(server, key, patience=0.0, on_expiry=lambda end: err.print(text.format(end)))
 
 
-def locate_page(server: str, job_id: str) -> str:
-    """Return the address of a job's page in the dashboard."""
-    return f"{server}/jobs/{job_id}"
-
-
 def find_job(client: Client, name: str) -> Job:
     """Return the job whose id is ``name`` or begins with it; the newest one for ``last``.
 

@@ -19,7 +19,7 @@ from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
 from kd.files import read_json, whole_folder
 from services.settings import Settings
-from services.terminal.client import FOLLOW_PATIENCE, locate_page, make_client
+from services.terminal.client import FOLLOW_PATIENCE, make_client
 from services.terminal.commands.up import require_worker_packages, running
 from services.terminal.console import print_error
 from services.terminal.display import Display
@@ -113,7 +113,7 @@ def _find_root(*first: Path) -> Path:
 def _post_and_follow(client: Client, config: JobConfig, err: Console) -> Job:
     job = client.submit(config)
     err.print(f"POST /jobs: {job.id} ({job.kind} {job.name})")
-    err.print(f"curves:     {locate_page(client.server, job.id)}", soft_wrap=True)
+    err.print(f"curves:     {client.server}/jobs/{job.id}", soft_wrap=True)
     with Display(err) as display:
         for event in client.events(job):
             display.show(event)

@@ -84,12 +84,12 @@ def open_page(
     """Open the dashboard in the browser, and print its address."""
     import webbrowser
 
-    from services.terminal.client import connect, find_job, locate_page
+    from services.terminal.client import connect, find_job
 
     with connect(server) as client:
         client.version()  # a service must answer there
-        address = client.server
-        page = address if job is None else locate_page(address, find_job(client, job).id)
+        below = "" if job is None else f"/jobs/{find_job(client, job).id}"
+        page = f"{client.server}{below}"
     opened = webbrowser.open(page)
     console.print_result({"address": page, "opened": opened}, page)
     if not opened:
