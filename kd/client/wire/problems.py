@@ -19,18 +19,6 @@ class FieldProblem(View):
     remedy: str = ""
 
 
-class ProblemDocument(View):
-    """An error, in the form of RFC 9457."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    remedy: str = ""
-    instance: str
-    errors: list[FieldProblem] = Field(default_factory=list)
-
-
 class QuotaProblem(View):
     """The quota that a request would exceed."""
 
@@ -41,9 +29,16 @@ class QuotaProblem(View):
     frees_up: str = Field(description="What frees the quota.")
 
 
-class ProblemDetails(ProblemDocument):
+class ProblemDetails(View):
     """An error, by RFC 9457."""
 
+    type: str
+    title: str
+    status: int
+    detail: str
+    remedy: str = ""
+    instance: str
+    errors: list[FieldProblem] = Field(default_factory=list)
     help: str = Field(description="The entry of this error in the documentation.")
     request_id: str | None = Field(None, description="The id of the request in the server's log.")
     job_status: Status | None = None
