@@ -6,7 +6,6 @@ pinned memory. On a CPU nothing is copied.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,19 +14,8 @@ from torch import Tensor
 
 from kd.text.steps.pinned import beside_work
 
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of a tensor in a packed buffer: its first byte, dtype and shape."""
-
-    first: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def stop(self) -> int:
-        """The byte after the last one."""
-        return self.first + self.dtype.itemsize * math.prod(self.shape)
+#: The dtype and the shape of a tensor in a packed buffer.
+_Form = tuple[torch.dtype, torch.Size]
 
 
 @dataclass(frozen=True)
@@ -38,7 +26,7 @@ class HostCopy:
     """
 
     tensors: dict[str, Tensor]
-    places: dict[str, _Place]
+    forms: dict[str, _Form]
     arrived: torch.cuda.Event | None = None
 
     @classmethod
@@ -46,13 +34,13 @@ class HostCopy:
         """Start the copy of ``tensors``, of which there must be at least one, all on one device."""
         if next(iter(tensors.values())).device.type == "cpu":
             return cls(tensors, {})
-        packed, places = pack_tensors(tensors)
+        packed, forms = pack_tensors(tensors)
         with beside_work(packed.device, "outputs") as stream:
             host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             host.copy_(packed, non_blocking=True)
             # Its memory must not be given to other tensors before the copy has ended.
             packed.record_stream(stream)
-            return cls({"packed": host}, places, stream.record_event())
+            return cls({"packed": host}, forms, stream.record_event())
 
     @property
     def nbytes(self) -> int:
@@ -64,24 +52,21 @@ class HostCopy:
         if self.arrived is None:
             return {name: tensor.numpy() for name, tensor in self.tensors.items()}
         self.arrived.synchronize()
-        return unpack_arrays(self.tensors["packed"], self.places)
+        return unpack_arrays(self.tensors["packed"], self.forms)
 
 
-def pack_tensors(tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, _Place]]:
-    """Copy ``tensors`` into one buffer of bytes; also return the place of each in it."""
-    places = {}
-    first = 0
+def pack_tensors(tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, _Form]]:
+    """Copy ``tensors`` into one buffer of bytes; also return their forms, in their order there."""
     # The widest types come first, so that each tensor begins at a multiple of its own width.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    for name, tensor in ordered:
-        places[name] = _Place(first, tensor.dtype, tensor.shape)
-        first = places[name].stop
-    return torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in ordered]), places
+    packed = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in ordered])
+    return packed, {name: (tensor.dtype, tensor.shape) for name, tensor in ordered}
 
 
-def unpack_arrays(packed: Tensor, places: dict[str, _Place]) -> dict[str, np.ndarray]:
+def unpack_arrays(packed: Tensor, forms: dict[str, _Form]) -> dict[str, np.ndarray]:
     """Return the arrays of a packed buffer in this machine's memory; nothing is copied."""
+    parts = packed.split([dtype.itemsize * shape.numel() for dtype, shape in forms.values()])
     return {
-        name: packed[place.first : place.stop].view(place.dtype).view(place.shape).numpy()
-        for name, place in places.items()
+        name: part.view(dtype).view(shape).numpy()
+        for part, (name, (dtype, shape)) in zip(parts, forms.items(), strict=True)
     }
