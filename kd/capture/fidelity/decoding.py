@@ -53,7 +53,7 @@ class KnownTokens:
         known_N = torch.full_like(target.entropy_N, records["known"].shape[1]).cpu()
         if "head_units" not in records.columns:  # units of heads are a sample, too
             known_N += torch.from_numpy(records["head_count"].astype(np.int64))
-        rows_E = find_rows(target)
+        rows_E = target.rows_E
         rank_E = torch.arange(len(rows_E), device=rows_E.device) - target.offsets_N1[rows_E]
         keeps_E = rank_E < known_N.to(rows_E.device)[rows_E]
         places = (rows_E[keeps_E], target.ids_E[keeps_E])
@@ -70,12 +70,6 @@ class KnownTokens:
         rest_N = p_NV.masked_fill(self.known_NV, 0.0).sum(1)
         ratio_N = rest_N.clamp(min=LEAST).log() - self.rest_N.clamp(min=LEAST).log()
         return inside_N + rest_N * ratio_N
-
-
-def find_rows(target: SparseTarget) -> Tensor:
-    """Return the position of each entry, (E,)."""
-    counts_N = target.offsets_N1.diff()
-    return torch.repeat_interleave(torch.arange(len(counts_N), device=counts_N.device), counts_N)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from cache.codec import Codec
 from cache.profiles.threshold import WHOLE, count_rest, find_counted
 from cache.records import Records
-from kd.capture.fidelity.decoding import LEAST, KnownTokens, RecordDecoder, find_rows
+from kd.capture.fidelity.decoding import LEAST, KnownTokens, RecordDecoder
 from kd.capture.fidelity.samples import PositionSample
 from kd.loss.sparse_targets import SparseTarget
 
@@ -110,7 +110,7 @@ class _TokenFunctions:
 
     def sum_entries(self, target: SparseTarget) -> Tensor:
         """Return the sums (R, F) over entries; ``target`` holds the positions R times."""
-        rows_E = find_rows(target)
+        rows_E = target.rows_E
         positions = len(self.level_NV)
         values_EF = self.evaluate(rows_E % positions, target.ids_E) * target.weights_E[:, None]
         sums_RF = values_EF.new_zeros((len(target.offsets_N1) - 1) // positions, values_EF.shape[1])
