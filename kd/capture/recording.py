@@ -11,7 +11,7 @@ K entries of topk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -122,6 +122,7 @@ class Recorder:
     knots: int = 0
     meter: TailMeter | None = None
     tables: DitherTables | None = None
+    _rooms: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, compare=False)
 
     def record(
         self, hidden_ND: Tensor, gold_N: Tensor, number: int, positions_N: np.ndarray
@@ -256,18 +257,13 @@ class Recorder:
         wide = torch.promote_types(chunk[0].hidden_ND.dtype, torch.float32)
         room = self._rooms.get(wide)
         if room is None or len(room) < positions:
-            shape = (positions, self.lm_head.vocabulary)
-            room = chunk[0].hidden_ND.new_empty(shape, dtype=wide)
+            room = chunk[0].hidden_ND.new_empty((positions, self.lm_head.vocabulary), dtype=wide)
             self._rooms[wide] = room
         room_NV = room[:positions]
         parts = room_NV.split([len(piece.gold_N) for piece in chunk])
         for piece, part_NV in zip(chunk, parts, strict=True):
             self.lm_head.compute_logits(piece.hidden_ND, part_NV)
         return room_NV
-
-    @cached_property
-    def _rooms(self) -> dict[torch.dtype, Tensor]:
-        return {}
 
     @cached_property
     def _sampler(self) -> Sampler:

@@ -249,18 +249,15 @@ class Teacher:
 
     def _read_at_once(self, sequences: Sequences) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
         batch = make_batch(sequences, None)
-        counts = batch.count_targets()
+        counts = batch.count_targets().tolist()
         device = find_device(self.model)
         batch = batch.pin().to(device) if device.type == "cuda" else batch
         hidden_BLD = compute_hidden_states(self.model, batch.tokens_BL, batch.packed)
         if device.type == "cpu":
             return_freed_memory()
         hidden_ND = hidden_BLD.flatten(0, 1)[batch.rows_N]
-        stops = np.cumsum(counts)
-        for mask_L, start, stop in zip(
-            sequences.target_mask, (stops - counts).tolist(), stops.tolist(), strict=True
-        ):
-            yield hidden_ND[start:stop], batch.gold_N[start:stop], np.flatnonzero(mask_L)
+        positions = map(np.flatnonzero, sequences.target_mask)
+        yield from zip(hidden_ND.split(counts), batch.gold_N.split(counts), positions, strict=True)
 
 
 def return_freed_memory() -> None:
