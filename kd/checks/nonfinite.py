@@ -68,11 +68,8 @@ def _find_nonfinite_module(
             sound_inputs = all(map(is_finite, _iterate_tensors(inputs)))
             found.append(_describe_module(name, module, sound_inputs))
 
-    # ``name=name`` binds the name of this round; a plain closure would see the last one.
     handles = [
-        module.register_forward_hook(
-            lambda module, inputs, output, name=name: look(name, module, inputs, output)
-        )
+        module.register_forward_hook(partial(look, name))
         for name, module in student.named_modules()
     ]
     autocast = nullcontext() if precision is None else precision.autocast()

@@ -141,20 +141,19 @@ class TrainingWatch:
             f"At step {step} the loss is {loss:.4g}, "
             f"{loss / max(self.average, 1e-30):.1f} times its moving average"
         )
-        if checkpoint is None:
-            message = f"{spike}; there is no checkpoint to go back to."
-            return Verdict("spike", False, message, _SPIKE_REMEDY, facts)
-        if rollbacks >= MOST_ROLLBACKS:
+        if checkpoint is not None and rollbacks < MOST_ROLLBACKS:
             message = (
-                f"{spike}, after {rollbacks} of at most {MOST_ROLLBACKS} roll-backs. "
+                f"{spike}: back to {checkpoint.name} with half the learning rate "
+                f"(roll-back {rollbacks + 1} of {MOST_ROLLBACKS})."
+            )
+            return Verdict("spike", True, message, facts=facts)
+        end = "; there is no checkpoint to go back to."
+        if checkpoint is not None:
+            end = (
+                f", after {rollbacks} of at most {MOST_ROLLBACKS} roll-backs. "
                 f"The last good checkpoint is {checkpoint}."
             )
-            return Verdict("spike", False, message, _SPIKE_REMEDY, facts)
-        message = (
-            f"{spike}: back to {checkpoint.name} with half the learning rate "
-            f"(roll-back {rollbacks + 1} of {MOST_ROLLBACKS})."
-        )
-        return Verdict("spike", True, message, facts=facts)
+        return Verdict("spike", False, spike + end, _SPIKE_REMEDY, facts)
 
     def observe_step(
         self, loss: float, ce_loss: float, grad_norm: float, seconds: StepSeconds
@@ -197,11 +196,10 @@ class TrainingWatch:
     def observe_units(self, shares: dict[str, float]) -> list[Verdict]:
         """Record the share of each layer's dead units; return an alarm where a layer has many."""
         state = self._state
-        verdict = check_dead_units(shares)
         dead = find_dead_layers(shares)
         new = set(dead) - set(state.dead)
         state.dead = dead
-        return [verdict] if new else []
+        return [check_dead_units(shares)] if new else []
 
     def _check_clipping(self, grad_norm: float) -> Verdict | None:
         state = self._state
