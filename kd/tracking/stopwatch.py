@@ -35,8 +35,7 @@ class Stopwatch:
     """
 
     device: torch.device
-    _seconds: dict[str, float] = field(default_factory=dict)
-    _counts: dict[str, int] = field(default_factory=dict)
+    _phases: dict[str, tuple[int, float]] = field(default_factory=dict)
     _pending: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     @contextmanager
@@ -55,8 +54,8 @@ class Stopwatch:
 
     def add(self, name: str, seconds: float) -> None:
         """Add ``seconds`` that the caller measured with the host's clock."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-        self._counts[name] = self._counts.get(name, 0) + 1
+        count, before = self._phases.get(name, (0, 0.0))
+        self._phases[name] = count + 1, before + seconds
 
     def read_pending(self) -> None:
         """Read the pending events; call it where the loop waits for the device anyway."""
@@ -68,26 +67,19 @@ class Stopwatch:
     def dump(self) -> dict[str, list[float]]:
         """Return the count and the seconds of each phase, for a checkpoint."""
         self.read_pending()
-        return {name: [self._counts[name], seconds] for name, seconds in self._seconds.items()}
+        return {name: [*phase] for name, phase in self._phases.items()}
 
     def restore(self, phases: Mapping[str, Sequence[float]]) -> None:
         """Go on from what ``dump`` returned in the process before."""
-        for name, (count, seconds) in phases.items():
-            self._counts[name], self._seconds[name] = int(count), seconds
+        self._phases |= {name: (int(count), seconds) for name, (count, seconds) in phases.items()}
 
     def table(self) -> list[Phase]:
         """The phases, longest first."""
         self.read_pending()
-        total = sum(self._seconds.values()) or 1.0
+        total = sum(seconds for _, seconds in self._phases.values()) or 1.0
         rows = [
-            Phase(
-                name,
-                self._counts[name],
-                seconds,
-                1e3 * seconds / self._counts[name],
-                seconds / total,
-            )
-            for name, seconds in self._seconds.items()
+            Phase(name, count, seconds, 1e3 * seconds / count, seconds / total)
+            for name, (count, seconds) in self._phases.items()
         ]
         return sorted(rows, key=lambda row: -row.seconds)
 
