@@ -33,7 +33,7 @@ from kd.memory import parallel
 from kd.memory.auto_batch import list_remedies
 from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, LAUNCH_SECONDS, DeviceRates
 from kd.memory.model_work import ModelWork, count_model_work, count_weight_bytes
-from kd.memory.step_bytes import StepMemory, StepShape, compute_group_sizes
+from kd.memory.step_bytes import StepMemory, StepShape
 from kd.memory.step_memory import describe_student
 from kd.models.layers import find_decoder_layers
 from kd.models.loading import outline_teacher, require_trainable_student
@@ -309,7 +309,7 @@ class _Training:
         """Seconds of the work of a rank in one step."""
         options = step.options
         layers = step.student.layers
-        recomputed = sum(compute_group_sizes(layers, options.gradient_checkpointing)) / layers
+        recomputed = sum(step.groups) / layers
         dtype = "fp32" if options.precision == "fp32" else "bf16"
         rate = ASSUMED_UTILIZATION * self.rates.find_rate(dtype, options.tf32)
         tokens = options.batch_size * step.length

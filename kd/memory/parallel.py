@@ -25,7 +25,7 @@ from typing import Literal
 
 from kd.config.train import TrainConfig
 from kd.memory.devices import DeviceRates
-from kd.memory.step_bytes import StepMemory, StepShape, compute_group_sizes
+from kd.memory.step_bytes import StepMemory, StepShape
 from kd.optim.state_size import count_trained_bytes
 from kd.parallel.limits import list_unsharded_fields
 
@@ -113,8 +113,7 @@ def count_gathered_bytes(step: StepShape) -> int:
     count as one.
     """
     student = step.student
-    groups = compute_group_sizes(student.layers, step.options.gradient_checkpointing)
-    together = max(groups, default=1)
+    together = max(step.groups, default=1)
     gradient = together * student.largest_trained * (step.item + _REDUCED_BYTES)
     whole = student.numbers - student.in_layers + _WHOLE_LAYERS * together * student.largest
     return whole * step.item + gradient

@@ -151,6 +151,11 @@ class StepShape:
     kernels: bool = False
     looks_ahead: bool = False
 
+    @cached_property
+    def groups(self) -> list[int]:
+        """The number of layers in each checkpoint."""
+        return compute_group_sizes(self.student.layers, self.options.gradient_checkpointing)
+
     def estimate(self) -> StepMemory:
         """The bytes of the step on one device."""
         student = self.student
@@ -170,17 +175,14 @@ class StepShape:
         Of layers whose activations are offloaded two are on the device, one of which is on its way
         back, and the cast weights of all.
         """
-        options = self.options
-        count = self.student.layers
         layer = self._count_layer()
         boundary = self._count_boundary()
-        groups = compute_group_sizes(count, options.gradient_checkpointing)
-        recomputed = max(groups, default=0) * layer
-        unchecked = count - sum(groups)
-        if options.activation_offload:
+        recomputed = max(self.groups, default=0) * layer
+        unchecked = self.student.layers - sum(self.groups)
+        if self.options.activation_offload:
             stored = max(recomputed + boundary, layer * min(unchecked, 2))
         else:
-            stored = unchecked * layer + len(groups) * boundary + recomputed
+            stored = unchecked * layer + len(self.groups) * boundary + recomputed
         # In the backward pass of a layer about half of its activations have a gradient at the same
         # time.
         working = _OUTSIDE_COPIES * boundary + layer / 2
@@ -194,11 +196,8 @@ class StepShape:
         """
         if not self.options.activation_offload:
             return 0
-        count = self.student.layers
-        groups = compute_group_sizes(count, self.options.gradient_checkpointing)
-        return round(
-            (count - sum(groups)) * self._count_layer() + len(groups) * self._count_boundary()
-        )
+        layers = (self.student.layers - sum(self.groups)) * self._count_layer()
+        return round(layers + len(self.groups) * self._count_boundary())
 
     def _count_layer(self) -> float:
         """Bytes that autograd keeps in a layer, cast weights apart."""
@@ -221,8 +220,7 @@ class StepShape:
         if self.item >= count_trained_bytes(1, self.options):
             return 0.0
         count = self.student.layers
-        groups = compute_group_sizes(count, self.options.gradient_checkpointing)
-        whole = count - sum(groups) + max(groups, default=0)
+        whole = count - sum(self.groups) + max(self.groups, default=0)
         return self.item * self.student.in_layers / count * whole
 
     def estimate_head(self) -> int:
