@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -65,18 +65,15 @@ def list_remedies(options: TrainConfig) -> Iterator[str]:
     yield "a shorter data.sequence_length, or a smaller student"
 
 
-@contextmanager
-def memory_errors(options: TrainConfig, estimate: str = "") -> Iterator[None]:
+def memory_errors(options: TrainConfig, estimate: str = "") -> AbstractContextManager[None]:
     """Raise ``OutOfMemory``, with its remedies, in place of an error of an allocator in the block.
 
     Other errors pass unchanged.
     """
-    with _replace_memory_errors(lambda error: make_out_of_memory(error, options, estimate)):
-        yield
+    return _replace_memory_errors(lambda error: make_out_of_memory(error, options, estimate))
 
 
-@contextmanager
-def saving_errors(what: str) -> Iterator[None]:
+def saving_errors(what: str) -> AbstractContextManager[None]:
     """Raise ``OutOfMemory`` where memory runs out in the block, which saves ``what``.
 
     Other errors pass unchanged.
@@ -91,8 +88,7 @@ def saving_errors(what: str) -> Iterator[None]:
             "continues from its newest checkpoint.",
         )
 
-    with _replace_memory_errors(describe):
-        yield
+    return _replace_memory_errors(describe)
 
 
 @contextmanager
@@ -129,15 +125,13 @@ def find_fitting_micro_batch(
     ``attempt`` must leave no memory in use (``rehearse_step``). Raises ``OutOfMemory`` where not
     even one sequence fits.
     """
-    while True:
-        refusal = _try_micro_batch(attempt, options)
-        if refusal is None:
-            return options
+    while (refusal := _try_micro_batch(attempt, options)) is not None:
         release_memory()
         reduced = reduce_micro_batch(options)
         if reduced is None:
             raise refusal
         options = reduced
+    return options
 
 
 def release_memory() -> None:

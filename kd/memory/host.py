@@ -80,9 +80,7 @@ def _find_files(names: tuple[str, ...], around: bool) -> Iterator[Path]:
     """Files of this control group, and with ``around`` of the visible groups around it."""
     for mount, inner in _find_groups():
         own = mount / inner
-        groups = [own]
-        if around:
-            groups += [each for each in own.parents if each.is_relative_to(mount)]
+        groups = [own, *(each for each in own.parents if around and each.is_relative_to(mount))]
         yield from (file for group in groups for name in names if (file := group / name).is_file())
 
 

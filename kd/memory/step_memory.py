@@ -141,12 +141,10 @@ def measure_free_memory(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError):
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        left = (
-            math.inf
-            if limit == resource.RLIM_INFINITY
-            else limit - _read_field("/proc/self/status", "VmSize")
-        )
-        return int(max(min(_read_field("/proc/meminfo", "MemAvailable"), left), 0))
+        free = _read_field("/proc/meminfo", "MemAvailable")
+        if limit != resource.RLIM_INFINITY:
+            free = min(free, limit - _read_field("/proc/self/status", "VmSize"))
+        return max(free, 0)
     return None
 
 
