@@ -252,10 +252,8 @@ def _check_columns(features: Any) -> Reason:
 
 def opens_files(feature: Any) -> bool:
     """Whether a column, or a part of it, may hold paths of files: an image, a sound or the like."""
-    if isinstance(feature, dict):
-        return any(map(opens_files, feature.values()))
-    if isinstance(feature, list | tuple):
-        return any(map(opens_files, feature))
+    if isinstance(feature, dict | list | tuple):
+        return any(map(opens_files, feature.values() if isinstance(feature, dict) else feature))
     # A list of a fixed type wraps the type of its items.
     if (inner := getattr(feature, "feature", None)) is not None:
         return opens_files(inner)

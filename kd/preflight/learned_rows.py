@@ -226,8 +226,7 @@ class _Look:
         self, files: Iterable[Path], notes: TextNotes | None = None
     ) -> Iterator[FoundDocument]:
         """Find the documents of files; their places are named from the root of the job."""
-        named = tuple(map(str, files))
-        for found in find_documents(named, self.field, self.data, notes=notes):
+        for found in find_documents(tuple(map(str, files)), self.field, self.data, notes=notes):
             yield found._replace(where=found.where.removeprefix(f"{self.root}/"))
 
     def _sample(self, files: list[Path], until: float) -> Iterator[FoundDocument]:

@@ -213,12 +213,9 @@ def _is_listed(name: str, revision: str | None, root: Path, entry: AllowedModel)
         return is_stored_name(entry.name) and is_below(name, entry.name)
     folder = resolve_links(root / Path(entry.name).expanduser())
     wanted = resolve_links(root / name)
-    return (
-        folder is not None
-        and wanted is not None
-        and folder.is_dir()
-        and wanted.is_relative_to(folder)
-    )
+    if folder is None or wanted is None:
+        return False
+    return folder.is_dir() and wanted.is_relative_to(folder)
 
 
 #: The limits of this process as JSON, for the processes that it starts.

@@ -142,12 +142,10 @@ def make_paths_absolute(config: JobConfig, root: Path) -> Json:
 
 
 def resolve_named_paths(config: JobConfig, root: Path) -> Iterator[Path]:
-    """Yield the paths of ``config`` without links; of a pattern only the part before it."""
-    for each in list_named_resources(config):
-        if is_stored_name(each.name):
-            continue
-        if (real := resolve_links(root / find_plain_prefix(each))) is not None:
-            yield real
+    """Iterate over the paths of ``config`` without links; of a pattern only the part before it."""
+    named = (each for each in list_named_resources(config) if not is_stored_name(each.name))
+    resolved = (resolve_links(root / find_plain_prefix(each)) for each in named)
+    return (path for path in resolved if path is not None)
 
 
 def find_plain_prefix(each: NamedResource) -> str:
@@ -155,9 +153,8 @@ def find_plain_prefix(each: NamedResource) -> str:
     # Only text may be a glob: in other names * and ? are plain characters.
     if each.kind != "text":
         return each.name
-    return str(
-        Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(each.name).parts))
-    )
+    plain = itertools.takewhile(lambda part: not glob.has_magic(part), Path(each.name).parts)
+    return str(Path(*plain))
 
 
 def resolve_links(path: Path) -> Path | None:

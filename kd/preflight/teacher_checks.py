@@ -43,8 +43,7 @@ def find_teacher_problems(
     if not source.has_weights:
         yield from guard_access(pointer, check_tokenizer(pointer, source.name, root))
     else:
-        found = check_model(pointer, source.name, root, source.gguf_file)
-        yield from guard_access(pointer, found)
+        yield from guard_access(pointer, check_model(pointer, source.name, root, source.gguf_file))
         if source.trust_remote_code and not is_remote_code_allowed():
             what = "the operator does not allow it."
             yield Problem("/teacher/trust_remote_code", what, "Set KD_TRUST_REMOTE_CODE=1.")

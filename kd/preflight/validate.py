@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ from pathlib import Path
 from cache.disk import find_existing
 from cache.errors import CacheError, StoreError
 from cache.manifest import CacheIdentity, list_differences
+from cache.remote.bucket import StoredObject
 from kd.addresses import HUB_ID
 from kd.buckets.inputs import describe_nothing, is_stored_name, list_stored, may_read_buckets
 from kd.capture.codec_identity import EARLIER_RECORDS, make_codec_identity
@@ -72,7 +73,7 @@ def guard_access(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]
     except PermissionError as error:
         detail = f"{error.filename} may not be read."
         yield Problem(pointer, detail, "Check the mode and owner of its folders.")
-    except DataError as error:
+    except (DataError, StoreError) as error:
         yield Problem(pointer, error.detail, error.remedy)
     # A name too long, a loop of links, or a byte that no path may have.
     except (OSError, ValueError) as error:
@@ -103,10 +104,9 @@ def check_model(
     """Find that the files of a model are missing or cannot be used."""
     folder = root / model
     if is_stored_name(model):
-        found = list(_check_stored(pointer, model))
-        yield from found
-        if not found and may_read_buckets():
-            yield from _check_names(pointer, model, root, list_stored(model).objects, gguf_file)
+        stored = yield from _check_stored(pointer, model)
+        if stored:
+            yield from _check_names(pointer, model, root, stored, gguf_file)
     elif folder.is_file():
         remedy = "Give its folder; a GGUF file is named by teacher.gguf_file."
         yield Problem(pointer, f"{model!r} is a file.", remedy)
@@ -161,25 +161,23 @@ def _check_names(
         yield from ask_folder(pointer, found, ModelFolder.require_decoder)
 
 
-def _check_stored(pointer: str, url: str) -> Iterator[Problem]:
-    """Find that nothing lies at the URL of a bucket, or that the bucket does not show it."""
+def _check_stored(pointer: str, url: str) -> Generator[Problem, None, Mapping[str, StoredObject]]:
+    """Find that nothing lies at the URL of a bucket; return what does, if buckets may be read."""
     if not may_read_buckets():
-        return
-    try:
-        if not list_stored(url).objects:
-            yield Problem(pointer, *describe_nothing(url))
-    except (StoreError, DataError) as error:
-        yield Problem(pointer, error.detail, error.remedy)
+        return {}
+    stored = list_stored(url).objects
+    if not stored:
+        yield Problem(pointer, *describe_nothing(url))
+    return stored
 
 
 def ask_folder(
     pointer: str, folder: ModelFolder, require: Callable[[ModelFolder], None]
 ) -> Iterator[Problem]:
     """Find what ``require`` refuses of a model, as far as its config.json can be read."""
-    try:
+    is_readable = False
+    with suppress(OSError, ModelError):  # loading the model will report it
         is_readable = bool(folder.config)
-    except (OSError, ModelError):  # loading the model will report it
-        is_readable = False
     if is_readable:
         yield from _refuse(pointer, partial(require, folder))
 
@@ -283,14 +281,12 @@ def _check_source(
     """Find what is wrong with a source by names and sizes; no text of a bucket is downloaded."""
     name = name_source(source)
     if isinstance(source, str) and is_stored_name(source):
-        missing = list(_check_stored(pointer, source))
-        yield from missing
-        if missing or not may_read_buckets():
+        stored = yield from _check_stored(pointer, source)
+        if not stored:
             return
         names, left_out = list_stored_texts(source, field)
         found = FoundFiles(list(map(Path, names)), left_out)
-        objects = list_stored(source).objects
-        has_text = any(objects[each].bytes for each in names)
+        has_text = any(stored[each].bytes for each in names)
     else:
         listed = find_source_files(source, root, field)
         if listed is None:
