@@ -350,7 +350,7 @@ class _LossPass:
             smoothing=e > 0.0,
             slope=self.wants_slope,
         )
-        hard = self._add_labels(student.nll_N, student.mean_nll_N, student.lse_N)
+        hard = self._add_labels(student.nll_N, student.mean_nll_N, student.rows.lse_N)
         if chunk.entries is not None:
             self._add_forward_kl(
                 chunk, chunk.entries, student.expected_N, student.negentropy_N, student.logq_E
@@ -470,8 +470,7 @@ class _LossPass:
                     found.a_NV, logq_NV
                 )
                 along_N -= 2.0 * temperature * found.value_N
-            slope = -chunk.sum(along_N) * (1.0 - objective.alpha)
-            self.d_temperature += slope
+            self.d_temperature -= chunk.sum(along_N) * (1.0 - objective.alpha)
         if not self.wants_logits:
             return None
         g_NV = compute_logit_gradient(found.a_NV, logq_NV.exp())

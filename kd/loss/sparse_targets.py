@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -55,11 +56,8 @@ class SparseTarget:
     normalized: bool = False
     tail_places_M: Tensor | None = None
     find_best: Callable[[], Tensor] | None = None
-
-    @property
-    def whole(self) -> bool:
-        """False: some entries are not all of p."""
-        return False
+    #: Some entries are not all of p.
+    whole: ClassVar[bool] = False
 
     @cached_property
     def total_N(self) -> Tensor | None:
@@ -171,8 +169,7 @@ def decode_units(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget
     target = entries.make_target(weights, entropy_N, leads_N)
     # An evaluation asks for it, and no step of a training.
     best = partial(entries.find_best_of_units, known_NA, twice_H, share_N, leads_N)
-    find_best = lru_cache(maxsize=1)(best)
-    return replace(target, normalized=True, find_best=find_best)
+    return replace(target, normalized=True, find_best=lru_cache(maxsize=1)(best))
 
 
 def decode_threshold(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget:
@@ -220,7 +217,7 @@ def decode_tempered(
     # H = A(b) - b E[l]; B'(b) is the tail's mean of l, and exp(B - A) its mass.
     entropy_N = log_all_N - beta * (mean_l_N + (log_tail_N - log_all_N).exp() * log_tail_slope_N)
     # A token is in the head if its g is above the threshold, so known ids are compared in g, too.
-    best_N = proposal.evaluate(entries.known_NA.amax(1), proposal.log_all_JN)
+    best_N = proposal.evaluate(entries.known_NA.amax(1), proposal.log_all_JN).mean(0)
     return entries.make_target((known_NA, head_H, tail_M), entropy_N, best_N > codec.threshold)
 
 
@@ -406,10 +403,6 @@ class _Proposal:
             torch.stack([partition.compute_tail(each)[0] for each in betas]),
         )
 
-    def evaluate(self, l_E: Tensor, log_all_JE: Tensor) -> Tensor:
-        """g of tokens with log-probabilities ``l_E``; ``log_all_JE`` is A of their positions."""
-        return self._evaluate_each(l_E, log_all_JE).mean(0)
-
     def weigh_tail(self, codes_M: Tensor, beta: float | Tensor, log_all_N: Tensor) -> Tensor:
         """The weights p_i R / (m g_i) of the tail's entries, with R the tail's sum of g.
 
@@ -424,7 +417,7 @@ class _Proposal:
         betas = self.partition.codec.proposal_betas
         l_M = codes_M.double() * -step
         log_all_JM = torch.stack([entries.spread_over_tail(each_N) for each_N in self.log_all_JN])
-        each_JM = self._evaluate_each(l_M, log_all_JM)
+        each_JM = self.evaluate(l_M, log_all_JM)
         g_M = each_JM.mean(0)
         beta_J = list_betas(betas, each_JM.device, each_JM.dtype)
         slope_M = beta_J @ each_JM / each_JM.sum(0)  # d log g / dl
@@ -435,8 +428,11 @@ class _Proposal:
         p_M = (beta * l_M - entries.spread_over_tail(log_all_N)).exp()
         return p_M * entries.spread_over_tail(apart_N) / (g_M * rounding_M)
 
-    def _evaluate_each(self, l_E: Tensor, log_all_JE: Tensor) -> Tensor:
-        """p_{T_j} of the tokens, (J, E)."""
+    def evaluate(self, l_E: Tensor, log_all_JE: Tensor) -> Tensor:
+        """p_{T_j} of tokens with log-probabilities ``l_E``, (J, E); their mean is g.
+
+        ``log_all_JE`` is A of their positions.
+        """
         beta_J1 = list_betas(self.partition.codec.proposal_betas, l_E.device, l_E.dtype)[:, None]
         return (beta_J1 * l_E - log_all_JE).exp()
 

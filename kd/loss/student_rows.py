@@ -70,11 +70,6 @@ class StudentRows:
         return cls(z_NV, lm_head, temperature, rows, gold_N, gold_s_N, target, s_E)
 
     @property
-    def lse_N(self) -> Tensor:
-        """LSE(s)."""
-        return self.rows.lse_N
-
-    @property
     def nll_N(self) -> Tensor:
         """-log q of the gold token."""
         return self.rows.lse_N - self.gold_s_N

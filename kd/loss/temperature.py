@@ -118,11 +118,9 @@ class TemperatureControl(nn.Module):
     def is_lookahead_step(self, step: int) -> bool:
         """Return whether this ``step``, one in ``interval``, needs a ``lookahead_slope``."""
         config = self.config
-        return (
-            isinstance(config, LearnedTemperature)
-            and self.follows_held_out
-            and (step + 1) % config.interval == 0
-        )
+        if not isinstance(config, LearnedTemperature) or not self.follows_held_out:
+            return False
+        return (step + 1) % config.interval == 0
 
     def evaluate(self, step: int) -> float:
         """T at ``step`` as a number, in every mode."""
