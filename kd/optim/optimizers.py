@@ -64,10 +64,8 @@ def make_optimizer(
             if own:
                 groups.append({"params": own, "lr": rate, "weight_decay": decay})
     optimizer: Optimizer
-    if options.optim == "muon":
-        optimizer = _make_halves(find_layer_matrices(student), groups, options, device)
-    elif options.optim == "adamw_8bit":
-        optimizer = _make_halves(find_eight_bit_weights(student), groups, options, device)
+    if options.optim in _HALVES:
+        optimizer = _make_halves(_HALVES[options.optim](student), groups, options, device)
     else:
         optimizer = _make_one_optimizer(options.optim, groups, options, device)
     if options.lm_head_floor:
@@ -115,6 +113,10 @@ def find_eight_bit_weights(student: PreTrainedModel) -> set[Parameter]:
     """The trained weights whose state ``adamw_8bit`` keeps in 8 bits."""
     shapes = list_trained_shapes(student).items()
     return {parameter for parameter, shape in shapes if shape.has_eight_bit_state}
+
+
+#: The optimisers of some parameters alone, with what finds these; AdamW has all others.
+_HALVES = {"muon": find_layer_matrices, "adamw_8bit": find_eight_bit_weights}
 
 
 # ---------------------------------------------------------------------- optimisers

@@ -80,8 +80,7 @@ def _count_bytes(optim: str, parameter: ParameterShape) -> int:
         numbers = parameter.size * (1 if parameter.is_layer_matrix else 2)
     elif optim == "adafactor":
         # A row and a column of each matrix (last two axes), and all of a vector.
-        is_vector = len(parameter.shape) < 2
-        *stack, rows, columns = (0, parameter.size) if is_vector else parameter.shape
+        *stack, rows, columns = (0, parameter.size) if len(parameter.shape) < 2 else parameter.shape
         numbers = math.prod(stack) * (rows + columns)
     else:
         numbers = parameter.size * OPTIMIZERS[optim].numbers
