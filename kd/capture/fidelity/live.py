@@ -71,7 +71,6 @@ class TeacherLocation:
         A name is a folder, a GGUF file or a hub id. Raises ``FidelityError`` for a cache whose
         teacher cannot be run, such as a remote one, and ``ModelError`` if no model is found.
         """
-        _require_live(store)
         recorded = store.manifest.teacher
         wanted = name or recorded.name
         path = root / wanted
@@ -90,7 +89,11 @@ class TeacherLocation:
     @classmethod
     def of_section(cls, store: Cache, section: TeacherConfig) -> TeacherLocation:
         """Find the teacher that ``section`` names; raises as ``find`` does."""
-        _require_live(store)
+        if (kind := store.identity.teacher.dtype) not in ALLOWED_NOISE:
+            raise FidelityError(
+                f"{store.folder} has no live teacher to compare with: its records are {kind}.",
+                "Check its bytes instead: kd cache verify.",
+            )
         # One process runs it here, however many did in the capture.
         captured = store.manifest.teacher.identity
         parallel = "device_map" if captured.parallel else "none"
@@ -106,12 +109,3 @@ class TeacherLocation:
                 f"{store.folder} was captured from other weights than {folder} has now.",
                 "Name the teacher of the capture in teacher.model, with its revision.",
             )
-
-
-def _require_live(store: Cache) -> None:
-    """Raise ``FidelityError`` for a cache whose teacher cannot be run here."""
-    if (kind := store.identity.teacher.dtype) not in ALLOWED_NOISE:
-        raise FidelityError(
-            f"{store.folder} has no live teacher to compare with: its records are {kind}.",
-            "Check its bytes instead: kd cache verify.",
-        )
