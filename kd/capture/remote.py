@@ -26,11 +26,12 @@ import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import numpy as np
@@ -112,7 +113,7 @@ class TopEntries:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        return sum(getattr(self, field.name).nbytes for field in fields(self))
+        return sum(column.nbytes for column in vars(self).values())
 
     @staticmethod
     def empty(k: int) -> TopEntries:
@@ -124,13 +125,8 @@ class TopEntries:
     @staticmethod
     def concatenate(parts: Iterable[TopEntries]) -> TopEntries:
         """Join the positions of ``parts``, of which there must be at least one, in order."""
-        kept = list(parts)
-        return TopEntries(
-            *(
-                np.concatenate([getattr(part, field.name) for part in kept])
-                for field in fields(TopEntries)
-            )
-        )
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        return TopEntries(*map(np.concatenate, columns))
 
     def make_records(self, codec: Codec, number: int) -> Records:
         """Encode the entries as records of sequence ``number``."""
@@ -182,7 +178,7 @@ def cut_into_prompts(sequences: Sequences, row: int, first: int) -> Iterator[Doc
 
 
 @dataclass(frozen=True, eq=False)
-class RemoteTeacher:
+class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
     """Reads records from a server; as a context manager it closes its connections.
 
     Requests run in an event loop, because only there can a request that hangs be cancelled at once.
@@ -216,9 +212,6 @@ class RemoteTeacher:
             trust_env=httpx.URL(url).host not in _LOCAL,
         )
         return cls(config, codec, client, asyncio.Runner(), monitor)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.runner.run(self.client.aclose())

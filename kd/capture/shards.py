@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import filterfalse, islice
@@ -114,7 +115,7 @@ def _describe_slow_disk(taken: float, given: float) -> str:
     )
 
 
-class ShardPipeline:
+class ShardPipeline(AbstractContextManager["ShardPipeline"]):
     """Encodes deliveries and seals shards in threads of its own.
 
     As a context manager it leaves no thread behind. A shard that was whole at an error or at a
@@ -133,16 +134,16 @@ class ShardPipeline:
         self._check_stop = check_stop
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
-        # The parts of the shard that is read, and the bytes that they were delivered in.
-        self._parts: list[Future[Records]] = []
-        self._read = 0
-        self._began = time.monotonic()
+        self._begin_shard()
         # Parts of any shard that are not encoded yet, with their bytes, the oldest first.
         self._queue: deque[tuple[Future[Records], int]] = deque()
         self._sealing: Future[SealedShard] | None = None
 
-    def __enter__(self) -> Self:
-        return self
+    def _begin_shard(self) -> None:
+        # The parts of the shard that is read, and the bytes that they were delivered in.
+        self._parts: list[Future[Records]] = []
+        self._read = 0
+        self._began = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         # Parts of an unfinished shard: their records would be of no use.
@@ -171,9 +172,7 @@ class ShardPipeline:
         for part in self._parts:
             part.cancel()
         self._queue = deque(each for each in self._queue if not each[0].cancelled())
-        self._parts = []
-        self._read = 0
-        self._began = time.monotonic()
+        self._begin_shard()
 
     def seal(self, index: int, sequences: Sequences, tails: TailSums | None = None) -> None:
         """Seal the parts that were added as shard ``index``, after the shard before it.
@@ -184,16 +183,13 @@ class ShardPipeline:
         self._wait_for_seal()
         work = (index, sequences, self._parts, tails, read_seconds)
         self._sealing = self._sealer.submit(self._write, *work)
-        self._parts = []
-        self._read = 0
-        self._began = time.monotonic()
+        self._begin_shard()
 
     def collect(self) -> SealedShard | None:
         """Return the shard that was sealed since the last call, if any; raises its error."""
         if self._sealing is None or not self._sealing.done():
             return None
-        sealing = self._sealing
-        self._sealing = None
+        sealing, self._sealing = self._sealing, None
         return sealing.result()
 
     def finish(self) -> SealedShard | None:

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from cache.json_object import Json
@@ -16,7 +16,7 @@ from kd.progress import Event
 LINE_SECONDS = 30.0
 
 
-class ProgressBars:
+class ProgressBars(AbstractContextManager["ProgressBars"]):
     """Shows one bar for each stage of a run, and its warnings; ``shown`` False keeps it silent.
 
     Use it as a context: at the end it closes the bars. ``warnings`` are all that the run sent.
@@ -35,9 +35,6 @@ class ProgressBars:
             warnings.simplefilter("ignore")
             from tqdm.auto import tqdm
         self._tqdm: Any = tqdm
-
-    def __enter__(self) -> ProgressBars:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._close()

@@ -6,8 +6,8 @@ transformers draws a bar for it, and lets one function decide what is drawn: ``s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sized
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import transformers
@@ -44,7 +44,7 @@ def reported_loading(monitor: Monitor) -> Iterator[None]:
         transformers.utils.logging.set_tqdm_hook(before)
 
 
-class _ReportedBar:
+class _ReportedBar(AbstractContextManager["_ReportedBar"]):
     """A bar of tqdm that also reports what it counts."""
 
     def __init__(self, bar: Any, meter: ProgressMeter, monitor: Monitor) -> None:
@@ -55,8 +55,7 @@ class _ReportedBar:
         self._reported_at = time.monotonic()
 
     def __iter__(self) -> Iterator[Any]:
-        items: Iterable[Any] = self._bar
-        for item in items:
+        for item in self._bar:
             yield item
             self._count(1)
 
@@ -72,9 +71,6 @@ class _ReportedBar:
         self._monitor.emit("progress", **self._meter.advance(self._new, 0))
         self._new = 0
         self._reported_at = time.monotonic()
-
-    def __enter__(self) -> _ReportedBar:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
