@@ -122,13 +122,13 @@ def make_capture_plan(
 
     Raises ``ConfigError`` if the job asks for tokens that the teacher does not have.
     """
-    vocabulary = choose_source_vocabulary(tokenizer, teacher.section.files, teacher.folder)
+    size = choose_source_vocabulary(tokenizer, teacher.section.files, teacher.folder)
     known = _identify_teacher(teacher, monitor)
     # Tables of dither are fitted by a recipe that suits the text.
     recipe = Recipe.choose(corpus.train.positions, len(corpus.train))
     identity = manifest.CacheIdentity(
         known,
-        manifest.TokenizerIdentity(vocabulary, tokenizers.hash_tokenizer(tokenizer)),
+        manifest.TokenizerIdentity(size, tokenizers.hash_tokenizer(tokenizer)),
         manifest.DataIdentity(
             sha256=corpus.compute_sha256(),
             sequence_length=config.data.sequence_length,
@@ -141,7 +141,6 @@ def make_capture_plan(
         ),
     )
     # Only tokenizer and model show which ids exist: a job cannot be checked for this without them.
-    size = identity.tokenizer.vocabulary_size
     codec = identity.codec
     too_large = [token for token in codec.always_keep if token >= size]
     if too_large or codec.k > size:

@@ -8,6 +8,7 @@ compared with a bigram that was counted from the training text (``kd.text.ngrams
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import add
 
 from cache.inspection import is_gold_known, sum_gold_losses
 from cache.perplexity import BlockLosses, raise_e
@@ -37,9 +38,7 @@ class HeldOutLosses:
         )
 
     def __add__(self, other: HeldOutLosses) -> HeldOutLosses:
-        return HeldOutLosses(
-            self.teacher + other.teacher, self.unigram + other.unigram, self.bigram + other.bigram
-        )
+        return HeldOutLosses(*map(add, vars(self).values(), vars(other).values()))
 
     @property
     def is_teacher_worse(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -207,7 +207,8 @@ class _TextSampler:
                 kind = f"data.format {self.config.data.format}"
                 detail = f"{file} cannot be read as {kind}: {type(error).__name__}: {error}."
                 raise DataError(detail, "Correct it, or set data.format.") from error
-        return read.scale(_sum_file_sizes(files) / max(_sum_file_sizes(chosen), 1))
+        whole, part = (sum(file.stat().st_size for file in each) for each in (files, chosen))
+        return read.scale(whole / max(part, 1))
 
     def _measure_file(self, path: Path, limit: int) -> _TextSize:
         kind = text_files.choose_format(path, self.config.data)
@@ -243,10 +244,6 @@ class _TextSampler:
     def _measure_documents(self, tokens: float, learned: float, count: float) -> _TextSize:
         unpacked = count * math.ceil(tokens / count / self.config.data.sequence_length)
         return _TextSize(tokens, learned, count, unpacked)
-
-
-def _sum_file_sizes(files: Iterable[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
 
 
 def _read_beginning(path: Path, limit: int) -> tuple[bytes, float]:
