@@ -48,7 +48,10 @@ def checkpoint_activations(
     hollow = is_hollow(student)
     before = [] if hollow else _run_probe(student, layers)
     for group in group_layers(layers if own is None else list(own), how):
-        _CheckpointGroup(group).install()
+        together = _CheckpointGroup(group)
+        # In place, so that the parameters of the layers keep their names.
+        for place, layer in enumerate(group):
+            layer.forward = _CheckpointedForward(together, place)  # type: ignore[method-assign]
     if not hollow and (problem := _find_difference(student, layers, before)) is not None:
         for layer in layers:
             layer.__dict__.pop("forward", None)
@@ -89,11 +92,6 @@ class _CheckpointGroup:
 
     layers: list[nn.Module]
     calls: list[Call] = field(default_factory=list)
-
-    def install(self) -> None:
-        """Replace the layers' ``forward`` in place, so that their parameters keep their names."""
-        for place, layer in enumerate(self.layers):
-            layer.forward = _CheckpointedForward(self, place)  # type: ignore[method-assign]
 
 
 @dataclass

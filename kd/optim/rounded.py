@@ -71,7 +71,5 @@ class RoundedAdamW(AdamW):
         place = parameter.device if group["fused"] else torch.device("cpu")
         state["step"] = torch.zeros((), dtype=torch.float32, device=place)
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]:
-            state[key] = torch.zeros_like(
-                parameter, dtype=dtype, memory_format=torch.preserve_format
-            )
+            state[key] = torch.zeros_like(parameter, dtype=dtype)
         return state
