@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
+from operator import sub
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -91,10 +93,10 @@ def survey(
         start = copy_weights(load_saved_student(Path(name)))
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     surface = LossSurface.of(config, source, student, vocabulary, options)
-    meter = _Meter(monitor, options.points**2 + options.line_points)
+    meter = _Meter(surface, monitor, options.points**2 + options.line_points)
     with float32_products(), torch.no_grad():
-        line = _measure_line(surface, start, end, options, meter)
-        plane = _measure_plane(surface, end, options, meter)
+        line = _measure_line(meter, start, end, options)
+        plane = _measure_plane(meter, end, options)
     tokens = {name: sum(map(len, each)) for name, each in surface.batches.items()}
     weights = (surface.alpha, surface.temperature)
     found = Landscape(config.name, str(run_dir), asdict(options), *weights, tokens, line, plane)
@@ -212,31 +214,30 @@ class LossSurface:
 
 @dataclass
 class _Meter:
-    """Counts the points, and stops between two of them when that is asked for."""
+    """Measures and counts the points; stops between two of them when that is asked for."""
 
+    surface: LossSurface
     monitor: Monitor
     total: int
     done: int = 0
 
-    def count(self) -> None:
+    def measure(self, origin: Weights, *moves: tuple[float, Weights]) -> Losses:
+        set_weights(self.surface.student, origin, *moves)
+        found = self.surface.measure()
         self.done += 1
         facts = {"done": self.done, "total": self.total, "unit": "points"}
         self.monitor.emit("progress", **facts, fraction=round(self.done / self.total, 6))
         self.monitor.check("while the landscape was measured; nothing is written")
+        return found
 
 
 def _measure_line(
-    surface: LossSurface, start: Weights, end: Weights, options: LandscapeOptions, meter: _Meter
+    meter: _Meter, start: Weights, end: Weights, options: LandscapeOptions
 ) -> LossLine:
     """Measure the loss from before the start to beyond the end."""
     path = {name: weight - start[name].to(weight) for name, weight in end.items()}
     places = [float(each) for each in np.linspace(-_BEYOND, 1 + _BEYOND, options.line_points)]
-    losses = []
-    for place in places:
-        set_weights(surface.student, start, (place, path))
-        losses.append(surface.measure())
-        meter.count()
-    curves = _gather(losses)
+    curves = _gather([meter.measure(start, (place, path)) for place in places])
     barrier = {name: find_barrier(places, values) for name, values in curves.items()}
     return LossLine(places, curves, barrier)
 
@@ -246,34 +247,22 @@ def find_barrier(places: list[float], losses: list[float]) -> float | None:
 
     0 where it falls all the way. None where a loss is not finite.
     """
-    found = 0.0
-    least = math.inf
-    for place, loss in zip(places, losses, strict=True):
-        if not 0 <= place <= 1:
-            continue
-        if not math.isfinite(loss):
-            return None
-        least = min(least, loss)
-        found = max(found, loss - least)
-    return found
+    way = [loss for place, loss in zip(places, losses, strict=True) if 0 <= place <= 1]
+    if not all(map(math.isfinite, way)):
+        return None
+    return max(map(sub, way, accumulate(way, min)), default=0.0)
 
 
-def _measure_plane(
-    surface: LossSurface, end: Weights, options: LandscapeOptions, meter: _Meter
-) -> LossPlane:
+def _measure_plane(meter: _Meter, end: Weights, options: LandscapeOptions) -> LossPlane:
     """Measure the loss on a square grid around the trained weights."""
     one, other = (draw_direction(end, 2 * options.seed + each) for each in (0, 1))
     places = [float(each) for each in np.linspace(-options.radius, options.radius, options.points)]
-    rows = []
-    for upward in places:
-        losses = []
-        for along in places:
-            set_weights(surface.student, end, (along, one), (upward, other))
-            losses.append(surface.measure())
-            meter.count()
-        rows.append(_gather(losses))
-    set_weights(surface.student, end)
-    centre = surface.measure()
+    rows = [
+        _gather([meter.measure(end, (along, one), (upward, other)) for along in places])
+        for upward in places
+    ]
+    set_weights(meter.surface.student, end)
+    centre = meter.surface.measure()
     grids = {name: [row[name] for row in rows] for name in centre}
     rise = {name: measure_rise(places, grid, centre[name]) for name, grid in grids.items()}
     return LossPlane(places, grids, centre, rise)
