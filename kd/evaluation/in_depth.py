@@ -221,12 +221,11 @@ def measure_models(
     everyone = {**students, **({TEACHER: teacher} if teacher is not None else {})}
     vocabulary = choose_run_vocabulary(source, tokenizer, *everyone.values())
     # All models are checked before the first one spends time on the text.
-    learners = {
+    readers = {
         name: EvaluatedModel.of(model, vocabulary, config.data, name == TEACHER, monitor)
         for name, model in everyone.items()
     }
-    reference = learners.pop(TEACHER, None)
-    sums = compare_models(learners, reference, source, _choose_batch_size(config))
+    sums = compare_models(readers, source, _choose_batch_size(config))
     size = count_held_out_bytes(source, tokenizer)
     effect = None
     if BASELINE in sums and STUDENT in sums:

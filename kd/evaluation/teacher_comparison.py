@@ -139,22 +139,18 @@ def compare_with_records(
 
 @torch.no_grad()
 def compare_models(
-    students: Mapping[str, EvaluatedModel],
-    teacher: EvaluatedModel | None,
-    source: Source,
-    batch_size: int,
+    models: Mapping[str, EvaluatedModel], source: Source, batch_size: int
 ) -> dict[str, ComparisonSums]:
-    """The sums of every student, and of the teacher where there is one.
+    """The sums of every model; that of the name ``TEACHER`` is what the others are compared with.
 
     Without held-out text there are none. Without a teacher only cross-entropy and calibration have
     a meaning: each student is compared with itself.
     """
-    everyone = {**students, **({TEACHER: teacher} if teacher is not None else {})}
     totals: dict[str, ComparisonSums] = {}
     # TF32 would blur the small differences between models that this measures.
     with float32_products():
         for batch in read_validation_batches(source, batch_size):
-            for name, sums in _sum_batch(everyone, batch).items():
+            for name, sums in _sum_batch(models, batch).items():
                 totals[name] = totals[name] + sums if name in totals else sums
     return totals
 

@@ -196,8 +196,8 @@ def test_models_on_packed_text_are_what_the_library_makes_of_each_document(
 ) -> None:
     monkeypatch.setattr("kd.evaluation.teacher_comparison.CHUNK_ELEMENTS", chunk * 2048)
     teaching = EvaluatedModel.of(teacher, 2048, PACKED, teaches=True)
-    readers = {"student": EvaluatedModel.of(student, 2048, PACKED), "itself": teaching}
-    sums = compare_models(readers, teaching, source, 3)
+    reader = EvaluatedModel.of(student, 2048, PACKED)
+    sums = compare_models({"student": reader, "itself": teaching, TEACHER: teaching}, source, 3)
     held_out, _ = source.read(
         np.arange(source.train_count, source.train_count + source.validation_count)
     )
@@ -233,8 +233,8 @@ def test_where_every_row_is_one_document_context_is_the_place_in_the_row(
     rows = Sequences(tokens, start, target)
     assert make_batch(rows, None).positions_BL is None
     reader = EvaluatedModel.of(teacher, 2048, PACKED)
-    sums = compare_models({"student": reader}, reader, PlainText(Corpus(rows, rows)), 2)["student"]
-    found = asdict(summarise_sums(sums, None, True))
+    sums = compare_models({"student": reader, TEACHER: reader}, PlainText(Corpus(rows, rows)), 2)
+    found = asdict(summarise_sums(sums["student"], None, True))
     spans = [(row["first"], row["tokens"]) for row in found["kl_by_context"]]
     assert spans == [(1, 3), (2, 6), (4, 12), (8, 24), (16, 24)]
 
@@ -242,7 +242,7 @@ def test_where_every_row_is_one_document_context_is_the_place_in_the_row(
 def test_without_a_teacher_there_is_nothing_to_agree_with(
     student: LlamaForCausalLM, source: PlainText
 ) -> None:
-    sums = compare_models({"student": EvaluatedModel.of(student, 2048, PACKED)}, None, source, 4)
+    sums = compare_models({"student": EvaluatedModel.of(student, 2048, PACKED)}, source, 4)
     assert set(asdict(summarise_sums(sums["student"], None, False))) == {
         "loss", "tokens", "perplexity", "perplexity_interval", "bits_per_byte",
         "calibration_error", "reliability",
@@ -250,10 +250,7 @@ def test_without_a_teacher_there_is_nothing_to_agree_with(
     nothing = PlainText(
         Corpus(source.corpus.validation, source.corpus.validation.select(slice(0, 0)))
     )
-    assert (
-        compare_models({"student": EvaluatedModel.of(student, 2048, PACKED)}, None, nothing, 4)
-        == {}
-    )
+    assert compare_models({"student": EvaluatedModel.of(student, 2048, PACKED)}, nothing, 4) == {}
 
 
 def test_a_kernel_that_fails_in_an_evaluation_is_told(
