@@ -97,7 +97,6 @@ def _read_own_card(config: JobConfig) -> Json:
 
 def _describe_use(folder: Path, config: JobConfig, report: Report) -> str:
     """The section with code that generates text, for the files in ``folder``."""
-    path = '"path/to/this/folder"'
     imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
     load = ["model = AutoModelForCausalLM.from_pretrained(folder)"]
     if not (folder / "config.json").is_file():
@@ -116,7 +115,7 @@ def _describe_use(folder: Path, config: JobConfig, report: Report) -> str:
     code = [
         *imports,
         "",
-        f"folder = {path}",
+        'folder = "path/to/this/folder"',
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
         *load,
         *_encode_example(config, report),

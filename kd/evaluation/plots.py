@@ -86,26 +86,31 @@ def draw_curves(axes: Any, lines: Lines) -> None:
         "validation_kl": ("held-out KL", "o-"),
     }
     for key, (label, style) in wanted.items():
-        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1)
+        _draw_line(axes, lines, key, label, style)
     axes.set(xlabel="step", ylabel="nats per token", title=TITLES[CURVES])
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
+    _explain_lines(axes)
 
 
 def draw_perplexities(axes: Any, lines: Lines, teacher: float | None) -> None:
     """Draw the perplexity on the held-out text by step, on a logarithmic scale."""
-    key = "validation_perplexity"
-    points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), "o-", label="student", markersize=3, linewidth=1)
+    _draw_line(axes, lines, "validation_perplexity", "student", "o-")
     if teacher is not None:
         axes.axhline(teacher, color="grey", linestyle="--", linewidth=1, label="teacher")
     axes.set(xlabel="step", ylabel="perplexity", title="Held-out perplexity", yscale="log")
+    _explain_lines(axes)
+
+
+def _draw_line(axes: Any, lines: Lines, key: str, label: str, style: str) -> None:
+    """Draw what ``lines`` have under ``key``, by step."""
+    points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1)
+
+
+def _explain_lines(axes: Any) -> None:
+    """Add a grid, and a legend if there is a line."""
     axes.grid(alpha=0.3)
-    if points or teacher is not None:
+    if axes.lines:
         axes.legend()
 
 
@@ -121,8 +126,7 @@ def draw_reliability(figure: Any, curves: Mapping[str, Lines]) -> None:
         axes.scatter(*places, s=areas, color=line.get_color(), alpha=0.5)
     axes.set(xlabel="confidence", ylabel="accuracy", title=TITLES[RELIABILITY])
     axes.set(xlim=(0, 1), ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend()
+    _explain_lines(axes)
 
 
 def draw_context(figure: Any, spans: Mapping[str, Lines]) -> None:
@@ -133,5 +137,4 @@ def draw_context(figure: Any, spans: Mapping[str, Lines]) -> None:
         axes.plot(*spans_and_kl, "o-", label=name)
     axes.set_xscale("log", base=2)  # the spans double
     axes.set(xlabel="tokens of context", ylabel="nats per token", title=TITLES[CONTEXT])
-    axes.grid(alpha=0.3)
-    axes.legend()
+    _explain_lines(axes)

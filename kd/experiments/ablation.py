@@ -89,8 +89,7 @@ class _Ablation:
         except Interrupted:
             raise
         except Exception as error:
-            known = isinstance(error, PotstillError)
-            why = str(error) if known else format_first_line(error)
+            why = str(error) if isinstance(error, PotstillError) else format_first_line(error)
             outcome = {"state": "failed", "error": why}
             self.monitor.emit("warning", message=f"{job.label} failed: {why}")
         write_json(run_dir / OUTCOME, outcome)
@@ -104,8 +103,7 @@ class _Ablation:
         folder = self.folder / "captures" / digest
         if config.captures and not (folder / "cache.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            order = StageOrder(CAPTURE.name, config, self.home, folder)
-            run_in_child(order, self._listen())
+            run_in_child(StageOrder(CAPTURE.name, config, self.home, folder), self._listen())
         return folder
 
     def _listen(self) -> Monitor:

@@ -91,17 +91,16 @@ Row = tuple[str, RunReport, str]
 
 def render_ablation(report: AblationReport) -> str:
     """Render the report of an ablation as one HTML page."""
+    base = report.plan.base
     return render_page(
-        f"Ablation of {report.plan.base.name}",
+        f"Ablation of {base.name}",
         [
             *_introduce(report),
             *_draw_overview(report),
             *(part for axis in report.plan.axes for part in _render_axis(report, axis)),
             "<h2>The job</h2>",
             "<details><summary>All fields of the job with which the runs are compared</summary>",
-            make_element(
-                "pre", yaml.safe_dump(report.plan.base.model_dump(mode="json"), sort_keys=False)
-            ),
+            make_element("pre", yaml.safe_dump(base.model_dump(mode="json"), sort_keys=False)),
             "</details>",
         ],
     )

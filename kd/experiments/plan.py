@@ -32,8 +32,7 @@ class AblationJob:
     @property
     def digest(self) -> str:
         """Eight digits that are equal for jobs which train the same student."""
-        free = {"name", *PLACEMENT_FIELDS}
-        data = self.config.model_dump(mode="json", exclude=free)
+        data = self.config.model_dump(mode="json", exclude={"name", *PLACEMENT_FIELDS})
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 
 from kd.errors import DataError
 from kd.evaluation.doubts import find_perplexity
-from kd.evaluation.plots import CURVES, TITLES, draw_perplexities, list_drawings
+from kd.evaluation.plots import CURVES, TITLES, Lines, draw_perplexities, list_drawings
 from kd.evaluation.report import Report, render_report
 from kd.evaluation.teacher_comparison import TEACHER
 from kd.experiments.drawing import draw_svg
@@ -19,7 +19,6 @@ from kd.experiments.page import make_element, make_plots, render_page
 from kd.files import read_json, write_text
 from kd.tracking.metrics import read_metrics
 
-Lines = Sequence[Mapping[str, Any]]
 PAGE = "report.html"
 
 
