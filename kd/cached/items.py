@@ -47,10 +47,10 @@ def collate(items: Sequence[Mapping[str, Any]]) -> Item:
     if "records" in items[0]:
         rows = [{k: v for k, v in item.items() if k != "records"} for item in items]
         names = items[0]["records"]
-        return _stack(rows) | {
-            # torch has no sums of all unsigned types, but numpy joins them.
-            "records": {name: _join([item["records"][name] for item in items]) for name in names}
-        }
+        # torch has no sums of all unsigned types, but numpy joins them.
+        arrays = {name: [item["records"][name].numpy() for item in items] for name in names}
+        joined = {name: torch.from_numpy(np.concatenate(each)) for name, each in arrays.items()}
+        return _stack(rows) | {"records": joined}
     if _OFFSETS in items[0]:
         rows = [{k: v for k, v in item.items() if k not in _FLAT} for item in items]
         joined = {name: torch.cat([item[name] for item in items]) for name in _PADDED}
@@ -73,10 +73,6 @@ def _stack_padded(tensors: Sequence[Tensor]) -> Tensor:
     for row, each in zip(out, tensors, strict=True):
         row[..., : each.shape[-1]] = each
     return out
-
-
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    return torch.from_numpy(np.concatenate([part.numpy() for part in parts]))
 
 
 def _split_rows(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

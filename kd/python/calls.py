@@ -120,8 +120,7 @@ def train_student(
     if teacher is not None:
         job["teacher"] = models.describe(teacher, "teacher")
     elif isinstance(sealed_cache, CacheResult):
-        known = sealed_cache.job
-        job |= known.model_dump(mode="json", include={"teacher"}, exclude_unset=True)
+        job |= sealed_cache.job.model_dump(mode="json", include={"teacher"}, exclude_unset=True)
     result = run_job(make_job(job, settings), out=out, home=place, progress=progress)
     assert isinstance(result, StudentResult), "a job of kind train makes a student"
     return result
@@ -160,8 +159,7 @@ def evaluate(
         job["data"]["format"] = found.format
     if teacher is not None:
         job["teacher"] = models.describe(teacher, "teacher")
-    config = make_job(job, settings, prefix="evaluation")
-    return _examine(config, name, out, place, progress)
+    return _examine(make_job(job, settings, prefix="evaluation"), name, out, place, progress)
 
 
 def _examine(

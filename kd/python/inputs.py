@@ -197,11 +197,9 @@ def _is_source(item: Any) -> bool:
         return "path" in item and item.keys() <= DatasetSpec.model_fields.keys()
     if isinstance(item, os.PathLike):
         return True
-    return (
-        isinstance(item, str)
-        and not any(map(str.isspace, item))
-        and (find_suffix(Path(item)) in SUFFIXES)
-    )
+    if not isinstance(item, str) or any(map(str.isspace, item)):
+        return False
+    return find_suffix(Path(item)) in SUFFIXES
 
 
 def _require_no_splits(text: Any, pointer: str) -> None:

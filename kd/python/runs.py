@@ -67,8 +67,7 @@ def summarise_run(folder: Path) -> RunSummary:
     """Read what the folder of a run says. A file that cannot be read says nothing."""
     job, report = (_read(folder / name) for name in ("config.json", TRAIN.last_file))
     kind = job.get("kind")
-    known = KINDS.get(str(kind))
-    ended = (folder / (known or KINDS["distill"]).last_file).is_file()
+    ended = (folder / KINDS.get(str(kind), KINDS["distill"]).last_file).is_file()
     student = job.get("student") or {}
     start = student.get("model") or ("from the teacher" if student.get("from_teacher") else None)
     began = folder / "config.json" if job else folder

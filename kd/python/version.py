@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -17,11 +18,9 @@ def read_version() -> str:
     Beside a checkout's code lies its pyproject.toml. The metadata of an editable installation are
     of the day on which it was made, and may be older than the code.
     """
-    try:
+    with suppress(OSError, ValueError, KeyError):  # an installed wheel has no such file
         text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
         project = tomllib.loads(text)["project"]
         if project["name"] == NAME:
             return str(project["version"])
-    except (OSError, ValueError, KeyError):  # an installed wheel has no such file
-        pass
     return metadata.version(NAME)

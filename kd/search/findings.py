@@ -165,8 +165,7 @@ def render_search_report(config: JobConfig, report: SearchReport) -> str:
         loss = "" if row.loss is None else f"{row.loss:.4f}"
         # exp(loss) overflows a float above 709.
         shown = "" if row.loss is None or row.loss >= 700 else f"{math.exp(row.loss):,.2f}"
-        outcome = (row.number, row.state, loss, shown, row.steps)
-        lines.append(_format_row(*outcome, *values))
+        lines.append(_format_row(row.number, row.state, loss, shown, row.steps, *values))
     failures = [f"- Trial {row.number} failed: {row.why}" for row in report.trials if row.why]
     failures += [
         f"- Trial {row.number} has the values of trial {row.same_as}, and was not trained."
