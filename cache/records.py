@@ -70,6 +70,11 @@ class Sequences:
         return len(self.tokens)
 
     @property
+    def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Its three arrays, in the order of the fields."""
+        return self.tokens, self.document_start, self.target_mask
+
+    @property
     def length(self) -> int:
         """Number of tokens of one sequence, L."""
         return int(self.tokens.shape[1])
@@ -80,10 +85,11 @@ class Sequences:
         return int(np.count_nonzero(self.target_mask))
 
     def select(self, indices: Any) -> Sequences:
-        """Return the sequences at ``indices`` (an index array, slice or mask), in that order."""
-        return Sequences(
-            self.tokens[indices], self.document_start[indices], self.target_mask[indices]
-        )
+        """Return the sequences at ``indices`` (an index array, slice or mask), in that order.
+
+        A pair of ``indices`` and a slice returns these columns of them.
+        """
+        return Sequences(*(each[indices] for each in self.arrays))
 
     def find_gold_ids(self) -> NDArray[np.uint32]:
         """Return the next token of every position with a record, (N,)."""
@@ -92,12 +98,7 @@ class Sequences:
     @staticmethod
     def concatenate(parts: Iterable[Sequences]) -> Sequences:
         """Join all sequences of ``parts`` (at least one), in order."""
-        kept = list(parts)
-        return Sequences(
-            tokens=np.concatenate([each.tokens for each in kept]),
-            document_start=np.concatenate([each.document_start for each in kept]),
-            target_mask=np.concatenate([each.target_mask for each in kept]),
-        )
+        return Sequences(*map(np.concatenate, zip(*(each.arrays for each in parts), strict=True)))
 
 
 def find_axis(column: str) -> str:

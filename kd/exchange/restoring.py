@@ -80,12 +80,8 @@ def cut_by_sequence(sequences: Sequences, records: Records) -> Iterator[Arrays]:
     """Yield the arrays of each sequence: its tokens and flags, and the rows of its records."""
     positions = compute_offsets(sequences.target_mask.sum(axis=1))
     for row, (start, stop) in enumerate(pairwise(positions.tolist())):
-        yield {
-            "input_ids": sequences.tokens[row],
-            "document_start": sequences.document_start[row],
-            "target_mask": sequences.target_mask[row],
-            **records.slice(start, stop).columns,
-        }
+        own = dict(zip(_PER_SEQUENCE, (each[row] for each in sequences.arrays), strict=True))
+        yield own | records.slice(start, stop).columns
 
 
 class FileDescription:

@@ -121,13 +121,12 @@ def join_blocks(blocks: Iterable[Sequences]) -> Sequences:
     joined = list[np.ndarray]()
     count = 0
     for block in blocks:
-        fields = (block.tokens, block.document_start, block.target_mask)
-        joined = joined or [np.empty((0, block.length), each.dtype) for each in fields]
+        joined = joined or [np.empty((0, block.length), each.dtype) for each in block.arrays]
         end = count + len(block)
         if end > len(joined[0]):
             # A little room to spare, because to make room may copy all.
             _resize(joined, end + end // 16)
-        for array, part in zip(joined, fields, strict=True):
+        for array, part in zip(joined, block.arrays, strict=True):
             array[count:end] = part
         count = end
     _resize(joined, count)

@@ -41,9 +41,7 @@ def count_target_bytes(sequences: Sequences, tokenizer: PreTrainedTokenizerBase)
     return sum(
         len(_decode(tokens_L[start:stop], tokenizer))
         - len(_decode(tokens_L[start:first], tokenizer))
-        for tokens_L, start_L, mask_L in zip(
-            sequences.tokens, sequences.document_start, sequences.target_mask, strict=True
-        )
+        for tokens_L, start_L, mask_L in zip(*sequences.arrays, strict=True)
         for start, first, stop in _find_runs(start_L, mask_L)
     )
 

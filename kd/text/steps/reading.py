@@ -114,7 +114,7 @@ def read_step_sequences(
 def cut_padding(sequences: Sequences) -> Sequences:
     """Cut off the columns that are padding in all ``sequences``; targets and records stay."""
     width = max(-(-int(measure_text_lengths(sequences).max()) // WIDTH_STEP), 1) * WIDTH_STEP
-    return _cut_columns(sequences, width)
+    return sequences.select(np.s_[:, :width])
 
 
 def group_by_width(sequences: Sequences) -> Iterator[tuple[np.ndarray, Sequences]]:
@@ -126,15 +126,7 @@ def group_by_width(sequences: Sequences) -> Iterator[tuple[np.ndarray, Sequences
     widths = np.exp2(np.ceil(np.log2(least))).astype(np.int64)
     for width in np.unique(widths):
         places = np.flatnonzero(widths == width)
-        yield places, _cut_columns(sequences.select(places), width)
-
-
-def _cut_columns(sequences: Sequences, width: int) -> Sequences:
-    return Sequences(
-        tokens=sequences.tokens[:, :width],
-        document_start=sequences.document_start[:, :width],
-        target_mask=sequences.target_mask[:, :width],
-    )
+        yield places, sequences.select((places, slice(width)))
 
 
 def _read_ahead(load: Callable[[int], Item], steps: range, workers: int) -> Iterator[Item]:

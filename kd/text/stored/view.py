@@ -127,8 +127,7 @@ class StoredSequences:
         for index in np.unique(shards_S).tolist():
             places = np.flatnonzero(shards_S == index)
             part = self.store.read_shard(index).read(_to_slice(numbers_S[places] - index * size))
-            fields = (part.tokens, part.document_start, part.target_mask)
-            for array, some in zip(found, fields, strict=True):
+            for array, some in zip(found, part.arrays, strict=True):
                 array[_to_slice(places)] = some
         return Sequences(*found)
 
