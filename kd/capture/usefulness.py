@@ -14,7 +14,8 @@ from cache.inspection import is_gold_known, sum_gold_losses
 from cache.perplexity import BlockLosses, raise_e
 from cache.records import Records, Sequences
 from kd.capture.plan import CapturePlan
-from kd.text.ngrams import NGrams, split_sequences
+from kd.text.ngrams import NGrams
+from kd.text.stored.packed import iterate
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class HeldOutWatch:
             return
         if self._ngrams is None:
             vocabulary = self._plan.identity.tokenizer.vocabulary_size
-            self._ngrams = NGrams.of(split_sequences(self._plan.corpus.train), vocabulary)
+            self._ngrams = NGrams.of(iterate(self._plan.corpus.train), vocabulary)
         if self._ngrams is None:
             return
         train = max(len(self._plan.corpus.train) - self._plan.identity.shard_range(index).start, 0)

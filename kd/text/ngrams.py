@@ -22,7 +22,6 @@ from cache.records import Sequences
 from cache.shard import PER_SEQUENCE
 from cache.store import Cache
 from kd.text.batches import Source, read_in_parts
-from kd.text.stored.packed import PackedText
 
 #: The most targets that are counted: the first ones of the training text.
 COUNTED_TARGETS = 1 << 22
@@ -108,12 +107,6 @@ def count_ngrams(source: Source, vocabulary: int) -> NGrams | None:
         return NGrams.of(_read_stored_tokens(source), vocabulary)
     parts = read_in_parts(source, range(source.train_count), _SEQUENCES_AT_ONCE)
     return NGrams.of((sequences for sequences, _ in parts), vocabulary)
-
-
-def split_sequences(sequences: PackedText) -> Iterator[Sequences]:
-    """Yield ``sequences`` a few at a time."""
-    for start in range(0, len(sequences), _SEQUENCES_AT_ONCE):
-        yield sequences.select(slice(start, start + _SEQUENCES_AT_ONCE))
 
 
 def _read_stored_tokens(source: Cache) -> Iterator[Sequences]:

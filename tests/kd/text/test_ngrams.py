@@ -16,6 +16,7 @@ from kd.text import ngrams
 from kd.text.batches import PlainText
 from kd.text.corpus import Corpus
 from kd.text.ngrams import NGrams, count_ngrams
+from kd.text.stored.packed import iterate
 
 #: The last two tokens never occur.
 V = 14
@@ -83,7 +84,7 @@ def test_text_without_targets_has_no_counts() -> None:
 def test_only_the_beginning_of_a_long_text_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngrams, "COUNTED_TARGETS", 50)
     text = make_sequences(0, 9)
-    found = NGrams.of(ngrams.split_sequences(text), V)
+    found = NGrams.of(iterate(text), V)
     assert found is not None and found.tokens == 50
     assert found.count_P.tolist() == [
         count for _, count in sorted(Counter(list_pairs(text)[:50]).items())
