@@ -10,9 +10,10 @@ it, and takes a third of the bytes that it takes in JSON.
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import numpy as np
@@ -67,20 +68,11 @@ class ShardTotals:
     @classmethod
     def of(cls, entries: Iterable[ShardEntry]) -> ShardTotals:
         """Add up ``entries``."""
-        total = cls()
-        for entry in entries:
-            total += cls(1, entry.sequences, *entry.counts)
-        return total
+        rows = [(1, entry.sequences, *entry.counts) for entry in entries]
+        return cls(*map(sum, zip(*rows, strict=True)))
 
     def __add__(self, other: ShardTotals) -> ShardTotals:
-        return ShardTotals(
-            self.shards + other.shards,
-            self.sequences + other.sequences,
-            self.positions + other.positions,
-            self.head_entries + other.head_entries,
-            self.tail_entries + other.tail_entries,
-            self.bytes + other.bytes,
-        )
+        return ShardTotals(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
