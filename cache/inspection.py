@@ -20,9 +20,10 @@ from cache.manifest import Manifest, flatten
 from cache.perplexity import BlockLosses, Interval
 from cache.profiles.profile import ReadColumn
 from cache.reading.arrays import ArrayFolder
+from cache.reading.sealed import list_sealed_folders
 from cache.records import Records, find_axis
 from cache.rounding import ENTROPY_STEP, KNOWN_STEP, UNKNOWN, UNKNOWN_ENTROPY
-from cache.shards.names import name_shard
+from cache.shards.names import LM_HEAD, name_shard
 from cache.shards.shard_runs import ShardRuns
 from cache.store import Cache, measure_cache_bytes, reading
 
@@ -337,17 +338,10 @@ def _summarise_gold(losses: BlockLosses) -> GoldStats:
 
 def _list_bytes(opened: Cache, arrays: dict[str, int]) -> dict[str, int]:
     """List the bytes of ``arrays`` from the largest on, of the other folders, and of all else."""
-    manifest = opened.manifest
-    folders = {
-        "lm_head": manifest.head.bytes,
-        "token_map": manifest.token_map.bytes,
-        "tail_mean": manifest.tail_mean.bytes,
-        "first_tails": manifest.first_tails.bytes,
-        "dither": manifest.dither.bytes,
-    }
     named = dict(sorted(arrays.items(), key=lambda item: -item[1]))
-    named |= {name: size for name, size in folders.items() if size}
-    whole = measure_cache_bytes(opened.folder, manifest)
+    for name, entry in list_sealed_folders(opened.manifest).items():
+        named["lm_head" if name == LM_HEAD else name] = entry.bytes
+    whole = measure_cache_bytes(opened.folder, opened.manifest)
     return {**named, "index": whole - sum(named.values())}
 
 

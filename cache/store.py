@@ -328,8 +328,8 @@ def open_cache(
     with reading(folder):
         for problem in check_group(folder):
             raise CacheCorrupt(f"{folder}: {problem}.", RECAPTURE_REMEDY)
-        for name, digest in list_sealed_folders(opened.manifest):
-            read_seal(folder, name, digest).require_files(folder / name)
+        for name, sealed in list_sealed_folders(opened.manifest).items():
+            read_seal(folder, name, sealed.digest).require_files(folder / name)
         if isinstance(opened.entries, EntryPieces):
             opened.entries.require_files()
         else:
@@ -351,9 +351,9 @@ def open_unchecked(folder: Path, memory_bytes: int = MEMORY_BYTES) -> Cache:
         if mirror is not None:
             if manifest.pieces is not None:
                 mirror.fetch_pieces(list_pieces(manifest.pieces))
-            for name, digest in list_sealed_folders(manifest):
-                mirror.open_folder(name, digest)
-                read_seal(folder, name, digest)
+            for name, sealed in list_sealed_folders(manifest).items():
+                mirror.open_folder(name, sealed.digest)
+                read_seal(folder, name, sealed.digest)
             mirror.require_seals({name_shard(index) for index in range(manifest.totals.shards)})
         return Cache(folder, manifest, mirror, memory_bytes)
 
@@ -426,6 +426,5 @@ def _replace_mirrored_fidelity(mirror: Mirror, fidelity: tuple[FidelityRow, ...]
 def measure_cache_bytes(folder: Path, manifest: Manifest) -> int:
     """Return all bytes of a complete cache, from its manifest."""
     sealed = manifest.totals.bytes + (manifest.pieces.bytes if manifest.pieces else 0)
-    sealed += manifest.head.bytes + manifest.token_map.bytes
-    sealed += manifest.tail_mean.bytes + manifest.first_tails.bytes + manifest.dither.bytes
+    sealed += sum(entry.bytes for entry in list_sealed_folders(manifest).values())
     return sealed + len(GROUP_METADATA) + (folder / MANIFEST).stat().st_size

@@ -47,8 +47,8 @@ def verify_cache(folder: Path, check_stop: Callable[[], None] | None = None) -> 
                 check_stop()
             with suppress(CacheCorrupt):  # its piece of the manifest has a line already
                 lines += _check_folder(folder, name_shard(index), entries[index].digest, mirror)
-        for name, digest in list_sealed_folders(manifest):
-            lines += _check_folder(folder, name, digest, mirror)
+        for name, entry in list_sealed_folders(manifest).items():
+            lines += _check_folder(folder, name, entry.digest, mirror)
         return lines
 
 
@@ -91,7 +91,7 @@ def find_extras(folder: Path) -> list[str]:
     Objects of a writer that lost are not named: ``find_stored_garbage`` finds them.
     """
     manifest = read_manifest(folder)
-    others = [name for name, _ in list_sealed_folders(manifest)]
+    others = list_sealed_folders(manifest)
     pieces = list_pieces(manifest.pieces) if manifest.pieces else ()
     known = {MANIFEST, GROUP_FILE, *map(locate_seal, others), *pieces}
 

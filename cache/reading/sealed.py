@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.layout import Arrays
-from cache.manifest import Manifest, encode_canonical_json
+from cache.manifest import FolderEntry, Manifest, encode_canonical_json
 from cache.reading.arrays import ArrayFolder
 from cache.reading.file_reads import DiskReads
 from cache.remote.mirror import Mirror, MirrorReads
@@ -45,8 +45,8 @@ def read_arrays(
     return {array: opened.read_array(array) for array in arrays}
 
 
-def list_sealed_folders(manifest: Manifest) -> list[tuple[str, str]]:
-    """List the sealed folders beside the shards, each with the digest of its seal."""
+def list_sealed_folders(manifest: Manifest) -> dict[str, FolderEntry]:
+    """List the sealed folders beside the shards, each with its entry in the manifest."""
     folders = {
         LM_HEAD: manifest.head,
         TOKEN_MAP: manifest.token_map,
@@ -54,7 +54,7 @@ def list_sealed_folders(manifest: Manifest) -> list[tuple[str, str]]:
         FIRST_TAILS: manifest.first_tails,
         DITHER: manifest.dither,
     }
-    return [(name, entry.digest) for name, entry in folders.items() if entry.digest]
+    return {name: entry for name, entry in folders.items() if entry.digest}
 
 
 def read_seal(folder: Path, name: str, digest: str) -> Seal:
