@@ -118,6 +118,13 @@ class Bucket:
 
         return self._do(get)
 
+    def find_tagged(self, name: str) -> Tagged | None:
+        """Return the content of an object and its tag; None if there is none."""
+        try:
+            return self.get_tagged(name)
+        except FileNotFoundError:
+            return None
+
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
         self._do(lambda: self._obstore.put(self._store, name, data))
@@ -132,6 +139,12 @@ class Bucket:
     def replace(self, name: str, data: bytes, tag: str) -> bool:
         """Replace the object that has ``tag``; return False if it has another one or is gone."""
         return self._put_if(name, data, {"e_tag": tag}, self._obstore.exceptions.PreconditionError)
+
+    def replace_found(self, name: str, data: bytes, found: Tagged | None) -> bool:
+        """Put ``data`` in place of what ``find_tagged`` found; return False if it has changed."""
+        if found is None:
+            return self.create(name, data)
+        return found.data == data or self.replace(name, data, found.tag)
 
     def _put_if(self, name: str, data: bytes, mode: object, refusal: type[Exception]) -> bool:
         def put() -> bool:

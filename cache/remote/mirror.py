@@ -243,12 +243,7 @@ class Mirror:
         began = time.perf_counter()
         data = seal.to_bytes()
         target = name_data(name, seal.digest)
-        self._each(
-            lambda file: self.bucket.put(
-                self._name(f"{target}/{file}"), (self.folder / name / file).read_bytes()
-            ),
-            seal.files,
-        )
+        self._each(lambda file: self._put(f"{target}/{file}", f"{name}/{file}"), seal.files)
         winner = self._put_seal(name, data)
         self.seconds += time.perf_counter() - began
         self._keep_seal(name, winner)
@@ -261,9 +256,8 @@ class Mirror:
         for _ in range(_ATTEMPTS):
             if self.bucket.create(key, data):
                 return data
-            try:
-                found = self.bucket.get_tagged(key)
-            except FileNotFoundError:
+            found = self.bucket.find_tagged(key)
+            if found is None:
                 continue
             # Ours, whose answer was lost, or one with the same bytes.
             if found.data == data:
@@ -278,12 +272,11 @@ class Mirror:
 
     def publish_pieces(self, pieces: dict[str, str]) -> None:
         """Put the pieces of a manifest; ``pieces`` maps their names to their sha256."""
-        self._each(
-            lambda name: self.bucket.put(
-                self._name(name_data(name, pieces[name])), (self.folder / name).read_bytes()
-            ),
-            pieces,
-        )
+        self._each(lambda name: self._put(name_data(name, pieces[name]), name), pieces)
+
+    def _put(self, name: str, path: str) -> None:
+        """Put the file ``path`` of the folder as the object ``name`` of the cache."""
+        self.bucket.put(self._name(name), (self.folder / path).read_bytes())
 
     def change_manifest(self, change: Callable[[bytes | None], bytes]) -> bytes:
         """Replace the manifest by ``change`` of it; return what is in the bucket afterwards.
@@ -292,18 +285,9 @@ class Mirror:
         """
         key = self._name(MANIFEST)
         for _ in range(_ATTEMPTS):
-            try:
-                found = self.bucket.get_tagged(key)
-            except FileNotFoundError:
-                found = None
+            found = self.bucket.find_tagged(key)
             wanted = change(found.data if found else None)
-            if found is not None and found.data == wanted:
-                return wanted
-            if (
-                self.bucket.create(key, wanted)
-                if found is None
-                else self.bucket.replace(key, wanted, found.tag)
-            ):
+            if self.bucket.replace_found(key, wanted, found):
                 return wanted
         raise StoreError(f"{self}/{MANIFEST} changes all the time.", "Run the job again.")
 

@@ -181,7 +181,7 @@ class StoredRun:
         new = {name: each | {"folder": place} for name, each in found.items()}
         replaced = {name.partition("/")[0] for name in new}
         for _ in range(_ATTEMPTS):
-            before = self._read_index()
+            before = self.bucket.find_tagged(f"{self.folder}/{INDEX}")
             old = {} if before is None else self._parse_index(before.data)
             kept = {name: old[name] for name in old if name.partition("/")[0] not in replaced}
             if self._replace_index(before, kept | new):
@@ -194,28 +194,19 @@ class StoredRun:
     def _replace_index(self, before: Tagged | None, files: dict[str, Json]) -> bool:
         """Put the index, unless another process has put one since ``before`` was read."""
         data = json.dumps({"format": _FORMAT, "files": files}, indent=1, sort_keys=True).encode()
-        name = f"{self.folder}/{INDEX}"
-        if before is None:
-            return self.bucket.create(name, data)
-        return before.data == data or self.bucket.replace(name, data, before.tag)
+        return self.bucket.replace_found(f"{self.folder}/{INDEX}", data, before)
 
     def read_files(self) -> dict[str, StoredFile]:
         """Read the list of the results, by name; empty where there are none.
 
         Raises ``StoreError`` for a list that cannot be read.
         """
-        found = self._read_index()
+        found = self.bucket.find_tagged(f"{self.folder}/{INDEX}")
         files = {} if found is None else self._parse_index(found.data)
         return {
             name: StoredFile(self._locate(files, name), *(each[key] for key in _ABOUT))
             for name, each in files.items()
         }
-
-    def _read_index(self) -> Tagged | None:
-        try:
-            return self.bucket.get_tagged(f"{self.folder}/{INDEX}")
-        except FileNotFoundError:
-            return None
 
     def _parse_index(self, data: bytes) -> dict[str, Json]:
         try:
