@@ -7,7 +7,6 @@ begins with ``begin_downloads``.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -151,15 +150,6 @@ def _list_results(whole: StoreAddress, key: str) -> dict[str, StoredObject]:
         for name, file in files.items()
         if name.startswith(f"{inner}/")
     }
-
-
-def select_files(listing: Listing, patterns: Sequence[str]) -> list[str]:
-    """List the names in ``listing`` that match one of ``patterns``, as a hub matches them."""
-    return sorted(
-        name
-        for name in listing.objects
-        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-    )
 
 
 def download_files(url: str, names: Sequence[str]) -> Path:

@@ -436,8 +436,9 @@ def resolve_model(
     A snapshot that is not on this machine is downloaded, and a model in a bucket. Only weight
     files that match ``weights`` are downloaded, because a repository may hold twenty quantisations.
     """
+    patterns = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
     if inputs.is_stored_name(model):
-        return _download_model(model, weights)
+        return _download_model(model, patterns)
     if Path(model).is_dir():
         return Path(model)
     if not HUB_ID.match(model):
@@ -445,7 +446,6 @@ def resolve_model(
         raise ModelError(f"model folder {model!r} does not exist.", remedy)
     from huggingface_hub.errors import GatedRepoError
 
-    patterns = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
     try:
         return download_snapshot(model, revision, patterns)
     except PotstillError:  # whoever follows the download gave up
@@ -477,14 +477,18 @@ def find_source(source: ModelSource, root: Path) -> ModelFolder | None:
     return ModelFolder.find(source.name, root, source.revision)
 
 
-def _download_model(url: str, weights: str | None) -> Path:
-    """Download a model of a bucket; raise ``ModelError`` if there is none."""
+def _download_model(url: str, patterns: list[str]) -> Path:
+    """Download the files of a bucket that match ``patterns``, as a hub matches them.
+
+    Raises ``ModelError`` if there is none.
+    """
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
     found = inputs.list_stored(url)
     if not found.objects:
         raise ModelError(*inputs.describe_nothing(url))
-    patterns = [*_SMALL_FILES, weights] if weights else _SMALL_FILES
-    chosen = inputs.select_files(found, patterns)
-    names = [name for name in chosen if not name.startswith("original/")]
+    kept = filter_repo_objects(found.objects, allow_patterns=patterns, ignore_patterns="original/*")
+    names = sorted(kept)
     if not names:
         remedy = "Give the folder of a Hugging Face model."
         raise ModelError(f"{url!r} holds no file of a model.", remedy)
@@ -499,7 +503,7 @@ def locate_model(model: str, root: Path) -> Path:
     """
     if inputs.is_stored_name(model) and inputs.may_read_buckets():
         with suppress(StoreError, DataError, ModelError):
-            return _download_model(model, None)
+            return _download_model(model, _SMALL_FILES)
     return root / model
 
 
