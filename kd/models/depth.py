@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kd.errors import ModelError
 from kd.models.folder import ConfigFields
-from kd.models.layers import find_decoder_layers
+from kd.models.layers import find_decoder_layers, find_list_name
 
 #: Fields that list the numbers of layers. Other lists hold one value for each layer.
 _NUMBERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs")
@@ -70,7 +70,7 @@ def pick_tensors(
     picked: tuple[int, ...],
 ) -> dict[str, Tensor]:
     """Return the student's tensors, by the student's names, out of the teacher's ``tensors``."""
-    prefix = _find_list_name(student)
+    prefix = find_list_name(student)
     layers = len(find_decoder_layers(teacher))
     found = {}
     for name, own in student.state_dict().items():
@@ -88,13 +88,6 @@ def pick_tensors(
             tensor = parts[list(picked)].movedim(0, axis).flatten(axis, axis + 1)
         found[name] = tensor
     return found
-
-
-def _find_list_name(model: PreTrainedModel) -> str:
-    """Return the name of the list of decoder layers, such as "model.layers"."""
-    first = find_decoder_layers(model)[0]
-    name = next(name for name, module in model.named_modules() if module is first)
-    return name.rpartition(".")[0]
 
 
 def _find_packed_axis(shape: Any, own: Any, layers: int, count: int) -> int | None:
@@ -179,7 +172,7 @@ def _find_outer_difference(
 ) -> str | None:
     """Return the name of a tensor outside of the layers that cannot be taken over."""
     layers = len(find_decoder_layers(teacher))
-    prefix = _find_list_name(student)
+    prefix = find_list_name(student)
     theirs = {name: tensor.shape for name, tensor in teacher.state_dict().items()}
     for name, tensor in student.state_dict().items():
         shape = theirs.get(name, ())

@@ -111,15 +111,20 @@ def read_layer_sizes(config: PreTrainedConfig, field: str) -> list[int]:
     return [size for size in sizes if isinstance(size, int)]
 
 
+def find_list_name(model: PreTrainedModel) -> str:
+    """Return the name of the list of decoder layers, which must be one, such as "model.layers"."""
+    first = find_decoder_layers(model)[0]
+    name = next(name for name, module in model.named_modules() if module is first)
+    return name.rpartition(".")[0]
+
+
 def find_trunk(model: PreTrainedModel) -> tuple[str, nn.Module]:
     """Return the module that runs the decoder layers in turn, with its name.
 
     It is the body, or inside it (OPT); a call of the model or of its body runs it once. The model
     must have a list of decoder layers.
     """
-    first = find_decoder_layers(model)[0]
-    name = next(name for name, module in model.named_modules() if module is first)
-    trunk = name.rsplit(".", 2)[0]
+    trunk = find_list_name(model).rpartition(".")[0]
     return trunk, model.get_submodule(trunk)
 
 
