@@ -136,21 +136,6 @@ def round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-@contextmanager
-def rounded_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``model`` have its parameters in ``dtype`` inside this context, beside the own ones.
-
-    Those that are in ``dtype`` take no more memory.
-    """
-    kept = {parameter: parameter.data for parameter in model.parameters()}
-    round_parameters(model, dtype)
-    try:
-        yield
-    finally:
-        for parameter, own in kept.items():
-            parameter.data = own
-
-
 def set_tf32(device: torch.device, wanted: bool) -> None:
     """Let float32 products use TF32, if ``wanted`` and if the device supports it.
 
@@ -177,9 +162,18 @@ def float32_products() -> Iterator[None]:
 
 @contextmanager
 def computing_in_float32(model: nn.Module) -> Iterator[None]:
-    """Let ``model`` compute in float32 inside this context, whatever its parameters are kept in."""
-    with float32_products(), rounded_parameters(model, torch.float32):
-        yield
+    """Let ``model`` compute in float32 inside this context, whatever its parameters are kept in.
+
+    They are kept beside their copies; those in float32 take no more memory.
+    """
+    kept = {parameter: parameter.data for parameter in model.parameters()}
+    round_parameters(model, torch.float32)
+    try:
+        with float32_products():
+            yield
+    finally:
+        for parameter, own in kept.items():
+            parameter.data = own
 
 
 def compute_target_hidden_states(forward: nn.Module, batch: Batch, precision: Precision) -> Tensor:
