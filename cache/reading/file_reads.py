@@ -5,19 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
 
-
-class FileDigest(Protocol):
-    """The size and digest that a file must have."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the file."""
-
-    @property
-    def sha256(self) -> str:
-        """Hex digest of its content."""
+from cache.shard import SealedFile
 
 
 class DiskReads:
@@ -31,14 +20,14 @@ class DiskReads:
         self.bytes = 0
         self.seconds = 0.0
 
-    def read(self, path: Path, _sealed: FileDigest | None = None) -> bytes:
+    def read(self, path: Path, _sealed: SealedFile | None = None) -> bytes:
         """Return the content of the file ``path``, which was sealed with this digest."""
         began = time.perf_counter()
         data = path.read_bytes()
         self.count(len(data), time.perf_counter() - began)
         return data
 
-    def restore(self, _path: Path, _sealed: FileDigest) -> bytes | None:
+    def restore(self, _path: Path, _sealed: SealedFile) -> bytes | None:
         """Return None: a damaged file of a folder has no other copy."""
         return None
 

@@ -30,12 +30,12 @@ from typing import NamedTuple, TypeVar
 
 from cache.disk import list_file_sizes, make_folder, remove_path
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheNotFound, StoreError
-from cache.reading.file_reads import DiskReads, FileDigest
+from cache.reading.file_reads import DiskReads
 from cache.remote.address import Binding, read_binding
 from cache.remote.bucket import open_bucket
 from cache.remote.room import MirrorRoom, write_copy
 from cache.remote.uses import USES
-from cache.shard import RECAPTURE_REMEDY, Seal
+from cache.shard import RECAPTURE_REMEDY, Seal, SealedFile
 from cache.shards.names import MANIFEST, TAIL_SUMS, locate_seal
 
 Found = TypeVar("Found")
@@ -178,7 +178,7 @@ class Mirror:
         present = list_file_sizes(self.folder / name)
         return [file for file, about in seal.files.items() if present.get(file) != about.bytes]
 
-    def fetch(self, path: str, sealed: FileDigest, digest: str | None = None) -> bytes:
+    def fetch(self, path: str, sealed: SealedFile, digest: str | None = None) -> bytes:
         """Get one file of a sealed folder, compare it with its sha256, and keep it.
 
         Raises ``ValueError`` if it has other bytes, ``CacheNotFound`` if the cache is gone.
@@ -385,7 +385,7 @@ class MirrorReads(DiskReads):
         self._mirror = mirror
         self._root = f"{mirror.folder}{os.sep}"
 
-    def read(self, path: Path, sealed: FileDigest | None = None) -> bytes:
+    def read(self, path: Path, sealed: SealedFile | None = None) -> bytes:
         """Return the content of the file; raises as ``Mirror.fetch`` does."""
         try:
             return super().read(path)
@@ -394,7 +394,7 @@ class MirrorReads(DiskReads):
                 raise
             return self.restore(path, sealed)
 
-    def restore(self, path: Path, sealed: FileDigest) -> bytes:
+    def restore(self, path: Path, sealed: SealedFile) -> bytes:
         """Get a file that the mirror lacks, or has damaged."""
         began = time.perf_counter()
         data = self._mirror.fetch(str(path).removeprefix(self._root), sealed)
