@@ -105,12 +105,11 @@ def round_to_nearest_step(logprobs: NDArray[Any]) -> NDArray[np.uint16]:
     return codes.astype(np.uint16)
 
 
-def round_to_fixed_point(
-    values: NDArray[Any], step: float, dtype: type[np.signedinteger[Any]]
-) -> NDArray[Any]:
-    """Round to multiples of ``step``, as integers; clip values to the range of the type."""
-    limits = np.iinfo(dtype)
-    return np.clip(np.rint(values.astype(np.float64) / step), limits.min, limits.max).astype(dtype)
+def round_to_fixed_point(values: NDArray[Any]) -> NDArray[np.int16]:
+    """Round to multiples of ``PARTITION_STEP``, as integers; clip values to the range of int16."""
+    limits = np.iinfo(np.int16)
+    steps = np.rint(values.astype(np.float64) / PARTITION_STEP)
+    return np.clip(steps, limits.min, limits.max).astype(np.int16)
 
 
 def round_to_bfloat16(values: NDArray[Any]) -> NDArray[np.uint16]:

@@ -136,7 +136,7 @@ class Profile(ABC):
         """Return the largest error of a stored log-probability, in nats."""
 
     def head_step(self, numbers: CodecNumbers) -> float:
-        """Return the nats of a step of ``head_logprobs``; 0 for records without a head."""
+        """Return the nats of a step of ``head_logprobs``; 0 for records without them."""
         return 0.0
 
     # ------------------------------------------------------------------ bytes on disk

@@ -29,7 +29,6 @@ from cache.random import PURPOSE_ROUNDING, PURPOSE_TAIL_ROUNDING, draw_uniforms
 from cache.records import Records, compute_offsets
 from cache.rounding import (
     KNOWN_STEP,
-    PARTITION_STEP,
     TAIL_STEP,
     TEMPERED_HEAD_STEP,
     UNKNOWN,
@@ -98,10 +97,6 @@ class Sampled(Profile):
         if SMALLEST_THRESHOLD <= numbers.threshold < 1:
             return None
         return f"codec.threshold must lie in [1/1000, 1), but got {numbers.threshold:g}."
-
-    def head_step(self, numbers: CodecNumbers) -> float:
-        """Return the nats of a step of ``head_logprobs``."""
-        return -math.log(numbers.threshold) / _HEAD_LEVELS
 
     def lowest_head(self, numbers: CodecNumbers) -> float:
         """Return the smallest log-probability that the head can store."""
@@ -217,6 +212,10 @@ class ExactHeads(Sampled):
     name = "threshold"
     sums_tails = True
 
+    def head_step(self, numbers: CodecNumbers) -> float:
+        """Return a step of which the levels of a byte reach down to the threshold."""
+        return -math.log(numbers.threshold) / _HEAD_LEVELS
+
 
 @dataclass(frozen=True)
 class Tempered(Sampled):
@@ -275,7 +274,7 @@ class Tempered(Sampled):
             for draw, logprobs_M in enumerate(reading.tail_logprobs.T)
         ]
         columns["tail_logprobs"] = np.minimum(np.stack(steps, axis=1), 255).astype(np.uint8)
-        columns["partition"] = round_to_fixed_point(reading.partition, PARTITION_STEP, np.int16)
+        columns["partition"] = round_to_fixed_point(reading.partition)
         return columns
 
 

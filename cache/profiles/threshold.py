@@ -133,10 +133,6 @@ class Threshold(Sampled):
         """Return the step of known tokens: no other log-probability is stored."""
         return KNOWN_STEPS * KNOWN_STEP
 
-    def head_step(self, numbers: CodecNumbers) -> float:
-        """Return 0: heads have no log-probability."""
-        return 0.0
-
     def schema(self, numbers: CodecNumbers) -> Schema:
         """Return the columns of head and tail."""
         ids = choose_id_dtype(numbers.vocabulary_size)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,7 +75,7 @@ def choose_knots(hidden_ND: Tensor, gold_N: Tensor, lm_head: LMHead, codec: Code
         knots = codec.nodes(count)
         # Round the knots as the cache will: the error of interpolation includes this rounding.
         partition = compute_partition(tail_NV, knots).cpu().numpy()
-        stored = round_to_fixed_point(partition, PARTITION_STEP, np.int16)
+        stored = round_to_fixed_point(partition)
         stored_NJ2 = torch.from_numpy(stored).to(tail_NV.device).double() * PARTITION_STEP
         got_NJ = torch.stack([interpolate_hermite(stored_NJ2, knots, beta)[0] for beta in betas], 1)
         error = (got_NJ.clamp(min=floor_NJ) - exact_NJ.clamp(min=floor_NJ)).abs().mean()

@@ -371,9 +371,7 @@ def test_numbers_beyond_the_grids_saturate_and_unknown_ones_say_so():
         [255],
         [4],
     ]
-    assert round_to_fixed_point(
-        np.array([1e9, -1e9, 0.0004]), PARTITION_STEP, np.int16
-    ).tolist() == [32767, -32768, 0]
+    assert round_to_fixed_point(np.array([1e9, -1e9, 0.0004])).tolist() == [32767, -32768, 0]
 
 
 # ---- what codes depend on
