@@ -87,18 +87,14 @@ class ArrayFolder:
         return np.concatenate(chunks)
 
     def _get_array(self, name: str) -> StoredArray:
-        found = self._arrays.get(name)
-        if found is None:
-            found = self._arrays[name] = self._open(name)
-        return found
-
-    def _open(self, name: str) -> StoredArray:
-        try:
-            # Nothing here reads the metadata of the group, but other readers of the folder do.
-            self._read_sealed("zarr.json")
-            return StoredArray.parse(self._read_sealed(f"{name}/zarr.json"))
-        except (FileNotFoundError, LookupError, ValueError, TypeError) as error:
-            raise self._make_error(name, error) from error
+        if name not in self._arrays:
+            try:
+                # Nothing here reads the metadata of the group, but other readers of the folder do.
+                self._read_sealed("zarr.json")
+                self._arrays[name] = StoredArray.parse(self._read_sealed(f"{name}/zarr.json"))
+            except (FileNotFoundError, LookupError, ValueError, TypeError) as error:
+                raise self._make_error(name, error) from error
+        return self._arrays[name]
 
     def _get_chunk(self, name: str, number: int) -> NDArray[Any]:
         return self.memory.get((self._key, name, number), self._decode, name, number)

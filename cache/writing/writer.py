@@ -337,13 +337,17 @@ class CacheWriter:
         It is another writer's if that one was faster.
         """
         began = time.perf_counter()
-        with _locked_briefly(self.folder / _PUBLISHING):
-            if self._shared and (known := self._find_whole(name, seal)) is not None:
-                return known
-            self._renounce(name)
-            disk.publish_folder(temporary, self.folder / name)
-            self.disk_seconds += time.perf_counter() - began
-            disk.write_file(self.folder / locate_seal(name), seal.to_bytes())
+        lock = self.folder / _PUBLISHING
+        with disk.locked(lock, poll_seconds=_PUBLISHING_POLL_SECONDS):
+            try:
+                if self._shared and (known := self._find_whole(name, seal)) is not None:
+                    return known
+                self._renounce(name)
+                disk.publish_folder(temporary, self.folder / name)
+                self.disk_seconds += time.perf_counter() - began
+                disk.write_file(self.folder / locate_seal(name), seal.to_bytes())
+            finally:
+                lock.unlink(missing_ok=True)  # a sealed cache has no lock file
         return seal
 
     def _renounce(self, name: str) -> None:
@@ -386,8 +390,7 @@ class CacheWriter:
         manifest = self._make_manifest()  # raises before anything else is written
         first, whole = self._add_tail_sums()
         if whole is not None:
-            mean = whole.compute_mean(self.identity.codec.threshold)
-            self._write_once(TAIL_MEAN, encode_tail_mean(mean))
+            self.write_tail_mean(whole.compute_mean(self.identity.codec.threshold))
             if first is not None and first.nbytes <= FIRST_TAILS_SHARE * manifest.totals.bytes:
                 self._write_once(FIRST_TAILS, first.to_arrays())
         with disk.storage_errors(self.folder):
@@ -560,13 +563,3 @@ class CacheWriter:
             raise ValueError(f"Shard {index} must hold one record for each target, but got {got}.")
         self.codec.require_ids("tokens", sequences.tokens)
         self.codec.require(records)
-
-
-@contextmanager
-def _locked_briefly(path: Path) -> Iterator[None]:
-    """Hold the lock file at ``path``, which is deleted afterwards: a sealed cache has none."""
-    with disk.locked(path, poll_seconds=_PUBLISHING_POLL_SECONDS):
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
