@@ -68,16 +68,14 @@ class Block(NamedTuple):
     end: TextPlace
 
 
-def pack_documents(
-    documents: Iterable[Document], config: DataConfig, field: str = "train", pad_id: int = 0
-) -> Sequences:
+def pack_documents(documents: Iterable[Document], config: DataConfig, pad_id: int = 0) -> Sequences:
     """Lay documents end to end, cut them into (S, L), and pad the last sequence.
 
     A document that is cut continues in the next sequence as a piece of its own. A position has a
     target if the next token is in the same piece and is trained. Only sequences of chats without
     any target are dropped.
     """
-    blocks = pack_in_blocks(documents, config, field, pad_id)
+    blocks = pack_in_blocks(documents, config, pad_id=pad_id)
     return Sequences.concatenate(block.sequences for block in blocks)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -32,15 +32,11 @@ def hash_text(parts: Sequence[PackedText], piece_tokens: int = PIECE_TOKENS) -> 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for part in parts:
             root.update(np.asarray([len(part), part.length, piece_tokens], np.int64).tobytes())
-            for digest in threads.map(_hash_runs, ([run] for run in _cut(part, piece_tokens))):
+            rows = max(piece_tokens // part.length, 1)
+            cuts = [range(len(part))[first : first + rows] for first in range(0, len(part), rows)]
+            for digest in threads.map(_hash_runs, ([(part, cut)] for cut in cuts)):
                 root.update(digest)
     return root.hexdigest()
-
-
-def _cut(part: PackedText, piece_tokens: int) -> Iterator[Run]:
-    rows = max(piece_tokens // part.length, 1)
-    for first in range(0, len(part), rows):
-        yield part, range(first, min(first + rows, len(part)))
 
 
 def _hash_runs(runs: Iterable[Run]) -> bytes:

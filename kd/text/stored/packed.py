@@ -19,23 +19,18 @@ class PackedText(Protocol):
     @property
     def length(self) -> int:
         """Number of tokens of one sequence, L."""
-        ...
 
     @property
     def positions(self) -> int:
         """Number of positions with a record, N."""
-        ...
 
     def select(self, indices: Any) -> Sequences:
         """Return the sequences at ``indices`` (an index array or a slice), in that order."""
-        ...
 
 
-def iterate(
-    text: PackedText, rows: range | None = None, tokens: int = _TOKENS_AT_ONCE
-) -> Iterator[Sequences]:
-    """Yield the sequences ``rows`` of ``text``, or all, about ``tokens`` tokens at a time."""
+def iterate(text: PackedText, rows: range | None = None) -> Iterator[Sequences]:
+    """Yield the sequences ``rows`` of ``text``, or all, about a million tokens at a time."""
     rows = range(len(text)) if rows is None else rows
-    some = max(tokens // text.length, 1)
+    some = max(_TOKENS_AT_ONCE // text.length, 1)
     for first in range(rows.start, rows.stop, some):
         yield text.select(slice(first, min(first + some, rows.stop)))
