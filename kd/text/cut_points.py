@@ -128,9 +128,9 @@ class CutPoints:
             begin = after[1]
             usable = after[0] == " " and begin.isalpha() and begin not in self.barred_begins
             return usable and end in (self.known_ends or ()) and end not in self.barred_ends
-        left = self._normalize(before)
-        right = self._normalize(after)
-        if not left or not right or self._normalize(before + after) != left + right:
+        left = _normalize(self.backend, before)
+        right = _normalize(self.backend, after)
+        if not left or not right or _normalize(self.backend, before + after) != left + right:
             return False
         if {end, left[-1]} & (self.barred_ends | {MARK}):
             return False
@@ -141,19 +141,20 @@ class CutPoints:
         return right[0] in (" ", MARK)
 
     def _is_line_cut(self, before: str, after: str) -> bool:
-        left = self._normalize(before)
-        right = self._normalize(after)
+        left = _normalize(self.backend, before)
+        right = _normalize(self.backend, after)
         return (
-            self._normalize(before + after) == left + right
+            _normalize(self.backend, before + after) == left + right
             and left.endswith("\n")
             and not left[-2:-1].isspace()
             and right[:1].isalpha()
             and not {after[0], right[0]} & self.barred_begins
         )
 
-    def _normalize(self, text: str) -> str:
-        normalizer = self.backend.normalizer
-        return str(normalizer.normalize_str(text)) if normalizer is not None else text
+
+def _normalize(backend: Tokenizer, text: str) -> str:
+    normalizer = backend.normalizer
+    return str(normalizer.normalize_str(text)) if normalizer is not None else text
 
 
 def find_cut_points(tokenizer: PreTrainedTokenizerBase) -> CutPoints:
@@ -203,12 +204,10 @@ def _flatten(state: Step, parts: str) -> list[Step]:
 
 def _check_added_tokens(added: list[AddedToken], backend: Tokenizer) -> None:
     """Raise ``NoCutError`` if an added token could span a cut."""
-    normalizer = backend.normalizer
     for token in added:
         content = token.content
         # One that is compared with normalized text is normalized itself.
-        normalized = content if normalizer is None else str(normalizer.normalize_str(content))
-        for written in (content, normalized.removeprefix(MARK)):
+        for written in (content, _normalize(backend, content).removeprefix(MARK)):
             spaces = [each.isspace() or each == MARK for each in written]
             if any(spaces) and not all(spaces):
                 raise NoCutError(f"its added token {content!r} holds white space")

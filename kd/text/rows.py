@@ -180,10 +180,6 @@ def require_object(cells: Any, place: str) -> Row:
 # ---------------------------------------------------------------------- formats
 
 
-def _read_messages(row: TextRow) -> Chat:
-    return _make_chat(row, _read_chat(row, "messages"))
-
-
 def _read_sharegpt(row: TextRow) -> Chat:
     turns = enumerate(row.read_list("conversations"), 1)
     said = [_read_turn(row, turn, f"turn {number} of 'conversations'") for number, turn in turns]
@@ -218,7 +214,7 @@ def _read_prompt_completion(row: TextRow) -> Chat | Completion:
 
 
 _READERS: dict[str, Callable[[TextRow], str | Chat | Completion]] = {
-    "messages": _read_messages,
+    "messages": lambda row: _make_chat(row, _read_chat(row, "messages")),
     "sharegpt": _read_sharegpt,
     "alpaca": _read_alpaca,
     "prompt_completion": _read_prompt_completion,
