@@ -80,7 +80,8 @@ class Downloads:
             ),
         ):
             disk.make_folder(folder)
-            missing = [name for name in names if not _is_complete(folder / name, listing, name)]
+            present = disk.list_file_sizes(folder)
+            missing = [name for name in names if present.get(name) != listing.objects[name].bytes]
             if missing:
                 download(listing, folder, missing, report)
         self.shrink(keep=listing.name)
@@ -116,12 +117,6 @@ class Downloads:
             path.unlink()
             disk.remove_path(aside)
         return True
-
-
-def _is_complete(path: Path, listing: Listing, name: str) -> bool:
-    with suppress(FileNotFoundError):
-        return path.stat().st_size == listing.objects[name].bytes
-    return False
 
 
 def download(listing: Listing, folder: Path, names: list[str], report: Report) -> None:

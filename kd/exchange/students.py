@@ -33,8 +33,6 @@ from kd.progress import Monitor
 Form = Literal["merged", "adapter", "gguf"]
 #: The names that llama.cpp's converter has where it is installed.
 CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
-#: The precisions of a GGUF file that the converter writes.
-OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 #: Characters of the converter's last line that a message holds.
 _LONGEST_LINE = 300
 #: What to do where a student has no adapters of its own.
@@ -47,7 +45,7 @@ class StudentExport:
     """An order: write ``form`` of the student in ``folder`` to ``out``, which must be new.
 
     ``converter`` is the path of llama.cpp's, None for the one on PATH; ``outtype`` is the precision
-    of a GGUF file, one of OUTTYPES.
+    of a GGUF file, as the converter names it.
     """
 
     folder: Path
