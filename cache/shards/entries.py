@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -39,19 +38,6 @@ class ShardEntry:
     def counts(self) -> tuple[int, int, int, int]:
         """Positions, head entries, tail entries and bytes, in the order of a row of a piece."""
         return self.positions, self.head_entries, self.tail_entries, self.bytes
-
-
-class ShardEntries(Protocol):
-    """The entries of all shards, by number and in order."""
-
-    def __len__(self) -> int:
-        """Return the number of shards."""
-
-    def __getitem__(self, number: int, /) -> ShardEntry:
-        """Return the entry of shard ``number``; raises ``CacheCorrupt`` for a damaged piece."""
-
-    def __iter__(self) -> Iterator[ShardEntry]:
-        """Yield all entries in order; raises ``CacheCorrupt`` for a damaged piece."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cache.errors import CacheCorrupt
 from cache.manifest import CacheIdentity, Manifest
 from cache.reading.memory import KeptValues
 from cache.shards import entries as layout
-from cache.shards.entries import PieceIndex, ShardEntries, ShardEntry, ShardTotals
+from cache.shards.entries import PieceIndex, ShardEntry, ShardTotals
 
 #: The folder of the pieces.
 PIECES = "manifest"
@@ -26,7 +26,7 @@ def name_piece(piece: int) -> str:
     return f"{PIECES}/{piece:06d}.bin"
 
 
-def open_entries(folder: Path, manifest: Manifest) -> ShardEntries:
+def open_entries(folder: Path, manifest: Manifest) -> tuple[ShardEntry, ...] | EntryPieces:
     """Open the entries of the cache in ``folder``; of those in pieces nothing is read yet."""
     if manifest.pieces is None:
         return manifest.shards
@@ -58,10 +58,10 @@ def write_pieces(folder: Path, entries: Iterable[ShardEntry]) -> PieceIndex:
 
 
 class EntryPieces:
-    """The entries of a manifest in pieces; threads may share them.
+    """The entries of a manifest in pieces, by number and in order; threads may share them.
 
     A piece is read when one of its entries is asked for, and compared with the manifest's sha256.
-    The pieces that were used last stay in memory.
+    The pieces that were used last stay in memory. A damaged one raises ``CacheCorrupt``.
     """
 
     def __init__(self, folder: Path, index: PieceIndex, identity: CacheIdentity) -> None:
