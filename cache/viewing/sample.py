@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise, starmap
 from typing import Any
 
 import numpy as np
@@ -110,11 +111,8 @@ def choose_runs(opened: Cache, seed: int, limit: int) -> list[range]:
 
 
 def _cut_at_shards(numbers: range, size: int) -> Iterator[range]:
-    start = numbers.start
-    while start < numbers.stop:
-        stop = min((start // size + 1) * size, numbers.stop)
-        yield range(start, stop)
-        start = stop
+    inner = range((numbers.start // size + 1) * size, numbers.stop, size)
+    return starmap(range, pairwise([numbers.start, *inner, numbers.stop]))
 
 
 def _make_entry_histogram(counts: NDArray[Any]) -> inspection.Histogram:
