@@ -42,8 +42,9 @@ SUFFIXES = {
     ".json": "jsonl",
     ".parquet": "parquet",
 }
-#: The suffixes of compressed files; each stands after that of the format.
-PACKED = (".gz", ".zst")
+#: The suffixes of compressed files, which stand after that of the format, and the kinds that they
+#: promise.
+PACKED = {".gz": "gzip", ".zst": "zstd"}
 
 #: Why something without an ending of text may be left out.
 _NO_FILE = "folders and devices"

@@ -18,7 +18,7 @@ from kd.errors import DataError
 from kd.files import LFS_REMEDY, is_lfs_pointer
 from kd.text.reading.tables import read_parquet_rows
 from kd.text.rows import Row
-from kd.text.text_files import choose_format, find_packing, find_suffix, refuse_unreadable
+from kd.text.text_files import PACKED, choose_format, find_packing, find_suffix, refuse_unreadable
 
 #: What a file raises that is not UTF-8, not gzip or zstd, cut short, or not readable.
 BROKEN = (UnicodeDecodeError, OSError, EOFError, zlib.error)
@@ -39,8 +39,6 @@ _KINDS = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-#: The kinds that the suffixes of compressed files promise.
-_PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 
 
 def ignore_count(count: int) -> None:
@@ -84,7 +82,7 @@ def explain_broken(path: Path, place: str, error: Exception) -> DataError:
     """Return the error for a file that is not UTF-8, or cannot be decompressed, at ``place``."""
     if isinstance(error, PermissionError):
         return refuse_unreadable(error)
-    promised = _PACKINGS.get(find_packing(path))
+    promised = PACKED.get(find_packing(path))
     begin = b""
     if path.is_file():
         with path.open("rb") as file:
