@@ -84,16 +84,14 @@ class Row:
         gold: NDArray[Any],
     ) -> Row:
         """Make the row of one document from the ids and log-probabilities of each record."""
-        start = mark_one_document(len(tokens))
         ids = np.asarray(tokens, np.int64)
-        return cls(where, ids, start, positions, *pad_records(records), gold)
+        return cls(where, ids, mark_one_document(len(ids)), positions, *pad_records(records), gold)
 
     def keep(self, mask: NDArray[np.bool_]) -> Row:
         """Return the row with only the records where ``mask`` (N,) is true."""
         names = ("positions", "ids", "logprobs", "gold", "residual", "entropy")
-        columns = {name: getattr(self, name) for name in names}
         kept: dict[str, Any] = {
-            name: None if found is None else found[mask] for name, found in columns.items()
+            name: found[mask] for name in names if (found := getattr(self, name)) is not None
         }
         return replace(self, **kept)
 
@@ -104,9 +102,7 @@ class Row:
 
 def mark_one_document(length: int) -> NDArray[np.bool_]:
     """Return ``document_start`` of a row that is a single document."""
-    start = np.zeros(length, bool)
-    start[:1] = True
-    return start
+    return np.arange(length) == 0
 
 
 def require_token_id(token: Any) -> int:
