@@ -108,9 +108,7 @@ class TokenMap:
 
 
 def describe_differences(differences: Sequence[TokenDifference]) -> str:
-    """Return a sentence that counts the differing ids and names the first five; empty without."""
-    if not differences:
-        return ""
+    """Return a sentence that counts the differing ids and names the first five."""
     first = "; ".join(map(str, differences[:_NAMED]))
     more = "; ..." if len(differences) > _NAMED else ""
     return f"{len(differences):,} id(s) with other tokens: {first}{more}."
