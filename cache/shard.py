@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -119,16 +120,23 @@ class Seal:
 
         Other files are ignored: file managers and file servers put theirs into any folder.
         """
-        lines = []
-        for name, file in self.files.items():
-            found = _measure(folder / name)
-            if found is None:
-                lines.append(f"{name}: missing")
-            elif found != file.bytes:
-                lines.append(f"{name}: expected {file.bytes} bytes, got {found}")
-            elif hash_file(folder / name) != file.sha256:
-                lines.append(f"{name}: content differs from its sha256")
-        return lines
+
+        def check(name: str) -> str:
+            return self.check_file(name, _measure(folder / name), lambda: hash_file(folder / name))
+
+        return [line for line in map(check, self.files) if line]
+
+    def check_file(self, name: str, size: int | None, hash_content: Callable[[], str]) -> str:
+        """Return a line that says what is wrong with a file; empty if nothing is.
+
+        ``size`` is None for a file that is missing. The content is read last.
+        """
+        sealed = self.files[name]
+        if size is None:
+            return f"{name}: missing"
+        if size != sealed.bytes:
+            return f"{name}: expected {sealed.bytes} bytes, got {size}"
+        return "" if hash_content() == sealed.sha256 else f"{name}: content differs from its sha256"
 
     def require_files(self, folder: Path) -> None:
         """Raise ``CacheCorrupt`` unless every file exists with its size; no content is read."""

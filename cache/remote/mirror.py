@@ -300,16 +300,12 @@ class Mirror:
         """Read every byte in the bucket, as ``Seal.find_problems`` does in a folder."""
         found = self._list_files(name, seal.digest)
 
-        def check(file: str) -> str:
-            about = seal.files[file]
-            if file not in found:
-                return f"{file}: missing"
-            if found[file] != about.bytes:
-                return f"{file}: expected {about.bytes} bytes, got {found[file]}"
+        def hash_object(file: str) -> str:
             data = self.bucket.get(self._name(f"{name_data(name, seal.digest)}/{file}"))
-            if hashlib.sha256(data).hexdigest() != about.sha256:
-                return f"{file}: content differs from its sha256"
-            return ""
+            return hashlib.sha256(data).hexdigest()
+
+        def check(file: str) -> str:
+            return seal.check_file(file, found.get(file), lambda: hash_object(file))
 
         return [line for line in self._each(check, seal.files) if line]
 
