@@ -125,8 +125,8 @@ class Bucket:
         except FileNotFoundError:
             return None
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it."""
+    def put(self, name: str, data: bytes | Path) -> None:
+        """Write an object, or replace it; ``data`` may be a file that holds its content."""
         self._do(lambda: self._obstore.put(self._store, name, data))
 
     def create(self, name: str, data: bytes) -> bool:
@@ -195,10 +195,6 @@ class Bucket:
             return bytes(found.bytes())
 
         return self._do(get)
-
-    def put_file(self, name: str, path: Path) -> None:
-        """Write a file of this disk as an object, or replace it; the file may be large."""
-        self._do(lambda: self._obstore.put(self._store, name, path))
 
     def list_folders(self, prefix: str = "") -> list[str]:
         """List the names of what lies directly below the folder ``prefix`` and is a folder."""

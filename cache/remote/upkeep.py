@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,9 +117,7 @@ def _find_unnamed(
         elif path.startswith(f"{USES}/") and each.modified <= before:
             yield each
     # Most shards have one attempt, that of their seal. Only the seals of the others are read.
-    count: dict[str, int] = defaultdict(int)
-    for name, _ in attempts:
-        count[name] += 1
+    count = Counter(name for name, _ in attempts)
     sealed = {each.name.removeprefix(f"{fingerprint}/") for each in objects}
     for (name, digest), files in attempts.items():
         if max(each.modified for each in files) > before:

@@ -94,7 +94,7 @@ class StoredRun:
         place = self._locate_checkpoint(folder.name, state)
         for path in sorted(folder.iterdir()):
             if path.name != STATE:
-                self.bucket.put_file(f"{place}/{path.name}", path)
+                self.bucket.put(f"{place}/{path.name}", path)
         if history:
             self.bucket.put(f"{place}/{HISTORY}", history)
         self.bucket.put(f"{place}/{STATE}", state)
@@ -177,7 +177,7 @@ class StoredRun:
         place = f"{RESULTS}.{digest[:_DIGITS]}"
         for name in found:
             report(f"putting {name} into {self}")
-            self.bucket.put_file(f"{self.folder}/{place}/{name}", run_dir / name)
+            self.bucket.put(f"{self.folder}/{place}/{name}", run_dir / name)
         new = {name: each | {"folder": place} for name, each in found.items()}
         replaced = {name.partition("/")[0] for name in new}
         for _ in range(_ATTEMPTS):
