@@ -18,22 +18,13 @@ from cache.records import compute_offsets
 _BYTE_SPACE = "\u0120"
 _PIECE_SPACE = "\u2581"
 _PIECE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-def _list_byte_characters() -> dict[str, int]:
-    """Map the characters of a byte-level vocabulary to their bytes.
-
-    Printable bytes of Latin-1 are themselves, the others follow from U+0100 on (Radford et al.,
-    GPT-2, ``bytes_to_unicode``).
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + place): byte for place, byte in enumerate(others)
-    }
-
-
-_BYTES = _list_byte_characters()
+#: The bytes that the characters of a byte-level vocabulary stand for. Printable bytes of Latin-1
+#: are themselves, the others follow from U+0100 on (Radford et al., GPT-2, ``bytes_to_unicode``).
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = sorted({*range(0x100)} - {*_PRINTABLE})
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)
+}
 
 
 class TokenTexts:
