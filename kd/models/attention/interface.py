@@ -270,17 +270,15 @@ def _find_eager(module: nn.Module) -> Any:
     return next(each for each in found if each is not None)
 
 
-def _hide_documents() -> None:
+_find_theirs: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
+
+
+def _find_documents(position_ids: Tensor) -> Tensor | None:
     """Keep transformers from looking for documents in the positions that our attention knows.
 
     It would wait for the device in each forward pass, and for each kind of mask.
     """
-    find: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
-
-    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        return None if _reading.ours else find(position_ids)
-
-    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+    return None if _reading.ours else _find_theirs(position_ids)
 
 
 _FINDING: dict[str, Callable[[nn.Module], Any]] = {
@@ -290,4 +288,4 @@ _FINDING: dict[str, Callable[[nn.Module], Any]] = {
 for _theirs, _ours in NAMES.items():
     AttentionInterface.register(_ours, _make_attention(_FINDING[_theirs]))
     AttentionMaskInterface.register(_ours, _make_masks(_theirs))
-_hide_documents()
+masking_utils.find_packed_sequence_indices = _find_documents
