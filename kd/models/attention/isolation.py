@@ -190,11 +190,6 @@ class _Trial:
             packed.map(lambda each: each.to(find_device(model))),
         )
 
-    def read_alone(self, model: PreTrainedModel) -> Tensor:
-        """Return the hidden states of the documents, read one after the other."""
-        documents = self.tokens_L.to(find_device(model)).tensor_split([self.first])
-        return torch.cat([compute_hidden_states(model, each[None]) for each in documents], dim=1)
-
     def read_beside(self, model: PreTrainedModel, change: int = 0) -> Tensor:
         """Return the second document's hidden states, beside the first one in a row of its own."""
         second = len(self.tokens_L) - self.first
@@ -260,9 +255,12 @@ def _measure_rounding(model: PreTrainedModel, trial: _Trial, alone: Tensor) -> f
 
 
 def _read_alone(model: PreTrainedModel, trial: _Trial) -> Tensor:
-    """Read the documents with the model's own attention; ``ModelError`` if it cannot."""
+    """Return the hidden states of the documents, read one after the other with the model's own
+    attention; ``ModelError`` if it cannot.
+    """
     try:
-        return trial.read_alone(model)
+        documents = trial.tokens_L.to(find_device(model)).tensor_split([trial.first])
+        return torch.cat([compute_hidden_states(model, each[None]) for each in documents], dim=1)
     except (PotstillError, torch.OutOfMemoryError):
         raise
     # It may raise anything, for example where its sizes do not fit each other.
