@@ -23,12 +23,9 @@ _SEQUENCES_AT_ONCE = 16
 
 def count_held_out_bytes(source: Source, tokenizer: PreTrainedTokenizerBase) -> int:
     """Count the UTF-8 bytes of the text of all held-out targets; special tokens have none."""
-    first = source.train_count
-    end = first + source.validation_count
-    total = 0
-    for sequences, _ in read_in_parts(source, range(first, end), _SEQUENCES_AT_ONCE):
-        total += count_target_bytes(sequences, tokenizer)
-    return total
+    held_out = range(source.train_count, source.train_count + source.validation_count)
+    parts = read_in_parts(source, held_out, _SEQUENCES_AT_ONCE)
+    return sum(count_target_bytes(sequences, tokenizer) for sequences, _ in parts)
 
 
 def count_target_bytes(sequences: Sequences, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -20,10 +20,6 @@ from kd.text.stored.packed import PackedText, iterate
 PIECE_TOKENS = 1 << 26
 
 
-#: A part of a piece: sequences ``rows`` of a text.
-Run = tuple[PackedText, range]
-
-
 def hash_text(parts: Sequence[PackedText], piece_tokens: int = PIECE_TOKENS) -> str:
     """Return the hash of every token, boundary and mask bit of ``parts``, in order."""
     if sum(len(part) * part.length for part in parts) <= piece_tokens:
@@ -39,8 +35,8 @@ def hash_text(parts: Sequence[PackedText], piece_tokens: int = PIECE_TOKENS) -> 
     return root.hexdigest()
 
 
-def _hash_runs(runs: Iterable[Run]) -> bytes:
-    """Hash each run: its shape, all its tokens, then its boundaries, then its mask."""
+def _hash_runs(runs: Iterable[tuple[PackedText, range]]) -> bytes:
+    """Hash each run of sequences: its shape, all its tokens, then its boundaries, then its mask."""
     digest = hashlib.sha256()
     for part, rows in runs:
         digest.update(np.asarray([len(rows), part.length], np.int64).tobytes())
