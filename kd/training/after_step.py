@@ -10,7 +10,6 @@ from dataclasses import asdict
 from cache.errors import PotstillError
 from cache.perplexity import raise_e
 from kd.checks.dead_units import UnitWatch, watching_units
-from kd.checks.verdict import Verdict
 from kd.checks.watch import StepSeconds
 from kd.errors import Interrupted
 from kd.memory.auto_batch import saving_errors
@@ -132,18 +131,10 @@ def report_scalars(run: Run, step: Step) -> None:
 
 
 def report_compilation(run: Run) -> None:
-    """After the first step of this process, report what was compiled and where the graph breaks.
-
-    A graph that breaks is no error, but it loses speed.
-    """
-    if run.compilation is None:
-        return
-    report = run.compilation.report()
-    facts = {"graphs": report.graphs, "breaks": list(report.breaks)}
-    remedy = "" if not report.breaks else "See TORCH_LOGS=graph_breaks for the places."
-    verdict = Verdict("compile", not report.breaks, f"{report}.", remedy, facts)
-    run.log.write_verdicts(run.progress.step, [verdict])
-    run.compilation = None
+    """After the first step of this process, report what was compiled and where the graph breaks."""
+    if run.compilation is not None:
+        run.log.write_verdicts(run.progress.step, [run.compilation.report()])
+        run.compilation = None
 
 
 # ---------------------------------------------------------------------- evaluation

@@ -11,23 +11,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from kd.checks.verdict import Verdict
 from kd.config.train import Compile
 from kd.errors import TrainingError
 from kd.models.layers import find_body, find_decoder_layers
-
-
-@dataclass(frozen=True)
-class CompileReport:
-    """The count of compiled ``graphs``, and the reasons of the ``breaks`` between them."""
-
-    graphs: int
-    breaks: tuple[str, ...]
-
-    def __str__(self) -> str:
-        graphs = f"torch.compile made {self.graphs} graph{'s' * (self.graphs != 1)}"
-        if not self.breaks:
-            return f"{graphs} without a break"
-        return f"{graphs}, broken by: {'; '.join(self.breaks)}"
 
 
 @dataclass(frozen=True)
@@ -40,15 +27,20 @@ class Compilation:
     graphs: int
     breaks: dict[str, int]
 
-    def report(self) -> CompileReport:
-        """The graphs compiled since then.
+    def report(self) -> Verdict:
+        """The verdict on the graphs compiled since then: their number, and why they break.
 
-        Call it right after the first step: graphs of later steps are compiled again for other
-        shapes.
+        A graph that breaks is no error, but it loses speed. Call it right after the first step:
+        graphs of later steps are compiled again for other shapes.
         """
-        graphs, breaks = _read_counts()
-        new = [reason for reason, count in breaks.items() if count > self.breaks.get(reason, 0)]
-        return CompileReport(graphs - self.graphs, tuple(sorted(map(_shorten_reason, new))))
+        counted, reasons = _read_counts()
+        graphs = counted - self.graphs
+        new = [reason for reason, count in reasons.items() if count > self.breaks.get(reason, 0)]
+        breaks = sorted(map(_shorten_reason, new))
+        broken = f", broken by: {'; '.join(breaks)}" if breaks else " without a break"
+        message = f"torch.compile made {graphs} graph{'s' * (graphs != 1)}{broken}."
+        remedy = "See TORCH_LOGS=graph_breaks for the places." if breaks else ""
+        return Verdict("compile", not breaks, message, remedy, {"graphs": graphs, "breaks": breaks})
 
 
 def compile_student(
