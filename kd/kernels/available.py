@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,14 +19,6 @@ from kd.errors import format_first_line
 #: How far a kernel's results may be from those of plain operations; GPUs approximate exp.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 TEMPERATURE = 2.0
-
-
-@dataclass(frozen=True)
-class KernelTrial:
-    """A kernel that was tried. ``error`` is empty if it ran and its result was right."""
-
-    name: str
-    error: str = ""
 
 
 def can_run_kernels(hidden_ND: Tensor) -> bool:
@@ -45,10 +36,10 @@ def describe_kernel_failure(device: torch.device, dtype: torch.dtype) -> str:
 
     A process tries each pair once.
     """
-    failed = [trial for trial in try_kernels(device, dtype) if trial.error]
-    if not failed:
+    tried = try_kernels(device, dtype)
+    errors = "; ".join(f"{name}: {error}" for name, error in tried.items() if error)
+    if not errors:
         return ""
-    errors = "; ".join(f"{each.name}: {each.error}" for each in failed)
     message = (
         f"The GPU kernels fail on {device} in {dtype}, so the run computes logits of that type "
         f"without them, more slowly and with other roundings: {errors}."
@@ -57,23 +48,21 @@ def describe_kernel_failure(device: torch.device, dtype: torch.dtype) -> str:
     return message
 
 
-def try_kernels(
-    device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[KernelTrial, ...]:
-    """Compile and run each kernel on logits of ``dtype``.
+def try_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    """Compile and run each kernel on logits of ``dtype``; return what fails, by kernel.
 
+    The error of a kernel is empty if it ran and its result was right.
     On a CPU the environment must have ``TRITON_INTERPRET=1`` before triton is imported.
     """
     if importlib.util.find_spec("triton") is None:
-        return tuple(KernelTrial(name, "triton is not installed") for name in _TRIALS)
-    found = []
+        return dict.fromkeys(_TRIALS, "triton is not installed")
+    found = dict.fromkeys(_TRIALS, "")
     for name, trial in _TRIALS.items():
         try:
             trial(torch.arange(12.0, device=device).view(2, 6).div(4).to(dtype))
-            found.append(KernelTrial(name))
         except Exception as error:  # a compiler may raise any type
-            found.append(KernelTrial(name, format_first_line(error)))
-    return tuple(found)
+            found[name] = format_first_line(error)
+    return found
 
 
 def _try_reduce_rows(z_NV: Tensor) -> None:

@@ -119,11 +119,11 @@ def _check_kernels(seen: TorchGpus) -> Finding:
         os.environ["TRITON_INTERPRET"] = "1"
     from kd.kernels.available import try_kernels
 
-    trials = [trial for dtype in dtypes for trial in try_kernels(device, dtype)]
-    failed = {f"{trial.name}: {trial.error}": None for trial in trials if trial.error}
+    trials = [trial for dtype in dtypes for trial in try_kernels(device, dtype).items()]
+    failed = {f"{name}: {error}": None for name, error in trials if error}
     if failed:
         return Finding("kernels", False, f"{'; '.join(failed)} ({how})", needed=False)
-    names = dict.fromkeys(trial.name for trial in trials)
+    names = dict.fromkeys(name for name, _ in trials)
     return Finding("kernels", True, f"{', '.join(names)}: {how}", needed=False)
 
 
