@@ -6,9 +6,10 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
-from kd.errors import ConfigError, Problem
+from kd.errors import ConfigError
 
 #: The form of a model's id on the hub: name or owner/name.
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?\Z")
@@ -63,13 +64,13 @@ def resolve_public_address(host: str, allowed: Iterable[str], port: int | None =
     literal = _parse_address(plain)
     if plain not in names and not (literal is not None and _is_within(literal, networks)):
         remedy = "KD_REMOTE_HOSTS lists the allowed hosts, and KD_WEBHOOK_HOSTS those of webhooks."
-        raise _make_refusal(f"the operator does not allow the host {host}.", remedy)
+        raise ConfigError.of_field("", f"the operator does not allow the host {host}.", remedy)
     addresses = [literal] if literal is not None else _look_up(plain)
     for address in addresses:
         if not _is_public(address) and not _is_within(address, networks):
             detail = f"{host} has the address {address}, which is not public."
             remedy = "To allow it, the operator must list that address itself, too."
-            raise _make_refusal(detail, remedy)
+            raise ConfigError.of_field("", detail, remedy)
     return str(addresses[0])
 
 
@@ -80,17 +81,14 @@ def _split_port(name: str) -> tuple[str, int | None]:
 
 def _parse_networks(names: set[str]) -> Iterator[Network]:
     for name in (*names, *(_LOOPBACK if "localhost" in names else ())):
-        try:
+        with suppress(ValueError):  # the name of a host
             yield ipaddress.ip_network(name, strict=False)
-        except ValueError:  # the name of a host
-            continue
 
 
 def _parse_address(host: str) -> IPAddress | None:
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host)
-    except ValueError:
-        return None
+    return None
 
 
 def _look_up(host: str) -> list[IPAddress]:
@@ -98,11 +96,12 @@ def _look_up(host: str) -> list[IPAddress]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         detail = f"the host {host} is not found: {error}."
-        raise _make_refusal(detail, "Check the name, and the server's resolver.") from None
+        remedy = "Check the name, and the server's resolver."
+        raise ConfigError.of_field("", detail, remedy) from None
     return [ipaddress.ip_address(address[4][0]) for address in found]
 
 
-def _is_within(address: IPAddress, networks: list[Network]) -> bool:
+def _is_within(address: IPAddress, networks: Iterable[Network]) -> bool:
     return any(address in network for network in networks)
 
 
@@ -112,12 +111,4 @@ def _is_public(address: IPAddress) -> bool:
         address.sixtofour or address.teredo or address.is_reserved
     ):
         return False
-    return (
-        address.is_global
-        and not address.is_multicast
-        and not any(address in each for each in _SPECIAL)
-    )
-
-
-def _make_refusal(detail: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem("", detail, remedy)])
+    return address.is_global and not address.is_multicast and not _is_within(address, _SPECIAL)
