@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import to_jsonable_python
 
 _NULL = {"type": "null"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -126,13 +127,4 @@ def _walk(section: BaseModel, defaults: BaseModel | None, path: str) -> Iterator
             if found:
                 yield from found
                 continue
-        yield Difference(f"{path}{name}", shown[name], _to_json(default), required)
-
-
-def _to_json(value: Any) -> Any:
-    """A default as JSON has it."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, tuple | list):
-        return [_to_json(each) for each in value]
-    return value
+        yield Difference(f"{path}{name}", shown[name], to_jsonable_python(default), required)

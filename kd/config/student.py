@@ -40,7 +40,7 @@ class StudentInit(Section):
             return self.num_attention_heads
         heads = max(self.hidden_size // 64, 2)
         # Heads must divide the width, and rotary positions need an even head width.
-        while heads > 1 and (self.hidden_size % heads or (self.hidden_size // heads) % 2):
+        while heads > 1 and self.hidden_size % (2 * heads):
             heads -= 1
         return heads
 
@@ -51,10 +51,7 @@ class StudentInit(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if (
-            self.hidden_size % self.attention_heads
-            or (self.hidden_size // self.attention_heads) % 2
-        ):
+        if self.hidden_size % (2 * self.attention_heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be an even multiple of num_attention_heads "
                 f"{self.attention_heads} (rotary positions need an even head width)"

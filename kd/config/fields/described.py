@@ -21,14 +21,8 @@ _BOUNDS = {
     "maximum": "≤ {}",
     "exclusiveMaximum": "< {}",
 }
-_TYPES = {
-    "boolean": "true or false",
-    "integer": "integer",
-    "number": "number",
-    "string": "text",
-    "null": "null",
-    "object": "object",
-}
+#: The types of a schema that have another name for people.
+_TYPES = {"boolean": "true or false", "string": "text"}
 
 
 class FieldHelp(NamedTuple):
@@ -138,8 +132,8 @@ def describe_value(schema: Schema, name_section: Callable[[str], str]) -> str:
     bounds = [text.format(f"{schema[key]:.16g}") for key, text in _BOUNDS.items() if key in schema]
     if "pattern" in schema:
         bounds.append(f"matching `{schema['pattern']}`")
-    kind = _TYPES.get(schema.get("type", "")) or schema.get("title", "anything")
-    return f"{kind} {', '.join(bounds)}".strip()
+    kind = schema.get("type") or schema.get("title", "anything")
+    return f"{_TYPES.get(kind, kind)} {', '.join(bounds)}".strip()
 
 
 def _walk_sections(

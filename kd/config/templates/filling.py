@@ -38,15 +38,11 @@ def draft_template(template: str, name: str, answers: Mapping[str, str | None]) 
         student = f"from_teacher: {{layers: {count}}}"
     else:
         student = f"model: {_write_value(student)}"
-    gguf_file = answers.get("gguf_file")
-    file = f"\n  gguf_file: {_write_value(gguf_file)}" if gguf_file else ""
-    filled = text.format(
-        name=_write_value(name),
-        teacher=_write_value(answers.get("teacher") or "") + file,
-        student=student,
-        train=_write_value(answers.get("train") or ""),
-        validation=_write_value(answers.get("validation") or ""),
-    )
+    fields = ("teacher", "train", "validation")
+    values = {field: _write_value(answers.get(field) or "") for field in fields}
+    if gguf_file := answers.get("gguf_file"):
+        values["teacher"] += f"\n  gguf_file: {_write_value(gguf_file)}"
+    filled = text.format(name=_write_value(name), student=student, **values)
     if not answers.get("validation"):
         filled = filled.replace('  validation: ""\n', "")
     return filled
