@@ -25,13 +25,12 @@ class Backoff:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._pause = FIRST_PAUSE_SECONDS
-        self._deadline: float | None = None
+        self.reset()
 
     def reset(self) -> None:
         """Begin anew: the server has answered."""
         self._pause = FIRST_PAUSE_SECONDS
-        self._deadline = None
+        self._deadline: float | None = None
 
     def next_pause(self, error: PotstillError) -> float:
         """Return the seconds to wait before the next attempt.

@@ -98,16 +98,11 @@ class Transport:
 
         Raises ``Refused`` if it has not succeeded, and ``Unreachable``, also while it is read.
         """
-        with closing(self.send(request, stream=True)) as answer:
+        with closing(self.send(request, stream=True)) as answer, self._losses_translated():
             if not answer.is_success:
-                with self._losses_translated():
-                    answer.read()
+                answer.read()
                 raise make_refused(answer)
-            yield answer, self._read(answer)
-
-    def _read(self, response: httpx.Response) -> Iterator[bytes]:
-        with self._losses_translated():
-            yield from response.iter_bytes()
+            yield answer, answer.iter_bytes()
 
     @contextmanager
     def _losses_translated(self) -> Iterator[None]:
