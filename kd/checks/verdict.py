@@ -14,10 +14,10 @@ from kd.progress import replace_nonfinite
 NAMES_SHOWN = 5
 
 
-def format_names(names: Sequence[str]) -> str:
-    """Name the first of ``names``, and count the others."""
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more
+def format_names(names: Sequence[str], shown: int = NAMES_SHOWN) -> str:
+    """Name the first ``shown`` of ``names``, and count the others."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 @dataclass(frozen=True)

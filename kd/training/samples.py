@@ -152,15 +152,13 @@ def _read_row(row: list[int], tokenizer: PreTrainedTokenizerBase, ends: list[int
     """Decode what a model wrote, up to the first of ``ends``; what follows in a row is padding."""
     stop = next((place for place, each in enumerate(row) if each in ends), len(row))
     kept = row[: stop + 1]
-    text = ""
     # An id without a name, of a padded row of the LM head, becomes <id>.
     runs = itertools.groupby(kept, lambda each: tokenizer.convert_ids_to_tokens(each) is None)
-    for nameless, run in runs:
-        if nameless:
-            text += "".join(f"<{each}>" for each in run)
-        else:
-            text += str(tokenizer.decode(list(run)))
-    return Continuation(text, len(kept))
+    texts = (
+        "".join(f"<{each}>" for each in run) if nameless else str(tokenizer.decode(list(run)))
+        for nameless, run in runs
+    )
+    return Continuation("".join(texts), len(kept))
 
 
 # ---------------------------------------------------------------------- during training

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kd.checks.nonfinite import locate_nonfinite
-from kd.checks.verdict import Verdict
+from kd.checks.verdict import Verdict, format_names
 from kd.errors import NotFinite
 from kd.parallel.sharded_files import get_own
 from kd.parallel.strategies import is_sharded, reshard
@@ -96,11 +96,9 @@ def is_sound(run: Run, step: Step, batch: Batch) -> bool:
     device = run.device
     sharded = is_sharded(run.loss_module)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        if sharded:
-            # Not as arguments: FSDP looks into those for tensors.
-            loss: Tensor = run.loss_module(partial(compute_mean_loss, run, step), batch)
-        else:
-            loss = compute_mean_loss(run, step, batch)
+        # Run and step are bound and no arguments: FSDP looks into those for tensors.
+        work = partial(compute_mean_loss, run, step)
+        loss: Tensor = run.loss_module(work, batch) if sharded else work(batch)
     # In float16 a gradient may overflow: the loss scaler skips such a step.
     enough = run.loss.precision.scales_loss or not loss.requires_grad
     finite = not run.group.any(not math.isfinite(loss.detach()))
@@ -132,9 +130,8 @@ def describe_sequences(numbers: list[int]) -> str:
     """Say which training sequences have the fault."""
     if not numbers:
         return "No sequence of the batch has this fault alone."
-    more = f" and {len(numbers) - NAMES_SHOWN} more" if len(numbers) > NAMES_SHOWN else ""
-    names = ", ".join(map(str, numbers[:NAMES_SHOWN]))
-    return f"Training sequences with this fault, counted from 0: {names}{more}."
+    names = format_names([*map(str, numbers)], NAMES_SHOWN)
+    return f"Training sequences with this fault, counted from 0: {names}."
 
 
 def make_error(run: Run, step: Step, where: str) -> NotFinite:
