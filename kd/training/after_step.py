@@ -115,10 +115,7 @@ def report_scalars(run: Run, step: Step) -> None:
     named = {name: rates[id(parameters[0])] for name, parameters in run.layers}
     named |= {name: rate for (name, _), rate in zip(run.groups, step.learning_rates, strict=True)}
     named = join_stages(run, named)
-    loss_scale: dict[str, float] = {}
-    if run.loss.precision.scales_loss:
-        loss_scale["loss_scale/scale"] = step.loss_scale
-        loss_scale["loss_scale/overflowed_steps"] = run.scale_watch.skipped
+    scale = {"scale": step.loss_scale, "overflowed_steps": run.scale_watch.skipped}
     run.log.write_line(
         "scalars",
         run.progress.step,
@@ -126,7 +123,7 @@ def report_scalars(run: Run, step: Step) -> None:
         **measure_memory(run.device),
         **name_scalars("grad_norm", step.layer_norms | step.group_norms),
         **name_scalars("learning_rate", named),
-        **loss_scale,
+        **name_scalars("loss_scale", scale if run.loss.precision.scales_loss else {}),
     )
 
 

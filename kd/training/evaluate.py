@@ -91,7 +91,8 @@ def evaluate_student(
         dealt = group.gather([each.to_json() for each in scores])
         turns = itertools.chain.from_iterable(itertools.zip_longest(*dealt))
         scores = [BatchScore.from_json(each) for each in turns if each is not None]
-    losses = sum((each.losses for each in scores), BlockLosses.none())
+    blocks = (BlockLosses.of(each.ce_N, each.targets_S) for each in scores)
+    losses = sum(blocks, BlockLosses.none())
     if not losses.tokens:
         return {}
     return _average_scores(scores, losses)
@@ -119,11 +120,6 @@ class BatchScore(Score):
     """The score of a batch, and the number of targets of each of its sequences."""
 
     targets_S: NDArray[Any]
-
-    @property
-    def losses(self) -> BlockLosses:
-        """The losses by blocks of successive targets."""
-        return BlockLosses.of(self.ce_N, self.targets_S)
 
     def to_json(self) -> Json:
         """Return all numbers, for another rank."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kd.errors import TrainingError
 from kd.models.precision import forget_unscaling
-from kd.parallel.group import ALONE, Group
+from kd.parallel.group import Group
 from kd.parallel.sharded_files import fill_tensors, list_stored
 from kd.training.saved.state import (
     SavedState,
@@ -63,7 +63,7 @@ def restore_weights(path: Path, saved: SavedState, state: TrainState) -> None:
     """Put the model, the optimiser and the extras of a checkpoint into ``state``."""
     # First, because it may refuse the checkpoint: then the model is as it was.
     _copy_into(collect_extra_tensors(state.extras), path, 2, state.group)
-    load_trained_weights(path, state.model, state.group)
+    _copy_into(collect_model_tensors(state.model), path, 0, state.group)
     _restore_optimizer(path, saved, state)
 
 
@@ -133,11 +133,6 @@ def _join_split_tensors(values: dict[str, Any], dtype: torch.dtype) -> None:
         from kd.optim.eight_bit import join_state
 
         values[key] = join_state(found, dtype)
-
-
-def load_trained_weights(path: Path, model: nn.Module, group: Group = ALONE) -> None:
-    """Put a checkpoint's weights into ``model``, as they were trained and without averaging."""
-    _copy_into(collect_model_tensors(model), path, 0, group)
 
 
 def _copy_into(mine: dict[str, Tensor], path: Path, file: int, group: Group) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -35,7 +36,6 @@ from kd.training import checkpoint
 from kd.training.early_stopping import record_evaluation
 from kd.training.loop import train
 from kd.training.preparing.job_loss import count_total_steps
-from kd.training.saved.restoring import load_trained_weights
 from kd.training.saved.state import TrainingProgress
 from tests.support.kd.students import assert_same, copy_weights, make_llama
 from tests.support.kd.training import (
@@ -365,7 +365,8 @@ def test_early_stopping_ends_with_the_best_weights(tmp_path: Path) -> None:
     best = min(evaluations, key=lambda line: line["validation_loss"])
     assert progress.step < 200 and progress.step == best["step"] + 4
     kept = make_student()
-    load_trained_weights(tmp_path / "checkpoints" / f"step-{best['step']:08d}", kept)
+    folder = tmp_path / "checkpoints" / f"step-{best['step']:08d}"
+    load_model(kept, folder / "model.safetensors")
     assert_same(copy_weights(student), copy_weights(kept))
     again, progress_again = run(job, tmp_path)
     assert progress_again.step == progress.step
