@@ -146,13 +146,10 @@ def publish_results(run_dir: Path, stage: str, monitor: Monitor) -> None:
     """Put the results of the run into its bucket too, if it has one: all but its checkpoints."""
     if (run := find_own_run(run_dir)) is None:
         return
-    names = []
-    for name in list_file_sizes(run_dir):
-        top = name.partition("/")[0]
-        if not top.startswith(".") and top not in (CHECKPOINTS, LOG, files.HELPERS):
-            names.append(name)
-    report = partial(monitor.emit, "stage", stage=stage)
-    run.publish_files(run_dir, names, lambda line: report(phase=line))
+    tops = {name: name.partition("/")[0] for name in list_file_sizes(run_dir)}
+    left_out = (CHECKPOINTS, LOG, files.HELPERS)
+    names = [name for name, top in tops.items() if top[0] != "." and top not in left_out]
+    run.publish_files(run_dir, names, lambda line: monitor.emit("stage", stage=stage, phase=line))
 
 
 def report_download(stage: str, monitor: Monitor, line: str) -> None:
