@@ -7,8 +7,6 @@ most two are kept besides. What a machine that is lost takes with it is what had
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -94,15 +92,11 @@ class CheckpointUploads:
             self._count += 1
             place = self._folder / str(self._count)
             link_folder(path, place / path.name)
-            history = place / HISTORY
             size = 0
             # It is only appended to or replaced, so its size tells what belongs to the checkpoint.
             if self._history.exists():
-                try:
-                    os.link(self._history, history)
-                except OSError:  # a disk without links
-                    shutil.copyfile(self._history, history)
-                size = history.stat().st_size
+                link_folder(self._history.parent, place, [HISTORY])
+                size = (place / HISTORY).stat().st_size
             self._waiting = _Upload(place / path.name, size, limit, keep_step)
             self._changed.notify()
 
