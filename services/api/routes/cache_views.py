@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -66,12 +65,12 @@ def read_shards(folder: KnownCache, service: TheService, caller: TheCaller) -> w
     """
     jobs = _read_jobs(service, caller, folder)
     check = _find_check(service, folder, jobs, KINDS["verify"])
-    if check is not None and (check.view.outdated or check.view.status not in TERMINAL_STATUSES):
+    if check is not None and (check.outdated or check.status not in TERMINAL_STATUSES):
         check = None
-    damaged = [] if check is None else list(check.lines)
+    damaged = [] if check is None else check.problems
     expected = _count_expected_shards(jobs)
     states = service.reading.read("shards", folder, damaged=damaged, expected=expected)
-    return wire.ShardStates(**states, verified_at=None if check is None else check.view.at)
+    return wire.ShardStates(**states, verified_at=None if check is None else check.at)
 
 
 @router.get("/caches/{fingerprint}/records", **guard(READ, 404, 409, 422))
@@ -95,7 +94,7 @@ def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> wi
     own = [job for job in jobs if job.parent is None]
     used = read_last_use(folder)
     checks = {
-        kind.name: _find_check(service, folder, jobs, kind)
+        kind.name: _find_check(service, folder, jobs, kind, SHOWN_PROBLEMS)
         for kind in KINDS.values()
         if kind.checks
     }
@@ -110,7 +109,7 @@ def read_usage(folder: KnownCache, service: TheService, caller: TheCaller) -> wi
         trials=len(jobs) - len(own),
         kept_by=list(_find_holders(service, caller, folder, jobs)),
         last_used=None if used is None else datetime.fromtimestamp(used, UTC),
-        **{kind: None if check is None else check.view for kind, check in checks.items()},
+        **checks,
     )
 
 
@@ -123,37 +122,28 @@ def _read_jobs(service: Service, caller: Caller, folder: Path) -> list[JobRecord
 # ---------------------------------------------------------------------- checks
 
 
-@dataclass(frozen=True)
-class _Check:
-    """A check as it is shown, with all that it found."""
-
-    view: wire.CacheCheck
-    lines: tuple[str, ...]
-
-
 def _find_check(
-    service: Service, folder: Path, jobs: Iterable[JobRecord], kind: Kind
-) -> _Check | None:
-    """The last check of a kind, unless it was cancelled."""
+    service: Service, folder: Path, jobs: Iterable[JobRecord], kind: Kind, most: int | None = None
+) -> wire.CacheCheck | None:
+    """The last check of a kind, unless it was cancelled, with all or ``most`` of its problems."""
     found = next((job for job in jobs if job.kind == kind.name and job.status != "cancelled"), None)
     if found is None:
         return None
     written = read_json(service.settings.run_dir(found.id) / kind.last_file) or {}
-    lines = tuple(map(str, written.get("problems", ())))
-    if not lines and found.status == "failed" and found.error is not None:
-        lines = (found.error.detail,)
+    problems = list(map(str, written.get("problems", ())))
+    if not problems and found.status == "failed" and found.error is not None:
+        problems = [found.error.detail]
     at = found.finished_at or found.created_at
     sealed = 0.0
     with suppress(OSError):  # the cache may be removed at any time
         sealed = (folder / MANIFEST).stat().st_mtime
-    view = wire.CacheCheck(
+    return wire.CacheCheck(
         job=found.id,
         status=found.status,
         at=at,
-        problems=list(lines[:SHOWN_PROBLEMS]),
+        problems=problems[:most],
         outdated=found.finished_at is not None and sealed > at.timestamp(),
     )
-    return _Check(view, lines)
 
 
 def _count_expected_shards(jobs: Iterable[JobRecord]) -> int:
