@@ -128,26 +128,23 @@ def _check_kernels(seen: TorchGpus) -> Finding:
 
 
 def _check_store(settings: Settings) -> Finding:
-    if settings.redis_url is not None:
-        from redis.exceptions import RedisError
+    from redis.exceptions import RedisError
 
-        from services.store import connection
+    from services.store import connection
 
-        try:
-            with connection.connect_redis(settings.redis_url) as client:
-                client.ping()
-                unsuitable = connection.find_unsuitability(client)
-                warning = connection.find_volatility(client)
-        except RedisError as error:
-            failure = connection.describe_failure(error)
-            return Finding("job store", False, f"the server of KD_REDIS_URL {failure}")
-        if unsuitable is not None:
-            return Finding("job store", False, str(unsuitable))
-        return Finding("job store", not warning, warning or "KD_REDIS_URL answers", not warning)
     try:
-        return Finding("job store", True, str(find_binary()))
-    except StoreUnavailable as error:
+        if settings.redis_url is None:
+            return Finding("job store", True, str(find_binary()))
+        with connection.connect_redis(settings.redis_url) as client:
+            client.ping()
+            connection.require_suitable_store(client)
+            warning = connection.find_volatility(client)
+    except RedisError as error:
+        failure = connection.describe_failure(error)
+        return Finding("job store", False, f"the server of KD_REDIS_URL {failure}")
+    except (StoreUnavailable, connection.StoreUnsuitable) as error:
         return Finding("job store", False, str(error))
+    return Finding("job store", not warning, warning or "KD_REDIS_URL answers", not warning)
 
 
 def _check_folder(name: str, folder: Path) -> Iterator[Finding]:
