@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,19 +69,16 @@ def _opening(settings: Settings) -> Iterator[Data]:
     from services.store.connection import connect_redis
     from services.store.formats import Data
 
-    if settings.redis_url is not None:
-        with connect_redis(settings.redis_url, STORE_TIMEOUT) as client:
-            try:
-                client.ping()
-            except RedisError:
-                yield Data(settings, None)
-                return
-            yield Data(settings, client)
-    elif find_embedded_url(settings.home / "redis") is None:
-        yield Data(settings, None)
-    else:
-        with open_store(settings) as client:
-            yield Data(settings, client)
+    with ExitStack() as stack:
+        client = None
+        if settings.redis_url is not None:
+            named = stack.enter_context(connect_redis(settings.redis_url, STORE_TIMEOUT))
+            with suppress(RedisError):
+                named.ping()
+                client = named
+        elif find_embedded_url(settings.home / "redis") is not None:
+            client = stack.enter_context(open_store(settings))
+        yield Data(settings, client)
 
 
 def _print(left: list[FoundFormat], done: list[FoundFormat], data: Data) -> None:
