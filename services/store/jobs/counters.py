@@ -43,10 +43,7 @@ class Counters(ScriptedStore):
     def count_statuses(self) -> dict[str, int]:
         """The number of jobs of each status."""
         names = cast(tuple[str, ...], Status.__args__)  # type: ignore[attr-defined]
-        pipeline = self.redis.pipeline(transaction=False)
-        for status in names:
-            pipeline.zcard(f"kd:index:*:{status}")
-        return dict(zip(names, pipeline.execute(), strict=True))
+        return dict(self._ask_each(names, lambda line, name: line.zcard(f"kd:index:*:{name}")))
 
     def read_queue_depths(self, stages: Iterable[str]) -> dict[str, int]:
         """The number of jobs that wait for each stage."""

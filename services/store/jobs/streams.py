@@ -94,19 +94,17 @@ class Streams(ScriptedStore):
         for job_id in job_ids:
             sizes.hget(f"kd:job:{job_id}", "owner")
             sizes.zcard(f"kd:job:{job_id}:metrics")
-        answers = iter(sizes.execute() if job_ids else ())
+        answers = sizes.execute()
         places = {
             job_id: _spread(size, limit)
-            for job_id, (owner, size) in zip(
-                job_ids, zip(answers, answers, strict=True), strict=True
-            )
+            for job_id, owner, size in zip(job_ids, answers[::2], answers[1::2], strict=True)
             if owner is not None and (caller.sees_all or owner == caller.name)
         }
         reads = self.redis.pipeline(transaction=False)
         for job_id, ranks in places.items():
             for rank in ranks:
                 reads.zrange(f"kd:job:{job_id}:metrics", rank, rank)
-        texts = iter(reads.execute() if any(places.values()) else ())
+        texts = iter(reads.execute())
         return {
             job_id: [json.loads(text) for found in islice(texts, len(ranks)) for text in found]
             for job_id, ranks in places.items()
