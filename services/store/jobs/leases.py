@@ -156,15 +156,7 @@ class Leases(ScriptedStore):
 def _parse_claim(reply: list[Any] | None) -> Claim | None:
     if not reply:
         return None
-    job_id, fence, attempt, config, owner, request_id, traceparent, stage, turn = reply
-    return Claim(
-        id=job_id,
-        fence=int(fence),
-        attempt=int(attempt),
-        config=fill_record(json.loads(config)),
-        owner=owner,
-        request_id=request_id,
-        traceparent=traceparent,
-        stage=stage,
-        turn=int(turn),
-    )
+    # The reply has the order of the fields of a claim.
+    job_id, fence, attempt, config, *names, turn = reply
+    record = fill_record(json.loads(config))
+    return Claim(job_id, int(fence), int(attempt), record, *names, int(turn))
