@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.terminal.console import (
-    audit_command,
-    err,
-    format_time,
-    format_value,
-    make_settings,
-    notes,
-    out,
-    print_as_json,
-    print_result,
-    print_table,
-)
+from services.terminal import console
 
 if TYPE_CHECKING:
     from services.store.key_file import ApiKey
@@ -71,11 +60,12 @@ def keys_new(
     lifetime = None if expires is None else parse_lifetime(expires)
     text, key = create_key(_find_key_file(file), name, wanted, lifetime, team)
     scope = ", ".join(key.scopes)
-    audit_command(make_settings(), "key.create", key.id, name=name, scopes=scope, team=key.team)
-    if print_as_json({"key": text, **_describe_key(key)}):
+    settings = console.make_settings()
+    console.audit_command(settings, "key.create", key.id, name=name, scopes=scope, team=key.team)
+    if console.print_as_json({"key": text, **_describe_key(key)}):
         return
-    out.print(text, soft_wrap=True)
-    notes.print(
+    console.out.print(text, soft_wrap=True)
+    console.notes.print(
         f"Key {key.id} of {key.name}, scope {scope}, expires {_format_end(key)}."
         " Keep it: it is not shown again."
     )
@@ -87,18 +77,18 @@ def keys_ls(file: File = None) -> None:
     from services.store.key_file import read_keys
 
     keys = read_keys(_find_key_file(file))
-    if print_as_json([_describe_key(key) for key in keys]):
+    if console.print_as_json([_describe_key(key) for key in keys]):
         return
     rows = []
     for key in keys:
         end = f"{_format_end(key)}{' (expired)' if key.expired else ''}"
         owner = [key.id, key.name, key.team or key.name, ", ".join(key.scopes)]
-        rows.append([*owner, format_time(key.created_at), end])
-    print_table(["ID", "NAME", "TEAM", "SCOPES", "CREATED", "EXPIRES"], rows)
+        rows.append([*owner, console.format_time(key.created_at), end])
+    console.print_table(["ID", "NAME", "TEAM", "SCOPES", "CREATED", "EXPIRES"], rows)
     for key in keys:
         if key.expires_soon:
             state = "has expired" if key.expired else f"expires {_format_end(key)}"
-            err.print(
+            console.err.print(
                 f"Key {key.id} of {key.name} {state}: make a new one with `kd keys new {key.name}`,"
                 f" then `kd keys revoke {key.id}`."
             )
@@ -115,10 +105,12 @@ def keys_revoke(
     """Revoke a key, or every key of a name, at once; its jobs and caches stay."""
     from services.store.key_file import revoke_keys
 
-    revoked = [_describe_key(key) for key in revoke_keys(_find_key_file(file), name_or_id)]
+    revoked = revoke_keys(_find_key_file(file), name_or_id)
+    settings = console.make_settings()
     for key in revoked:
-        audit_command(make_settings(), "key.revoke", str(key["id"]), name=key["name"])
-    print_result(revoked, "\n".join(f"revoked {key['id']} of {key['name']}" for key in revoked))
+        console.audit_command(settings, "key.revoke", key.id, name=key.name)
+    text = "\n".join(f"revoked {key.id} of {key.name}" for key in revoked)
+    console.print_result(list(map(_describe_key, revoked)), text)
 
 
 @keys_app.command("quota")
@@ -144,14 +136,12 @@ def keys_quota(
     quota = Quota(device_seconds, None if size is None else _parse_size(size))
     set_quota(_find_key_file(file), team, quota)
     facts = {"device_seconds": quota.device_seconds, "bytes": quota.bytes}
-    audit_command(make_settings(), "key.quota", team, **facts)
-    shown = []
-    if quota.device_seconds is not None:
-        shown.append(f"{format_value(quota.device_seconds, 'seconds')} of device time a day")
-    if quota.bytes is not None:
-        shown.append(f"{format_value(quota.bytes, 'bytes')} on the disk")
+    console.audit_command(console.make_settings(), "key.quota", team, **facts)
+    words = {"device_seconds": "of device time a day", "bytes": "on the disk"}
+    limits = {name: limit for name, limit in facts.items() if limit is not None}
+    shown = [f"{console.format_value(limit, name)} {words[name]}" for name, limit in limits.items()]
     text = f"{team}: {', '.join(shown) or 'as the settings say'}"
-    print_result({"team": team, **facts}, text)
+    console.print_result({"team": team, **facts}, text)
 
 
 def _parse_size(text: str) -> int:
@@ -169,7 +159,7 @@ def _parse_size(text: str) -> int:
 
 
 def _format_end(key: ApiKey) -> str:
-    return "never" if key.expires_at is None else format_time(key.expires_at.isoformat())
+    return "never" if key.expires_at is None else console.format_time(key.expires_at.isoformat())
 
 
 def _describe_key(key: ApiKey) -> dict[str, str | list[str] | None]:
@@ -184,7 +174,7 @@ def _describe_key(key: ApiKey) -> dict[str, str | list[str] | None]:
 
 
 def _find_key_file(given: Path | None) -> Path:
-    file = given or make_settings().api_keys_file
+    file = given or console.make_settings().api_keys_file
     if file is None:
         detail = "no key file is named: set KD_API_KEYS_FILE, or use --file"
         raise typer.BadParameter(detail, param_hint="--file")
