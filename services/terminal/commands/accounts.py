@@ -91,6 +91,4 @@ def audit(
         rows.append(
             [console.format_time(entry["time"]), *(entry[name] for name in _COLUMNS[2:]), more]
         )
-    console.print_table(
-        ["TIME", "ACTOR", "ACTION", "TARGET", "OUTCOME", "MORE"], rows, spare=("MORE",)
-    )
+    console.print_table([*map(str.upper, _COLUMNS[1:]), "MORE"], rows, spare=("MORE",))

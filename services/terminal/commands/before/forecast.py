@@ -202,11 +202,8 @@ def _print_plan(found: TrainingPlan) -> None:
     )
     console.out.print("")
     shown = found.strategies or (found.least,)
-    console.print_table(
-        ["strategy", "devices", "batch_size", "accumulation", "checkpointing", "precision",
-         "a device needs", "a step takes", "waits", "training", "cost"],
-        list(map(_list_cells, shown)),
-    )  # fmt: skip
+    rows = list(map(_list_cells, shown))
+    console.print_table(list(rows[0]), [list(row.values()) for row in rows])
     console.out.print("")
     for each in shown:
         parts = {f"{name}_bytes": size for name, size in asdict(each.memory).items() if size}
@@ -234,20 +231,20 @@ def _say(line: str) -> None:
     console.out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _list_cells(each: Strategy) -> list[str]:
-    return [
-        each.strategy,
-        str(each.ranks),
-        str(each.batch_size),
-        str(each.gradient_accumulation_steps),
-        str(each.gradient_checkpointing),
-        each.precision,
-        console.format_value(each.memory_bytes, "bytes"),
-        console.format_value(each.step_seconds, "seconds"),
-        f"{each.waiting_seconds / each.step_seconds:.0%}",
-        console.format_value(each.seconds, "seconds"),
-        _format_cost(each.cost),
-    ]
+def _list_cells(each: Strategy) -> dict[str, str]:
+    return {
+        "strategy": each.strategy,
+        "devices": str(each.ranks),
+        "batch_size": str(each.batch_size),
+        "accumulation": str(each.gradient_accumulation_steps),
+        "checkpointing": str(each.gradient_checkpointing),
+        "precision": each.precision,
+        "a device needs": console.format_value(each.memory_bytes, "bytes"),
+        "a step takes": console.format_value(each.step_seconds, "seconds"),
+        "waits": f"{each.waiting_seconds / each.step_seconds:.0%}",
+        "training": console.format_value(each.seconds, "seconds"),
+        "cost": _format_cost(each.cost),
+    }
 
 
 def _format_cost(cost: float | None) -> str:

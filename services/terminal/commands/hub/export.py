@@ -50,11 +50,9 @@ def export(
     home: Home = None,
 ) -> None:
     """Write a finished student in another format."""
-    if to not in FORMS:
-        raise typer.BadParameter(f"{to!r} is none of {', '.join(FORMS)}", param_hint="--to")
-    if outtype not in PRECISIONS:
-        detail = f"{outtype!r} is none of {', '.join(PRECISIONS)}"
-        raise typer.BadParameter(detail, param_hint="--outtype")
+    for option, given, known in (("--to", to, FORMS), ("--outtype", outtype, PRECISIONS)):
+        if given not in known:
+            raise typer.BadParameter(f"{given!r} is none of {', '.join(known)}", param_hint=option)
     from kd.exchange.students import StudentExport
     from kd.models.loading import hide_progress_bars
     from services.terminal.in_process import showing_events
