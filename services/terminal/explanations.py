@@ -14,22 +14,18 @@ _HEADING = re.compile(r"^### `(\w+)`$", re.MULTILINE)
 
 def list_codes() -> list[str]:
     """Return the codes that have an entry, in the order of the page."""
-    return _HEADING.findall(_read_page())
+    return list(_read_entries())
 
 
 def find_entry(code: str) -> str | None:
     """Return the entry of ``code``, which may have dashes; None if there is no such code."""
-    wanted = locate_help(code).rpartition("#")[2]
-    page = _read_page()
-    headings = list(_HEADING.finditer(page))
-    ends = [each.start() for each in headings[1:]] + [len(page)]
-    for heading, end in zip(headings, ends, strict=True):
-        if heading[1] == wanted:
-            # The heading of the next chapter is no part of the entry.
-            return page[heading.start() : end].partition("\n## ")[0].strip()
-    return None
+    return _read_entries().get(locate_help(code).rpartition("#")[2])
 
 
-def _read_page() -> str:
-    found = next(path for root in _ROOTS if (path := root / HELP_PAGE).is_file())
-    return found.read_text(encoding="utf-8")
+def _read_entries() -> dict[str, str]:
+    page = next(path for root in _ROOTS if (path := root / HELP_PAGE).is_file())
+    _, *parts = _HEADING.split(page.read_text(encoding="utf-8"))
+    # The heading of the next chapter is no part of an entry.
+    texts = (text.partition("\n## ")[0] for text in parts[1::2])
+    entries = zip(parts[::2], texts, strict=True)
+    return {code: f"### `{code}`{text}".strip() for code, text in entries}
