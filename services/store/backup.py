@@ -150,9 +150,8 @@ class Lacking:
         """Yield a line for each kind, with a count and examples."""
         if self.needed:
             named = [f"{name} ({count} jobs)" for name, count in list(self.needed.items())[:5]]
-            yield f"Jobs name {len(self.needed)} places that are not in the backup: " + ", ".join(
-                named
-            )
+            places = f"Jobs name {len(self.needed)} places that are not in the backup"
+            yield f"{places}: {', '.join(named)}"
         if self.links:
             named = [f"{name} -> {to}" for name, to in list(self.links.items())[:5]]
             yield f"Links that were left out: {len(self.links)}: {', '.join(named)}"
@@ -399,16 +398,14 @@ def _is_kept(entry: os.DirEntry[str], leads: bool) -> bool:
 def copy_file(source: Path, target: Path) -> BackupFile:
     """Copy the bytes that the file has now. The digest is of the copied bytes."""
     digest = hashlib.sha256()
-    copied = 0
     with source.open("rb") as reader:
-        left = os.fstat(reader.fileno()).st_size
+        size = left = os.fstat(reader.fileno()).st_size
         with target.open("xb") as writer:
             while left and (chunk := reader.read(min(left, COPY_BYTES))):
                 writer.write(chunk)
                 digest.update(chunk)
                 left -= len(chunk)
-                copied += len(chunk)
-    return BackupFile(copied, digest.hexdigest())
+    return BackupFile(size - left, digest.hexdigest())
 
 
 def _publish(temporary: Path, folder: Path) -> None:
