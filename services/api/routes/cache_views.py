@@ -51,9 +51,8 @@ def read_statistics(
     seed: Annotated[int, Query(ge=0, lt=1 << 53, description="Chooses the records.")] = 0,
 ) -> wire.CacheStatistics:
     """Show histograms of entropy, entries and kept mass, of at most about 65,536 records."""
-    return wire.CacheStatistics.model_validate(
-        service.reading.read("statistics", folder, seed=seed)
-    )
+    found = service.reading.read("statistics", folder, seed=seed)
+    return wire.CacheStatistics.model_validate(found)
 
 
 @router.get("/caches/{fingerprint}/shards", **guard(READ, 404, 409, 422))
@@ -82,8 +81,7 @@ def read_records(
     limit: Annotated[int, Query(ge=1, le=PAGE_RECORDS, description="Records.")] = 50,
 ) -> wire.CacheRecords:
     """Show some records of one sequence: what the teacher expected, and what the text said."""
-    asked = {"sequence": sequence, "start": start, "limit": limit}
-    found = service.reading.read("records", folder, **asked)
+    found = service.reading.read("records", folder, sequence=sequence, start=start, limit=limit)
     return wire.CacheRecords.model_validate(found)
 
 

@@ -89,13 +89,12 @@ def get_cache(folder: KnownCache, service: TheService, caller: TheCaller) -> Cac
 
     summary = summarise_cache(folder)
     facts = {**asdict(summary), **_find_makers(service, caller).get(folder.name, {})}
-    if not summary.complete:
-        return CacheDetail(**facts)
-    manifest = read_manifest(folder)
-    facts["identity"] = manifest.identity.to_json()
-    facts["fidelity"] = [Fidelity(**asdict(row)) for row in manifest.fidelity]
-    if manifest.overruled:
-        facts["overruled"] = OverruledVerdict(**manifest.overruled.to_json())
+    if summary.complete:
+        manifest = read_manifest(folder)
+        facts["identity"] = manifest.identity.to_json()
+        facts["fidelity"] = [Fidelity(**asdict(row)) for row in manifest.fidelity]
+        if manifest.overruled:
+            facts["overruled"] = OverruledVerdict(**manifest.overruled.to_json())
     return CacheDetail(**facts)
 
 

@@ -152,11 +152,9 @@ def read_checkpoints(job: Job, service: Service) -> list[Checkpoint]:
 
     Those of the bucket are shown too. The bucket may have newer ones than this disk.
     """
-    states = list(_read_own_states(job, service))
-    steps = {state.step for state in states}
-    stored = read_stored_states(service.settings, job.id)
-    states += [state for state in stored if state.step not in steps]
-    states.sort(key=lambda state: state.step)
+    found = [*read_stored_states(service.settings, job.id), *_read_own_states(job, service)]
+    by_step = {state.step: state for state in found}  # the disk has the last word
+    states = [by_step[step] for step in sorted(by_step)]
     return [_describe_checkpoint(state, states[-1], job) for state in states]
 
 
@@ -250,8 +248,7 @@ def _find_artifacts(job: Job, service: Service) -> dict[str, Path]:
     """
     runs = service.settings.runs.resolve()
     folders = [runs / each for each in _list_runs(job, service)]
-    added = {name: folders[0] / name for name in _ADDED_LATER}
-    found = {name: path for name, path in added.items() if path.is_file()}
+    found = {name: path for name in _ADDED_LATER if (path := folders[0] / name).is_file()}
     for name, text in sorted(job.artifacts.items()):
         path = Path(text)
         if not any(path.resolve().is_relative_to(folder) for folder in folders):
@@ -321,15 +318,14 @@ def _send_stored_checkpoint_file(
     request: Request, job: Job, step: int, file: str, service: Service
 ) -> Response:
     """Answer with a file of a checkpoint in the bucket; 404 where there is none."""
+    states = read_stored_states(service.settings, job.id)
+    state = next((each for each in states if each.step == step and file in each.stored), None)
     run = service.settings.find_stored_run(job.id)
-    for state in read_stored_states(service.settings, job.id) if run is not None else ():
-        if run is None or state.step != step or file not in state.stored:
-            continue
-        about = state.stored[file]
-        digest = state.content["sha256"].get(file) or hashlib.sha256(state.data).hexdigest()
-        shown = f"{job.id}-{step}-{file}"
-        return _send_object(request, run, about.name, about.bytes, digest, shown)
-    raise _make_no_checkpoint_problem(job, step)
+    if run is None or state is None:
+        raise _make_no_checkpoint_problem(job, step)
+    about = state.stored[file]
+    digest = state.content["sha256"].get(file) or hashlib.sha256(state.data).hexdigest()
+    return _send_object(request, run, about.name, about.bytes, digest, f"{job.id}-{step}-{file}")
 
 
 def _send_object(

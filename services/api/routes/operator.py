@@ -98,11 +98,10 @@ def show_health(service: TheService) -> wire.ServiceHealth:
     last = cast(str | None, store.redis.get("kd:reconciler"))
     age = None if last is None else max(0.0, store.read_clock_ms() / 1000 - float(last))
     stages = list_stage_names("worker")
-    depths = store.read_queue_depths(stages)
     serving = {stage: sum(stage in worker.stages for worker in workers) for stage in stages}
     queues = [
-        wire.QueueHealth(stage=stage, waiting=depths[stage], workers=serving[stage])
-        for stage in stages
+        wire.QueueHealth(stage=stage, waiting=waiting, workers=serving[stage])
+        for stage, waiting in store.read_queue_depths(stages).items()
     ]
     full = service.settings.find_full_disk()
     unsuitable = find_unsuitability(store.redis)
