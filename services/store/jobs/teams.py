@@ -123,13 +123,10 @@ class Teams(ScriptedStore):
     def list_team_caches(self) -> dict[str, set[str]]:
         """Each team -> the fingerprints of the caches that its jobs made or read."""
         owners = cast(dict[str, str], self.redis.hgetall("kd:owners"))
-        found: dict[str, set[str]] = {
-            team: set() for team in cast(set[str], self.redis.smembers("kd:teams"))
-        }
-        for owner, team in owners.items():
-            found.setdefault(team, set()).update(
-                cast(set[str], self.redis.smembers(f"kd:caches:{owner}"))
-            )
+        found = {team: set[str]() for team in cast(set[str], self.redis.smembers("kd:teams"))}
+        lists = self._ask_each([*owners], lambda line, owner: line.smembers(f"kd:caches:{owner}"))
+        for owner, fingerprints in lists:
+            found.setdefault(owners[owner], set()).update(fingerprints)
         return found
 
 
