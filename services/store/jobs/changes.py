@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, cast
 
@@ -72,11 +72,7 @@ class JobChanges(ScriptedStore):
         For a day, the same ``key`` of the same caller returns the same job. ``least_memory`` is the
         estimate of the bytes that its models need.
         """
-        fields = build_fields(config, self._max_attempts) | {
-            "request_id": origin.request_id,
-            "traceparent": origin.traceparent,
-            "team": caller.team,
-        }
+        fields = build_fields(config, self._max_attempts) | asdict(origin) | {"team": caller.team}
         if least_memory is not None:
             fields["least_memory"] = str(least_memory)
         limits = ("" if limit is None else limit for limit in (max_open, max_bytes))

@@ -157,6 +157,8 @@ def _parse_claim(reply: list[Any] | None) -> Claim | None:
     if not reply:
         return None
     # The reply has the order of the fields of a claim.
-    job_id, fence, attempt, config, *names, turn = reply
+    job_id, fence, attempt, config, owner, request_id, traceparent, stage, turn = reply
     record = fill_record(json.loads(config))
-    return Claim(job_id, int(fence), int(attempt), record, *names, int(turn))
+    return Claim(
+        job_id, int(fence), int(attempt), record, owner, request_id, traceparent, stage, int(turn)
+    )

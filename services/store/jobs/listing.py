@@ -77,11 +77,9 @@ class JobListing(Workers):
 
     def get(self, job_id: str, caller: Caller = LOCAL_CALLER) -> JobRecord | None:
         """The job, or None if there is none that the caller may see."""
-        found = list(self._read([job_id]))
-        if not found or not (caller.sees_all or found[0].owner == caller.name):
-            return None
-        job = found[0]
-        if job.stage != "precompute" or job.status not in ("running", "pausing", "cancelling"):
+        job = next(iter(self.get_many([job_id], caller)), None)
+        at_work = ("running", "pausing", "cancelling")
+        if job is None or job.stage != "precompute" or job.status not in at_work:
             return job
         # Several workers may capture its cache together.
         view = parse_range_view(self._transition("ranges_view", job.id))
