@@ -52,24 +52,21 @@ def cache_info(fingerprint: console.Fingerprint, home: console.Home = None) -> N
     folder = find_cache_folder(fingerprint, home)
     maker = find_makers(console.make_settings(home=home).runs).get(folder.name, {})
     summary = {**asdict(summarise_cache(folder)), **maker}
-    if not summary["complete"]:
-        if not console.print_as_json(
-            {**summary, "identity": None, "fidelity": [], "overruled": None}
-        ):
-            console.print_facts(summary)
-        return
-    manifest = read_manifest(folder)
-    fidelity = [asdict(row) for row in manifest.fidelity]
-    overruled = manifest.overruled.to_json() if manifest.overruled else None
-    more = {"identity": manifest.identity.to_json(), "fidelity": fidelity, "overruled": overruled}
+    more: dict[str, Any] = {"identity": None, "fidelity": [], "overruled": None}
+    precision = overruled = None
+    if summary["complete"]:
+        manifest = read_manifest(folder)
+        precision = manifest.teacher.identity.describe_precision()
+        more["identity"] = manifest.identity.to_json()
+        more["fidelity"] = [asdict(row) for row in manifest.fidelity]
+        if overruled := manifest.overruled:
+            more["overruled"] = overruled.to_json()
     if console.print_as_json({**summary, **more}):
         return
-    console.print_facts(
-        {**summary, "teacher_precision": manifest.teacher.identity.describe_precision()}
-    )
-    _print_fidelity(fidelity)
-    if manifest.overruled:
-        console.err.print(f"warning: {manifest.overruled.describe()}")
+    console.print_facts({**summary, "teacher_precision": precision})
+    _print_fidelity(more["fidelity"])
+    if overruled:
+        console.err.print(f"warning: {overruled.describe()}")
 
 
 @cache_app.command("verify")
