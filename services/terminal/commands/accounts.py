@@ -88,7 +88,6 @@ def audit(
     rows = []
     for entry in entries:
         more = console.format_value({name: entry[name] for name in entry if name not in _COLUMNS})
-        rows.append(
-            [console.format_time(entry["time"]), *(entry[name] for name in _COLUMNS[2:]), more]
-        )
+        row = [console.format_time(entry["time"]), *(entry[name] for name in _COLUMNS[2:])]
+        rows.append([*row, more])
     console.print_table([*map(str.upper, _COLUMNS[1:]), "MORE"], rows, spare=("MORE",))

@@ -27,7 +27,7 @@ from redis.exceptions import RedisError
 from cache.errors import PotstillError
 from services.api.guards.authentication import require_safe_bind
 from services.process.extras import WORKER, find_missing_packages
-from services.process.lasting_loops import keep_running
+from services.process.lasting_loops import start_loop
 from services.settings import Settings, make_address
 from services.store.connection import connect_redis, describe_failure, require_suitable_store
 from services.store.embedded import StoreUnavailable, find_bind_error, find_free_port, provide_redis
@@ -127,19 +127,17 @@ def running(settings: Settings, workers: int, say: Say) -> Iterator[Settings]:
         processes = _list_processes(settings, workers)
         stopping = threading.Event()
         restart = partial(_restart_ended, processes, ensure_store, stopping, say)
-        restarter = threading.Thread(
-            target=keep_running, args=("restarter", restart, stopping), name="restarter"
-        )
         try:
             for process in processes:
                 process.start()
             _await_api(settings, processes[0])
-            restarter.start()
-            yield settings
-        finally:
-            stopping.set()
-            if restarter.is_alive():
+            restarter = start_loop("restarter", restart, stopping)
+            try:
+                yield settings
+            finally:
+                stopping.set()
                 restarter.join()
+        finally:
             # The workers need their grace time to save, and some more to end.
             stop_processes(processes, settings.stop_grace_seconds + 10)
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.terminal import console
-from services.terminal.commands.upkeep import STORE_TIMEOUT, find_embedded_url
+from services.terminal.commands.recovery import connect_store
+from services.terminal.commands.upkeep import find_embedded_url
 from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
@@ -63,19 +64,15 @@ def _opening(settings: Settings) -> Iterator[Data]:
 
     An embedded store that is stopped is started for this command.
     """
-    from redis.exceptions import RedisError
-
     from services.store.backup import open_store
-    from services.store.connection import connect_redis
+    from services.store.embedded import StoreUnavailable
     from services.store.formats import Data
 
     with ExitStack() as stack:
         client = None
         if settings.redis_url is not None:
-            named = stack.enter_context(connect_redis(settings.redis_url, STORE_TIMEOUT))
-            with suppress(RedisError):
-                named.ping()
-                client = named
+            with suppress(StoreUnavailable):
+                client = stack.enter_context(connect_store(settings)).redis
         elif find_embedded_url(settings.home / "redis") is not None:
             client = stack.enter_context(open_store(settings))
         yield Data(settings, client)
