@@ -175,13 +175,13 @@ def job_metrics(
 
 def _read_points(service: Service, job: Job, after: int, before: int | None) -> list[Json]:
     """Read the points of a range from the run's file, else from the store, which thins them."""
+    if before is None:
+        return service.store.read_metrics(job.id, after)
     settings = service.settings
-    if before is not None:
-        found = read_metrics_file(settings.runs, settings.run_dir(job.id), after, before)
-        if found is not None:
-            return found
-    points = service.store.read_metrics(job.id, after)
-    return points if before is None else [each for each in points if each["step"] < before]
+    found = read_metrics_file(settings.runs, settings.run_dir(job.id), after, before)
+    if found is not None:
+        return found
+    return [each for each in service.store.read_metrics(job.id, after) if each["step"] < before]
 
 
 def _group_series(points: list[Json]) -> dict[str, list[Point]]:
