@@ -118,9 +118,8 @@ class Reconciler:
             log.warning("%s: its deadline has passed", job_id)
 
     def _repair(self) -> None:
-        self._next_to_repair, ids = self._store.repair(
-            self._next_to_repair, self._settings.lease_seconds
-        )
+        lease_seconds = self._settings.lease_seconds
+        self._next_to_repair, ids = self._store.repair(self._next_to_repair, lease_seconds)
         for job_id in ids:
             log.warning(
                 "%s: its lease, its place in the queue, or the end of a dependency was lost", job_id

@@ -41,11 +41,10 @@ class NightlyRetention:
         if not ages:
             return
         now = now or self._store.read_clock()
-        today = f"kd:retention:{now.date()}"
         if now.hour != self._settings.retain_hour:
             return
         # For longer than the day, so that no other process begins a pass of it.
-        if self._store.redis.set(today, "1", nx=True, ex=timedelta(days=2)):
+        if self._store.redis.set(f"kd:retention:{now.date()}", "1", nx=True, ex=timedelta(days=2)):
             scene = look(self._settings, self._store, ages)
             items = takewhile(lambda _: not self._stopping.is_set(), find_items(scene))
             audit = partial(AuditLog(self._settings).record, "retention")

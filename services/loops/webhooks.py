@@ -278,9 +278,7 @@ class Webhooks:
     async def step(self) -> int:
         """Send the messages that are due and record the results. Returns their number."""
         found = await self._run_in_thread(self._store.lease_webhooks, LEASE_SECONDS, AT_ONCE)
-        outcomes = await asyncio.gather(
-            *(self._deliver(delivery) for delivery in found), return_exceptions=True
-        )
+        outcomes = await asyncio.gather(*map(self._deliver, found), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):  # sent again when its lease ends
                 raise outcome
@@ -324,12 +322,11 @@ class Webhooks:
 
         Raises ``PotstillError`` if host or address is not allowed. Reads no body.
         """
+        host = _decode_host(url)
         if not self._hosts.allows(url):
             remedy = "KD_WEBHOOK_HOSTS lists the receivers."
-            raise _make_config_error(f"{_decode_host(url)} is no longer allowed.", remedy)
-        address = await self._run_in_thread(
-            resolve_public_address, _decode_host(url), self._hosts.names
-        )
+            raise _make_config_error(f"{host} is no longer allowed.", remedy)
+        address = await self._run_in_thread(resolve_public_address, host, self._hosts.names)
         headers = self._signer.headers(message, int(time.time())) | {
             "Host": url.netloc.decode(),
             "Content-Type": "application/json",
@@ -337,7 +334,7 @@ class Webhooks:
         }
         pinned = url.copy_with(host=address)
         # The certificate must still be the one of the name.
-        checked = {"sni_hostname": _decode_host(url)}
+        checked = {"sni_hostname": host}
         # Each message has its own client, because an open connection was checked for another name.
         # There is no proxy, because a proxy would look up the name again.
         async with (
