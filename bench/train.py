@@ -77,7 +77,7 @@ from kd.loss.targets import Targets
 from kd.loss.whole_targets import HiddenTarget
 from kd.models.lm_head import LMHead, find_lm_head
 from kd.models.loading import hide_progress_bars, load_teacher
-from kd.models.precision import Precision, compute_target_hidden_states, set_tf32
+from kd.models.precision import Precision, allow_tf32, compute_target_hidden_states
 from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizers import load_tokenizer
 from kd.optim.optimizers import make_optimizer
@@ -329,7 +329,7 @@ def distill_live(setting: Setting, student: PreTrainedModel, config: JobConfig) 
     scheduler = make_scheduler(optimizer, options, setting.pace.total)
     objective = Objective.of(config.loss)
     precision = Precision.choose(options.precision, DEVICE)
-    set_tf32(DEVICE, options.tf32)
+    allow_tf32(DEVICE)
     student.train()
     for batch in iterate_batches(setting):
         targets = Targets(
@@ -351,7 +351,7 @@ def run_teacher_alone(setting: Setting) -> Iterator[None]:
     head = find_lm_head(setting.teacher, setting.sizes.vocabulary)
     options = setting.job().require_train()
     precision = Precision.choose(options.precision, DEVICE)
-    set_tf32(DEVICE, options.tf32)
+    allow_tf32(DEVICE)
     size = choose_chunk_positions(head.vocabulary, DEVICE)
     for batch in iterate_batches(setting):
         target = make_teacher_target(setting.teacher, head, batch, precision)

@@ -186,9 +186,6 @@ class TrainConfig(Section):
     on GPUs of the Ada and Hopper generations and later; precision must be auto or bf16. It is worth
     it for wide layers (4,096 and more) with train.compile."""
 
-    tf32: bool = True
-    """Let float32 matrix products use TF32, on GPUs that have it."""
-
     gradient_checkpointing: Checkpointing = "none"
     """Recompute activations in the backward pass to save memory: none, full = of every layer, sqrt
     = in about sqrt(layers) groups, n = of every n-th layer."""

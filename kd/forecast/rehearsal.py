@@ -242,7 +242,7 @@ def _rehearse_training(
     run, _ = _take_steps(changed, source, folder / "there", counter)
     held = sum(each.nbytes for each in (*run.loss_module.parameters(), *run.loss_module.buffers()))
     needed = held + counter.peak_bytes + CUDA_CONTEXT
-    seconds = passes * counter.estimate_seconds(kind, options.tf32)
+    seconds = passes * counter.estimate_seconds(kind, tf32=True)
     return training, {"training": (needed, seconds)}
 
 

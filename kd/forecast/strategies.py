@@ -311,7 +311,7 @@ class _Training:
         layers = step.student.layers
         recomputed = sum(step.groups) / layers
         dtype = "fp32" if options.precision == "fp32" else "bf16"
-        rate = ASSUMED_UTILIZATION * self.rates.find_rate(dtype, options.tf32)
+        rate = ASSUMED_UTILIZATION * self.rates.find_rate(dtype, tf32=True)
         tokens = options.batch_size * step.length
         products = tokens * self.work.count_training(step.length, recomputed) / rate
         launches = layers * LAYER_LAUNCHES * (1 + recomputed / 3) + PASS_LAUNCHES

@@ -136,14 +136,13 @@ def round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def set_tf32(device: torch.device, wanted: bool) -> None:
-    """Let float32 products use TF32, if ``wanted`` and if the device supports it.
+def allow_tf32(device: torch.device) -> None:
+    """Let float32 products use TF32 if the device supports it.
 
     This switch of torch acts on the whole process and is meant for training. Code that needs all
     of float32 uses ``float32_products``.
     """
-    uses = wanted and find_hardware(device).tf32
-    torch.set_float32_matmul_precision("high" if uses else "highest")
+    torch.set_float32_matmul_precision("high" if find_hardware(device).tf32 else "highest")
 
 
 @contextmanager

@@ -60,6 +60,12 @@ REMOVED: dict[str, RemovedField] = {
         "call kd.run_job within torch.profiler.profile.",
         None,
     ),
+    "train.tf32": RemovedField(
+        "Remove it: float32 products use TF32 on GPUs that have it. NVIDIA_TF32_OVERRIDE=0 in the "
+        "environment of kd run, or of the worker, turns it off.",
+        (True,),
+        after="fp8",
+    ),
     "train.dataloader_prefetch_factor": RemovedField(
         "Remove it: each thread reads two steps ahead; raise train.dataloader_num_workers.", None
     ),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kd.config.train import TrainConfig
 from kd.models.layers import is_hollow
-from kd.models.precision import Precision, set_tf32
+from kd.models.precision import Precision, allow_tf32
 from kd.models.products.float8 import require_float8
 from kd.parallel.group import Group
 from kd.parallel.values import require_same_parameters
@@ -40,7 +40,7 @@ def place_student(setting: TrainingSetting, options: TrainConfig) -> None:
     """Bring the student to where it is at first, which is the same student on every rank."""
     if options.fp8:
         require_float8(setting.device)
-    set_tf32(setting.device, options.tf32)
+    allow_tf32(setting.device)
     # Where rows have many widths, plans for all of them cost more than they gain
     # (``kd.models.attention.kernels.WITHOUT_PLANS``).
     torch.backends.cuda.enable_cudnn_sdp(options.order != "length")

@@ -93,9 +93,14 @@ def compute_resume_identity(
             del teacher[name]
         if teacher["quantization"] is None:
             del teacher["quantization"]
+    options = restore_removed(train.model_dump(mode="json"), "train.")
+    for name in (FREE_FIELDS | unused | free) & options.keys():
+        del options[name]
     content = [
-        TypeAdapter(Json).dump_json(restore_removed(sections)).decode(),
-        train.model_dump_json(exclude=FREE_FIELDS | unused | free),
+        *(
+            TypeAdapter(Json).dump_json(each).decode()
+            for each in (restore_removed(sections), options)
+        ),
         source_identity,
     ]
     if train.order == "windows":

@@ -19,8 +19,8 @@ from kd.models.precision import (
     LEAST_SCALE,
     Precision,
     ScalerWatch,
+    allow_tf32,
     make_scaler,
-    set_tf32,
 )
 from kd.models.teacher_files import TeacherFiles
 
@@ -53,7 +53,7 @@ def test_auto_is_decided_by_the_hardware(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     precision = Precision.choose("auto", GPU)
     assert torch.get_float32_matmul_precision() == "highest", "whoever asks changes nothing"
-    set_tf32(GPU, wanted=True)
+    allow_tf32(GPU)
     assert precision.dtype == dtype
     assert precision.scales_loss == (dtype == torch.float16)
     assert torch.get_float32_matmul_precision() == products
@@ -88,13 +88,6 @@ def test_a_teacher_keeps_the_precision_of_its_weights_where_the_gpu_has_it(
         section = TeacherConfig(model=str(tmp_path), dtype="bfloat16")
         asked = TeacherFiles(section, tmp_path)
         assert choose_teacher_dtype(asked, GPU) == torch.bfloat16
-
-
-def test_tf32_has_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    for tf32, products in ((True, "high"), (False, "highest"), (True, "high")):
-        set_tf32(GPU, tf32)
-        assert torch.get_float32_matmul_precision() == products
 
 
 def test_a_cpu_computes_in_float32_unless_told_otherwise() -> None:
