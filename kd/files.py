@@ -22,6 +22,8 @@ from kd.errors import ModelError, TrainingError
 LOCK = ".lock"
 #: The folder of a run that holds the files of workers which helped with its capture.
 HELPERS = "helpers"
+#: The folder in a run folder through which its ranks get their order.
+RANKS = "ranks"
 #: File in a run folder that tells the format of the folder.
 MARK = "run.json"
 #: File beside a student that has its job and its report.

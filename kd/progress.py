@@ -193,6 +193,23 @@ class SharedCapture:
     knots: int | None = None
 
 
+@dataclass(frozen=True)
+class HostPlace:
+    """The place of this host among ``count`` that work on one stage; ``number`` 0 leads.
+
+    The ranks of all hosts meet at ``endpoint``, an address and a port of the leader, with a ``key``
+    that no other job knows. ``address`` is that of this host, and ``run_dir`` the folder of the
+    run, which all hosts see.
+    """
+
+    number: int
+    count: int
+    endpoint: str
+    key: str
+    address: str
+    run_dir: str
+
+
 class ShardRanges(Protocol):
     """Hands the shards of one capture to its workers, a range at a time.
 
@@ -239,13 +256,14 @@ class Monitor:
 
     ``patient``: whether the run waits while another process does the same work; otherwise it raises
     ``WorkHeldByAnother``. ``ranges`` hands out the shards of a capture by several workers; None for
-    a capture by only this process.
+    a capture by only this process. ``host`` is for a stage that several hosts share.
     """
 
     listen: Callable[[Event], None] = _ignore
     should_stop: Callable[[], bool] = _never_stop
     patient: bool = True
     ranges: ShardRanges | None = None
+    host: HostPlace | None = None
     _pulse: Liveness = field(default_factory=Liveness, repr=False, compare=False)
 
     def emit(self, type: str, **data: Any) -> None:

@@ -21,6 +21,10 @@ class Resources(Section):
     GPU if the worker has any, 0 = none. More than one train a student together (train.strategy). A
     capture uses the first one, unless its teacher is spread (teacher.parallel)."""
 
+    hosts: int = Field(1, ge=1, le=1024)
+    """Hosts that train the student together, each a worker with `gpus` devices, or one of the hosts
+    of a torchrun (python -m kd.rank). They need the same KD_HOME on a shared disk."""
+
     memory: Annotated[int, Field(ge=1, le=1 << 50), AS_BYTES] | None = None
     """Memory of each GPU, or of the host if it has none: a number of bytes, or text such as
     "16GiB". Without a GPU it is also the limit of the run, which fails with out_of_memory above it;
@@ -32,6 +36,11 @@ class Resources(Section):
     their number. They need the same texts and models at the same paths, and the same KD_HOME on a
     shared disk, or a bucket. `kd run` uses one process. Not for a teacher that is split among
     processes (teacher.parallel fsdp or tensor)."""
+
+    @property
+    def devices(self) -> int:
+        """The devices that work together, on all hosts."""
+        return self.hosts * (self.gpus or 1)
 
 
 class Placement(Section):

@@ -35,7 +35,9 @@ Compile = Annotated[
 ]
 
 DropoutShare = Annotated[float, Field(ge=0, lt=1)]
-Strategy = Literal["auto", "single", "ddp", "fsdp", "pipeline"]
+Strategy = Literal["auto", "single", "ddp", "fsdp", "hsdp", "pipeline"]
+#: Those by which a device holds a part of every parameter.
+SHARDED = ("fsdp", "hsdp")
 
 
 @dataclass(frozen=True)
@@ -198,11 +200,12 @@ class TrainConfig(Section):
     strategy: Strategy = "auto"
     """How several devices (resources.gpus) train one student. ddp: each holds the whole student,
     and gradients are averaged. fsdp: each holds a part of the weights, gradients and optimiser
-    state (FSDP2), for students that do not fit on one device. pipeline: each holds some consecutive
+    state (FSDP2), for students that do not fit on one device. hsdp: fsdp within each host, and ddp
+    between hosts (resources.hosts), over slower links. pipeline: each holds some consecutive
     layers, and sends only hidden states, for slow links; of M = gradient_accumulation_steps and S
-    devices, a device waits for (S - 1) / (M + S - 1) of a step. single: one device. auto: ddp, or
-    fsdp if the memory estimate says that ddp does not fit. A step has as many sequences as on one
-    device, in equal parts."""
+    devices, a device waits for (S - 1) / (M + S - 1) of a step. single: one device. auto: the
+    first of ddp, hsdp and fsdp that fits by the memory estimate. A step has as many sequences as on
+    one device, in equal parts."""
 
     fsdp_offload: bool = False
     """Keep each GPU's part of the weights, gradients and optimiser state in the host's memory
@@ -323,10 +326,10 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _only_parts_are_offloaded(self) -> Self:
-        if self.fsdp_offload and self.strategy != "fsdp":
+        if self.fsdp_offload and self.strategy not in SHARDED:
             raise ValueError(
-                f"train.fsdp_offload needs train.strategy fsdp, but it is {self.strategy}: the "
-                "other strategies keep whole weights on the device"
+                f"train.fsdp_offload needs train.strategy fsdp or hsdp, but it is {self.strategy}, "
+                "which keeps whole weights on the device"
             )
         return self
 

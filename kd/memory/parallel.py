@@ -29,7 +29,7 @@ from kd.memory.step_bytes import StepMemory, StepShape
 from kd.optim.state_size import count_trained_bytes
 from kd.parallel.limits import list_unsharded_fields
 
-ParallelStrategy = Literal["single", "ddp", "fsdp", "pipeline"]
+ParallelStrategy = Literal["single", "ddp", "fsdp", "hsdp", "pipeline"]
 #: Layers that FSDP has whole at the same time: the one in use, and the next.
 _WHOLE_LAYERS = 2
 #: Bytes of a number that FSDP reduces, in float32.
@@ -42,24 +42,34 @@ LINK_SHARE = 0.8
 HEADROOM = 0.1
 
 
-def list_strategies(options: TrainConfig, ranks: int) -> tuple[ParallelStrategy, ...]:
-    """List the strategies by which ``ranks`` devices can train with ``options``, in their order."""
+def list_strategies(
+    options: TrainConfig, ranks: int, per_host: int | None = None
+) -> tuple[ParallelStrategy, ...]:
+    """List the strategies by which ``ranks`` devices can train with ``options``, in their order.
+
+    ``per_host`` is the number of devices of each host; None: all are in one.
+    """
     if ranks == 1:
         return ("single",)
     if options.fsdp_offload:
         return ("fsdp",)
-    return ("ddp",) if list_unsharded_fields(options) else ("ddp", "fsdp")
+    if list_unsharded_fields(options):
+        return ("ddp",)
+    return ("ddp", "fsdp") if per_host in (None, 1, ranks) else ("ddp", "hsdp", "fsdp")
 
 
-def choose_strategy(step: StepShape, ranks: int, room: int | None) -> ParallelStrategy:
+def choose_strategy(
+    step: StepShape, ranks: int, room: int | None, per_host: int | None = None
+) -> ParallelStrategy:
     """Choose what train.strategy "auto" means: the simplest strategy whose step fits a device.
 
     ``room`` are the bytes that a device has for the step; None, if they are not known, counts as
     enough. Where no strategy fits it is the last one, which needs least.
     """
-    found = list_strategies(step.options, ranks)
+    found = list_strategies(step.options, ranks, per_host)
     for strategy in found:
-        if room is None or estimate_rank(step, strategy, ranks).total <= count_usable(room):
+        parts = per_host if strategy == "hsdp" and per_host else ranks
+        if room is None or estimate_rank(step, strategy, parts).total <= count_usable(room):
             return strategy
     return found[-1]
 
@@ -75,6 +85,7 @@ def count_usable(size: int) -> int:
 def estimate_rank(step: StepShape, strategy: ParallelStrategy, ranks: int) -> StepMemory:
     """The bytes of ``step`` on the rank that needs most, of those that share it by ``strategy``.
 
+    By hsdp the ranks of one host share it.
     The options of ``step`` are those of a rank: its batch_size is the micro-batch of one forward
     pass. The first of N stages of a pipeline has N micro-batches in flight, which keep in an N-th
     of the layers what one keeps in all.

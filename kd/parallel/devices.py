@@ -8,6 +8,7 @@ import torch
 
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
+from kd.parallel.standing import find_standing_ranks
 from kd.parallel.variables import CPU, DEVICES_VARIABLE, split_names
 
 
@@ -18,14 +19,31 @@ def count_devices() -> int:
     return max(split_names(os.environ.get(DEVICES_VARIABLE, "")).count(CPU), 1)
 
 
-def count_ranks(config: JobConfig) -> int:
-    """Count the ranks of ``config``: one on each device that it asks for.
+def count_ranks(config: JobConfig, hosts: int | None = None) -> int:
+    """Count the ranks of a stage of ``config``: one on each device that it asks for.
 
-    Raises ``ConfigError`` where there are fewer devices. A job that asks for one or none has one
-    rank, on the first GPU or on the CPU.
+    ``hosts`` is the number of those that share a training; None for a stage that needs one.
+    Raises ``ConfigError`` where there are fewer. A job that asks for one device or none has one
+    rank on each host, on the first GPU or on the CPU.
     """
-    wanted = config.resources.gpus or 1
-    found = count_devices()
+    resources = config.resources
+    if (ranks := find_standing_ranks()) is not None:
+        if resources.devices != ranks.group.size:
+            detail = (
+                f"the job asks for {resources.devices} devices (resources.hosts x resources.gpus), "
+                f"but torchrun has started {ranks.group.size} processes."
+            )
+            remedy = "Give torchrun --nnodes hosts and --nproc-per-node gpus, or change the job."
+            raise ConfigError([Problem("/resources", detail, remedy)])
+        return resources.devices
+    if hosts is not None and hosts != resources.hosts:
+        detail = f"it asks for {resources.hosts} hosts, but this run has {hosts}."
+        remedy = (
+            "Submit the job to a service with as many workers, or start it by torchrun on each "
+            "host (docs/how-to/several-hosts.md)."
+        )
+        raise ConfigError([Problem("/resources/hosts", detail, remedy)])
+    wanted, found = resources.gpus or 1, count_devices()
     if wanted > found:
         detail = f"it asks for {wanted} devices, but this process may use {found}."
         remedy = (
@@ -33,4 +51,4 @@ def count_ranks(config: JobConfig) -> int:
             "makes two devices of a CPU."
         )
         raise ConfigError([Problem("/resources/gpus", detail, remedy)])
-    return wanted
+    return wanted * (hosts or 1)

@@ -30,11 +30,15 @@ class Group:
     """The number of this rank and of all ranks. Rank 0 leads: it alone reports and writes files.
 
     ``staged``: the ranks are the stages of a pipeline, which all work on the same sequences.
+    ``lasting``: the ranks stay together after a stage, because others follow.
+    ``per_host`` is the number of ranks of each host.
     """
 
     rank: int = 0
     size: int = 1
+    per_host: int = 1
     staged: bool = False
+    lasting: bool = False
 
     @property
     def leads(self) -> bool:
@@ -102,8 +106,8 @@ class Group:
 ALONE = Group()
 
 
-def join_group() -> Group:
-    """Join the ranks that torchrun has started.
+def join_group(lasting: bool = False) -> Group:
+    """Join the ranks that torchrun has started, on one host or on several.
 
     Tensors in memory go through gloo and those on GPUs through NCCL.
     """
@@ -112,11 +116,13 @@ def join_group() -> Group:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=PATIENCE)
-    return Group(dist.get_rank(), dist.get_world_size())
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    return Group(dist.get_rank(), dist.get_world_size(), per_host, lasting=lasting)
 
 
 def leave_group(group: Group) -> None:
-    """Leave the ranks, once all of them are here; ``group`` is of no use afterwards."""
+    """Leave the ranks, once all of them are here; ``group`` is of no use then unless it lasts."""
     if not group.alone:
         group.wait()
-        dist.destroy_process_group()
+        if not group.lasting:
+            dist.destroy_process_group()

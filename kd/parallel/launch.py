@@ -2,7 +2,8 @@
 
     this process --> torchrun (agent.py) --> rank 0, rank 1, ...
 
-    run_dir/ranks/    order.json, and why ranks failed; it exists while they run
+    run_dir/ranks/    order.json, and why ranks failed; it exists while they run, and all hosts
+                      that share the stage see it
     stdin             this process writes nothing; its end asks every rank to save and to stop
     stdout            rank 0 writes its events, and its result as the last one
 
@@ -11,40 +12,45 @@ If this process ends, however it ends, the kernel kills torchrun, and with it th
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cache.disk import make_folder, remove_path, storage_errors
 from cache.json_object import Json
 from kd.errors import RankLost
-from kd.files import read_json, write_json
-from kd.parallel.agent import END_SIGNAL, FAILURES
+from kd.files import RANKS, read_json, write_json
+from kd.parallel.addresses import name_interface, require_reachable
+from kd.parallel.agent import END_SIGNAL, FAILURES, ONLY_HOST
 from kd.parallel.children import build_path, relay_events
 from kd.parallel.rank_failures import RankError, read_first_failure
-from kd.progress import Event, Monitor
+from kd.parallel.standing import find_standing_ranks
+from kd.progress import Event, HostPlace, Monitor
 
 #: The module of a rank; it is above this one, because it runs the pipeline.
 RANK_MODULE = "kd.rank"
-#: The folder in a run folder through which the ranks get their order.
-FOLDER = "ranks"
 #: From where a job goes on.
 KEPT = "it continues from its newest checkpoint, or after its last sealed shard"
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The work of all ranks: a stage of a job, the folder of caches, and the run folder."""
+    """The work of all ranks: a stage of a job, the folder of caches, and the run folder.
+
+    ``key`` is that of the hosts that share the stage (``kd.progress.HostPlace``).
+    """
 
     stage: str
     config: Json
     home: str
     run_dir: str
+    key: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> RankOrder:
@@ -55,10 +61,15 @@ class RankOrder:
 def run_in_ranks(order: RankOrder, count: int, monitor: Monitor, module: str = RANK_MODULE) -> Json:
     """Run ``order`` in ``count`` ranks, and return the result of rank 0.
 
+    If this process was started as one of that many, none is started. If several hosts share the
+    stage, each starts its part of them.
     Raises the error of the rank that failed first: ``Interrupted`` after a stop, and ``RankLost``
     where a rank was killed.
     """
-    folder = Path(order.run_dir) / FOLDER
+    if (ranks := find_standing_ranks()) is not None:
+        return ranks.run(asdict(order), monitor)
+    host = monitor.host
+    folder = Path(order.run_dir) / RANKS
     with storage_errors(folder):
         remove_path(folder)  # an earlier process may have been killed
         make_folder(folder)
@@ -71,8 +82,8 @@ def run_in_ranks(order: RankOrder, count: int, monitor: Monitor, module: str = R
             monitor.listen(event)
 
     try:
-        write_json(folder / "order.json", asdict(order))
-        with _running_agent(folder, count, module) as process:
+        write_json(folder / "order.json", asdict(replace(order, key=host.key if host else "")))
+        with _running_agent(folder, count, module, host) as process:
             relay_events(process, listen, monitor.should_stop)
             code = process.wait()
         if code == 0 and results:
@@ -82,16 +93,34 @@ def run_in_ranks(order: RankOrder, count: int, monitor: Monitor, module: str = R
         remove_path(folder)
 
 
+def join_ranks(host: HostPlace, count: int, monitor: Monitor, module: str = RANK_MODULE) -> None:
+    """Run the ranks of ``host``, which does not lead; there are ``count`` on all hosts.
+
+    Raises as ``run_in_ranks`` does, and ``TrainingError`` if the leader cannot be reached.
+    """
+    require_reachable(host)
+    folder = Path(host.run_dir) / RANKS
+    with _running_agent(folder, count, module, host) as process:
+        relay_events(process, monitor.listen, monitor.should_stop)
+        code = process.wait()
+    if code:
+        raise _find_error(folder, code)
+
+
 @contextmanager
-def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess.Popen[bytes]]:
+def _running_agent(
+    folder: Path, count: int, module: str, host: HostPlace | None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run torchrun for the length of the block; it is killed where the block raises."""
     # -P keeps the working folder out of the path: it may hold a folder named kd.
     command = [sys.executable, "-P", "-m", "kd.parallel.agent"]
+    place = json.dumps(asdict(host or ONLY_HOST))
+    variables = {"PYTHONPATH": build_path(), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        [*command, str(folder), str(count), module, str(os.getpid())],
+        [*command, str(folder), str(count), module, str(os.getpid()), place],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": build_path(), "PYTHONUNBUFFERED": "1"},
+        env=os.environ | variables | (name_interface(host.address) if host else {}),
     ) as process:
         try:
             yield process
@@ -101,7 +130,8 @@ def _running_agent(folder: Path, count: int, module: str) -> Iterator[subprocess
 
 def _find_error(folder: Path, code: int) -> Exception:
     """The error that ended the ranks, from what they and torchrun have written."""
-    codes = read_json(folder / FAILURES) or {}
+    found = [read_json(path) or {} for path in sorted(folder.glob(FAILURES.format("*")))]
+    codes = {rank: code for each in found for rank, code in each.items()}
     # By END_SIGNAL torchrun has ended the ranks that were left.
     killed = {rank: -each for rank, each in codes.items() if each < 0 and -each != END_SIGNAL}
     if killed:

@@ -4,6 +4,8 @@
     ddp      every rank holds the whole student; gradients are averaged over the ranks
     fsdp     every rank holds a part of each parameter, of its gradient and of the optimiser's
              state; a layer is whole on a rank only while it computes (FSDP2, ZeRO stage 3)
+    hsdp     fsdp among the ranks of a host; each host holds all parts, and gradients are averaged
+             over the hosts
     pipeline every rank holds some consecutive layers (kd/parallel/stages.py)
 
 Body, LM head and loss are one module, ``WholeLoss``, because torch's wrappers act in the forward
@@ -65,7 +67,7 @@ def shard(
     groups: Sequence[Sequence[nn.Module]],
     dtype: torch.dtype,
     device: torch.device,
-    group: Group,
+    mesh_shape: tuple[int, ...],
     offload: bool = False,
 ) -> WholeLoss:
     """Let every rank keep a part of each parameter of ``loss``; it becomes a ``FSDPModule``.
@@ -73,10 +75,12 @@ def shard(
     The values are those of rank 0. The layers of each of ``groups`` are gathered for their own
     forward and backward pass, and compute in ``dtype`` on ``device``. All other parameters, those
     of the embeddings and the LM head, are gathered for the whole pass and stay in their own type:
-    the loss rounds the LM head itself. Gradients are summed in float32. With ``offload`` the parts,
-    their gradients and what an optimiser keeps of them lie in the host's memory between the passes.
+    the loss rounds the LM head itself. Gradients are summed in float32. ``mesh_shape`` is (ranks,),
+    or (hosts, ranks of a host) for parts that each host has. With ``offload`` the parts, their
+    gradients and what an optimiser keeps of them lie in the host's memory between the passes.
     """
-    mesh = init_device_mesh(device.type, (group.size,))
+    names = ("hosts", "ranks")[-len(mesh_shape) :]
+    mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=names)
     reduced = fsdp.MixedPrecisionPolicy(
         param_dtype=None if dtype.itemsize >= 4 else dtype,
         reduce_dtype=None if dtype.itemsize >= 4 else torch.float32,

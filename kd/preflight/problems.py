@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from kd.buckets.inputs import avoiding_buckets
 from kd.config.extras import find_missing_extras, find_missing_harness
 from kd.config.job import JobConfig
-from kd.config.train import TrainConfig
+from kd.config.train import SHARDED, TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.parallel.limits import list_unsharded_fields, list_unstaged_fields
 from kd.parallel.variables import CPU, DEVICES_VARIABLE, split_names
@@ -170,7 +170,7 @@ def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
 
 def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
     """Refuse devices that the job could not use, and work that they cannot share equally."""
-    devices = config.resources.gpus or 1
+    devices = config.resources.devices
     teacher = config.captured_teacher
     parallel = "none" if teacher is None else teacher.parallel
     is_shared = teacher is not None and teacher.is_shared
@@ -219,14 +219,18 @@ def _find_training_problems(
             "devices cannot share equally.",
             f"Make the product a multiple of {devices}, or change resources.gpus.",
         )
-    elif train.strategy == "fsdp":
+    elif train.strategy in SHARDED:
         # What cannot be done where each device holds a part of every parameter.
         remedy = "Change it, or set train.strategy to ddp."
         for name, why in list_unsharded_fields(train):
-            yield Problem(f"/train/{name}", f"train.strategy is fsdp, but {why}.", remedy)
+            yield Problem(
+                f"/train/{name}", f"train.strategy is {train.strategy}, but {why}.", remedy
+            )
         if config.loss.looks_ahead:
             mode = getattr(config.loss.temperature, "mode", "")
-            detail = f"train.strategy is fsdp, but {mode} needs gradients of whole weights."
+            detail = (
+                f"train.strategy is {train.strategy}, but {mode} needs gradients of whole weights."
+            )
             yield Problem("/loss/temperature/mode", detail, remedy)
 
 

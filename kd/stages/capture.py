@@ -131,7 +131,7 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
     )
     require_rows(student, vocabulary)
     train = config.train
-    stages = config.resources.gpus or 1
+    stages = config.resources.devices
     if train is not None and train.strategy == "pipeline" and stages > 1:
         require_stages(config.loss, student, stages)
     # A fresh student is a Llama, and one cut out of the teacher computes as the teacher does.

@@ -32,7 +32,9 @@ from kd.training.uploads import CheckpointUploads
 def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> StageResult:
     """Train the student on as many devices as the job asks for, each with a process of its own."""
     # Devices may be for the teacher alone.
-    ranks = 1 if config.require_train().strategy == "single" else count_ranks(config)
+    ranks = 1
+    if config.require_train().strategy != "single":
+        ranks = count_ranks(config, monitor.host.count if monitor.host else 1)
     if ranks == 1:
         return run_training(config, home, run_dir, monitor)
     order = RankOrder(TRAIN.name, config.model_dump(mode="json"), str(home), str(run_dir))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kd.checks.slow_disk import DiskWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig
-from kd.config.train import TrainConfig
+from kd.config.train import SHARDED, TrainConfig
 from kd.memory.auto_batch import find_fitting_micro_batch, rehearse_step
 from kd.memory.step_bytes import resize_micro_batch
 from kd.memory.step_memory import estimate_optimizer_bytes, reset_peak_memory
@@ -76,9 +76,9 @@ def prepare(
     place_student(setting, options)
     lm_head, memory, strategy = examine_student(setting, config.data, config.loss, options)
     change_layers(setting, options)
-    if strategy != "fsdp":
+    if strategy not in SHARDED:
         allocate(student, device)
-    compilation = compile_student(student, options.compile, device, strategy == "fsdp")
+    compilation = compile_student(student, options.compile, device, strategy in SHARDED)
     loss = make_loss(setting, config.loss, options, lm_head.refresh(student))
     parts = StepParts.of(setting, options, loss, strategy)
     identity = RunIdentity.of(config, source.fingerprint)

@@ -81,4 +81,5 @@ def _make_loss_module(
     together = group_layers(layers, options.gradient_checkpointing)
     taken = {layer for each in together for layer in each}
     groups = [*together, *([layer] for layer in layers if layer not in taken)]
-    return shard(whole, groups, loss.precision.dtype, loss.device, group, options.fsdp_offload)
+    mesh = (group.size // group.per_host, group.per_host) if strategy == "hsdp" else (group.size,)
+    return shard(whole, groups, loss.precision.dtype, loss.device, mesh, options.fsdp_offload)

@@ -74,7 +74,8 @@ def examine_student(
             student, options, *what, looks_ahead=loss.looks_ahead, device=setting.device
         )
         strategy = _choose_strategy(loss, step, room, group)
-        found = asdict(estimate_rank(step, strategy, group.size)), strategy
+        parts = group.per_host if strategy == "hsdp" else group.size
+        found = asdict(estimate_rank(step, strategy, parts)), strategy
     fields, strategy = group.share(found)
     memory = StepMemory(**fields)
     batches = count_pinned_bytes(setting.source, options) if on_gpu else 0
@@ -93,7 +94,7 @@ def _choose_strategy(
         return "single"
     if asked != "auto":
         return asked
-    return "ddp" if loss.looks_ahead else choose_strategy(step, group.size, room)
+    return "ddp" if loss.looks_ahead else choose_strategy(step, group.size, room, group.per_host)
 
 
 def change_layers(setting: TrainingSetting, options: TrainConfig) -> None:

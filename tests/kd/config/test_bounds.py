@@ -214,6 +214,7 @@ BOUNDS = [
     ("deadline_seconds", [0, 31_622_401, "soon"], [1, 31_622_400]),
     ("max_attempts", [0, 1001], [1, 1000]),
     ("resources.gpus", [-1, 65, 0.5], [0, 64]),
+    ("resources.hosts", [0, 1025, 0.5], [1, 1024]),
     ("resources.memory", [0, "16 Gigs", "2PiB", -1], [1, "16GiB", "1.5 GB", "80G"]),
     (
         "webhook",

@@ -15,7 +15,7 @@ import pytest
 from bench.support.paths import ROOT
 from bench.support.waiting import wait_until
 from kd.errors import ConfigError, Interrupted, NotFinite, RankLost
-from kd.parallel.launch import FOLDER
+from kd.files import RANKS
 from kd.parallel.rank_failures import RankError
 from kd.progress import Event, Monitor
 from tests.support.kd.sharing.processes import list_processes
@@ -32,7 +32,7 @@ def test_events_and_result_of_rank_0_arrive(tmp_path: Path) -> None:
     events: list[Event] = []
     assert launch("succeed", tmp_path, Monitor(events.append)) == {"answer": 42, "wild": None}
     assert events == [Event("progress", {"done": 1})]
-    assert not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / RANKS).exists()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_error_of_one_rank_ends_all(
     if isinstance(caught.value, RankLost):
         assert caught.value.signum == signal.SIGKILL
     wait_until(lambda: not list_processes(tmp_path), 10)
-    assert not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / RANKS).exists()
 
 
 def test_a_stop_reaches_every_rank(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
         if seconds is None:
             wait_until(lambda: len(ranks_of(tmp_path)) == 2, 60)
         else:
-            wait_until((tmp_path / FOLDER / "order.json").exists, 60)
+            wait_until((tmp_path / RANKS / "order.json").exists, 60)
             time.sleep(seconds)
         process.kill()
         process.wait()

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from kd.config.jobfile import parse_config
 from kd.errors import Interrupted, RankLost
-from kd.parallel.launch import FOLDER
+from kd.files import RANKS
 from kd.pipeline import run_stage
 from kd.progress import Event, Monitor
 from kd.tracking.metrics import read_metrics
@@ -48,7 +48,7 @@ def train(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KD_DEVICES", ",".join(["cpu"] * ranks))
         run_stage("train", config, home, folder, monitor or Monitor())
-    assert not (folder / FOLDER).exists()
+    assert not (folder / RANKS).exists()
     return {
         "lines": read_metrics(folder / "metrics.jsonl"),
         "weights": load_file(folder / "student" / "model.safetensors"),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kd.parallel.launch import FOLDER
+from kd.files import RANKS
 
 
 def find_ranks(home: Path) -> dict[int, int]:
@@ -49,7 +49,7 @@ def _list_commands(home: Path) -> Iterator[tuple[int, list[bytes]]]:
         except OSError:
             continue
         named = any(
-            each.startswith(bytes(home)) and each.endswith(f"/{FOLDER}".encode()) for each in words
+            each.startswith(bytes(home)) and each.endswith(f"/{RANKS}".encode()) for each in words
         )
         if named and int(folder.name) != os.getpid():
             yield int(folder.name), words
