@@ -145,6 +145,10 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     """Address on which the API listens."""
 
+    host_address: str | None = None
+    """Address of this host, at which the other hosts of a training reach it. The default is that
+    from which it reaches the job store."""
+
     port: int = Field(8000, ge=0, le=65535)
     """Port on which the API listens; 0 = any free port."""
 

@@ -227,10 +227,10 @@ class EmbeddedServer:
         return path.read_text()
 
 
-def find_free_port() -> int:
-    """Find a TCP port of the loopback interface that is free."""
+def find_free_port(address: str = "127.0.0.1") -> int:
+    """Find a TCP port of this host's ``address`` that is free."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 

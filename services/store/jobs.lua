@@ -11,6 +11,9 @@
 --   release   running                     queued                       a worker that has saved everything
 --             cancelling                  cancelled, failed
 --             pausing                     paused
+--   rest      running                     queued                       a worker that gathers too few hosts (gangs.lua)
+--             cancelling                  cancelled, failed
+--             pausing                     paused
 --   die       running                     queued, failed               a worker; or its lease expired
 --             cancelling                  cancelled, failed
 --             pausing                     paused, failed
@@ -835,6 +838,22 @@ local function waits_in(id, stage)
   return status == 'queued' and waits_for == stage
 end
 
+-- Whether a worker may begin a job of several hosts: as many workers live, and it has not just looked for them in vain.
+local function can_gather(id, stage)
+  local hosts, rests, gpus, memory = unpack(redis.call('HMGET', key(id), 'hosts', 'rests_until', 'gpus', 'memory'))
+  if not hosts or stage == CAPTURE then return true end
+  if now < (tonumber(rests or '') or 0) then return false end
+  local found = 0
+  for _, text in ipairs(workers()) do
+    local worker = cjson.decode(text)
+    local own = worker.device
+    local enough = (tonumber(gpus or '') or 0) <= own.count
+      and (tonumber(memory or '') or 0) <= (tonumber(own.memory_bytes) or math.huge)
+    if enough and allows(worker.stages, stage) then found = found + 1 end
+  end
+  return found >= tonumber(hosts)
+end
+
 -- The first queued job of a team that fits.
 local function first_fit(stage, team, gpus, memory)
   local start = 0
@@ -842,7 +861,7 @@ local function first_fit(stage, team, gpus, memory)
     local ids = redis.call('ZRANGE', 'kd:queue:' .. stage .. ':' .. team, start, start + 99)
     if #ids == 0 then return end
     for _, id in ipairs(ids) do
-      if waits_in(id, stage) and fits(id, gpus, memory) then return id end
+      if waits_in(id, stage) and fits(id, gpus, memory) and can_gather(id, stage) then return id end
     end
     start = start + #ids
   end
@@ -1059,9 +1078,7 @@ function transitions.hints(stage, age)
       ids[#ids + 1] = id
     end
   end
-  if stage == CAPTURE then
-    for _, id in ipairs(transitions.unhelped(age)) do ids[#ids + 1] = id end
-  end
+  for _, id in ipairs(transitions.unhelped(stage, age)) do ids[#ids + 1] = id end
   return ids
 end
 

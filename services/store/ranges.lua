@@ -63,6 +63,16 @@ local function release_range(id, number)
   if not is_done(id, number) then redis.call('ZADD', key(id, 'ranges:free'), number, number) end
 end
 
+-- Whether the members of a job are hosts that work on its stage together (gangs.lua).
+local function is_gang(id) return redis.call('HEXISTS', key(id, 'ranges'), 'hosts') == 1 end
+
+-- Why a gang is lost, once it has begun (gangs.lua).
+local function lose(id, token, why)
+  local member = read_member(id, token)
+  local begun = redis.call('HGET', key(id, 'ranges'), 'key')
+  if member and begun then redis.call('HSETNX', key(id, 'ranges'), 'lost', 'Worker ' .. member.worker .. ' ' .. why) end
+end
+
 local function drop_member(id, token)
   local member = read_member(id, token)
   redis.call('ZREM', key(id, 'ranges:ends'), token)
@@ -82,7 +92,10 @@ local function drop_expired(id)
       redis.call('ZADD', key(id, 'ranges:ends'), now + lease, token)
     end
   end
-  for _, token in ipairs(redis.call('ZRANGEBYSCORE', key(id, 'ranges:ends'), '-inf', now)) do drop_member(id, token) end
+  for _, token in ipairs(redis.call('ZRANGEBYSCORE', key(id, 'ranges:ends'), '-inf', now)) do
+    lose(id, token, 'is out of reach.')
+    drop_member(id, token)
+  end
 end
 
 local function add_member(id, member, lease)
@@ -95,11 +108,8 @@ local function add_member(id, member, lease)
   return token
 end
 
--- Whether the job captures now. A job that pauses or ends hands out nothing.
-local function captures(id)
-  local status, stage = unpack(redis.call('HMGET', key(id), 'status', 'stage'))
-  return status == 'running' and stage == CAPTURE and redis.call('EXISTS', key(id, 'ranges')) == 1
-end
+-- Whether the job's stage is shared now. A job that pauses or ends hands out nothing.
+local function is_shared(id) return get(id, 'status') == 'running' and redis.call('EXISTS', key(id, 'ranges')) == 1 end
 
 local function has_untaken(id)
   if redis.call('ZCARD', key(id, 'ranges:free')) > 0 then return true end
@@ -107,9 +117,9 @@ local function has_untaken(id)
   return tonumber(following) < tonumber(total)
 end
 
--- The number of helpers that a capture wants beside those it has.
+-- The number of members that a job wants beside those it has.
 local function count_missing(id)
-  if not captures(id) or not has_untaken(id) then return 0 end
+  if not is_shared(id) or not has_untaken(id) then return 0 end
   local wanted = tonumber(redis.call('HGET', key(id, 'ranges'), 'wanted') or '') or math.huge
   return wanted - redis.call('ZCARD', key(id, 'ranges:ends'))
 end
@@ -125,8 +135,8 @@ function transitions.ranges_open(id, fence, worker, lease, terms, shards, size, 
   return {'opened', add_member(id, {worker = worker, owner = true, devices = 0, gpus = 0, memory = 0, stages = ''}, lease)}
 end
 
--- ranges_help(worker, lease_ms, gpus, memory, stages) -> {id, token, attempt, terms, config, owner, request_id, traceparent},
--- or nothing where no capture wants this worker. The team that holds the fewest devices goes first.
+-- ranges_help(worker, lease_ms, gpus, memory, stages) -> {id, token, attempt, terms, config, owner, request_id, traceparent,
+-- stage}, or nothing where no job wants this worker. The team that holds the fewest devices goes first.
 function transitions.ranges_help(worker, lease, gpus, memory, stages)
   local found = {}
   for _, id in ipairs(redis.call('ZRANGE', 'kd:boards', 0, -1)) do
@@ -134,7 +144,8 @@ function transitions.ranges_help(worker, lease, gpus, memory, stages)
     local team = team_of(id)
     local state = account(team)
     local refused = redis.call('SISMEMBER', key(id, 'ranges:refused'), worker) == 1
-    if count_missing(id) > 0 and not refused and fits(id, gpus, memory) and not exhausted(state) then
+    local serves = string.find(' ' .. stages .. ' ', ' ' .. get(id, 'stage') .. ' ', 1, true)
+    if serves and count_missing(id) > 0 and not refused and fits(id, gpus, memory) and not exhausted(state) then
       found[#found + 1] = {id = id, held = count_devices(team), recent = state.recent, created = tonumber(get(id, 'created_us'))}
     end
   end
@@ -143,13 +154,16 @@ function transitions.ranges_help(worker, lease, gpus, memory, stages)
   local id = found[1].id
   local devices = count_needed(get(id, 'gpus'))
   local token = add_member(id, {worker = worker, devices = devices, gpus = gpus, memory = memory, stages = stages}, lease)
-  local rest = redis.call('HMGET', key(id), 'attempt', 'config', 'owner', 'request_id', 'traceparent')
+  local rest = redis.call('HMGET', key(id), 'attempt', 'config', 'owner', 'request_id', 'traceparent', 'stage')
   local terms = redis.call('HGET', key(id, 'ranges'), 'terms')
-  return {id, token, rest[1], terms, rest[2], rest[3], rest[4] or '', rest[5] or ''}
+  return {id, token, rest[1], terms, rest[2], rest[3], rest[4] or '', rest[5] or '', rest[6]}
 end
 
--- Whether a queued job waits that this helper could run.
+-- Whether a job is queued, or gathers hosts, that this helper could run.
 local function is_wanted_elsewhere(member)
+  for _, id in ipairs(redis.call('ZRANGE', 'kd:boards', 0, -1)) do
+    if is_gang(id) and count_missing(id) > 0 and fits(id, member.gpus, member.memory) then return true end
+  end
   for stage in string.gmatch(member.stages, '%S+') do
     for _, each in ipairs(line_up(stage)) do
       if first_fit(stage, each.team, member.gpus, member.memory) then return true end
@@ -182,7 +196,7 @@ end
 function transitions.ranges_take(id, token)
   drop_expired(id)
   local member = read_member(id, token)
-  if not member or not captures(id) then return {'stop'} end
+  if not member or not is_shared(id) then return {'stop'} end
   local total, done, shards, size = unpack(redis.call('HMGET', key(id, 'ranges'), 'count', 'done', 'shards', 'size'))
   if done == total then return {'done'} end
   if not member.owner and is_wanted_elsewhere(member) then return {'leave'} end
@@ -206,7 +220,7 @@ function transitions.ranges_beat(id, token, lease, done, pace, tokens, rate, ...
   member.done, member.pace, member.tokens, member.rate = tonumber(done), tonumber(pace), tonumber(tokens), tonumber(rate)
   write_member(id, token, member)
   for _, text in ipairs({...}) do warn(id, text) end
-  local reply = {captures(id) and 'go' or 'stop'}
+  local reply = {is_shared(id) and 'go' or 'stop'}
   for number in pairs(member.ranges) do
     if is_done(id, number) then reply[#reply + 1] = number end
   end
@@ -236,18 +250,19 @@ end
 function transitions.ranges_leave(id, token, warning)
   local member = read_member(id, token)
   if not member then return 'fenced' end
-  drop_member(id, token)
   if warning ~= '' then
+    lose(id, token, 'left: ' .. warning)
     redis.call('SADD', key(id, 'ranges:refused'), member.worker)
     warn(id, warning)
   end
+  drop_member(id, token)
   return 'go'
 end
 
 -- ranges_view(id) -> {} | {count, done, sequences, untaken, then worker, ranges held, done, finished, pace, tokens, rate, ms
 -- since it came, of each member}
 function transitions.ranges_view(id)
-  if redis.call('EXISTS', key(id, 'ranges')) == 0 then return {} end
+  if redis.call('EXISTS', key(id, 'ranges')) == 0 or is_gang(id) then return {} end
   local total, done, sequences, following = unpack(
     redis.call('HMGET', key(id, 'ranges'), 'count', 'done', 'sequences', 'next'))
   local untaken = total - following + redis.call('ZCARD', key(id, 'ranges:free'))
@@ -263,13 +278,14 @@ function transitions.ranges_view(id)
   return found
 end
 
--- unhelped(age_ms) -> ids of captures that want more workers and got no hint in the last age_ms, each as often as it wants one
-function transitions.unhelped(age)
+-- unhelped(stage, age_ms) -> ids of jobs that want more workers for a stage and got no hint in the last age_ms, each as often
+-- as it wants one
+function transitions.unhelped(stage, age)
   local ids = {}
   for _, id in ipairs(redis.call('ZRANGE', 'kd:boards', 0, -1)) do
     drop_expired(id)
     local missing = count_missing(id)
-    if missing > 0 and now - redis.call('HGET', key(id, 'ranges'), 'called_at') >= tonumber(age) then
+    if missing > 0 and get(id, 'stage') == stage and now - redis.call('HGET', key(id, 'ranges'), 'called_at') >= tonumber(age) then
       redis.call('HSET', key(id, 'ranges'), 'called_at', now)
       for _ = 1, math.min(missing, HINTS) do ids[#ids + 1] = id end
     end

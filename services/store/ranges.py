@@ -13,7 +13,6 @@ from typing import Literal, cast
 from pydantic import TypeAdapter
 
 from kd.client.wire.jobs import Capture, CaptureWorker
-from kd.config.kinds import CAPTURE
 from kd.progress import SharedCapture
 from services.store.jobs.leases import Capacity, Claim
 from services.store.jobs.script import ScriptedStore, to_ms
@@ -42,15 +41,17 @@ class Membership:
     token: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaptureTerms(SharedCapture):
-    """What all workers of one capture must share, of whatever host.
+@dataclass(frozen=True)
+class SharedTerms:
+    """What all workers of one stage must share, of whatever host.
 
-    ``version`` is that of the program, and ``place`` the name of the store of caches.
+    ``version`` is that of the program, and ``place`` the name of the folder or the store that all
+    of them see. ``capture`` is for a capture by several workers.
     """
 
     version: str
     place: str
+    capture: SharedCapture | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class HelpOrder:
 
     member: Membership
     claim: Claim
-    terms: CaptureTerms
+    terms: SharedTerms
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class RangeTable(ScriptedStore):
         claim: Claim,
         worker: str,
         lease_seconds: float,
-        terms: CaptureTerms,
+        terms: SharedTerms,
         shards: int,
         workers: int | None,
     ) -> Membership | None:
@@ -133,7 +134,7 @@ class RangeTable(ScriptedStore):
     def help(
         self, worker: str, lease_seconds: float, capacity: Capacity, stages: list[str]
     ) -> HelpOrder | None:
-        """Become a member of a capture that wants more workers; None if there is none.
+        """Become a member of a job that wants more workers; None if there is none.
 
         A helper leaves its capture for a queued job of ``stages`` that fits.
         """
@@ -143,12 +144,12 @@ class RangeTable(ScriptedStore):
         )
         if not found:
             return None
-        job_id, token, attempt, terms, config, owner, request_id, traceparent = found
+        job_id, token, attempt, terms, config, owner, request_id, traceparent, stage = found
         job = (job_id, 0, int(attempt), json.loads(config), owner, request_id, traceparent)
         return HelpOrder(
             Membership(job_id, int(token)),
-            Claim(*job, CAPTURE.name),
-            TypeAdapter(CaptureTerms).validate_json(terms),
+            Claim(*job, stage),
+            TypeAdapter(SharedTerms).validate_json(terms),
         )
 
     def take(self, member: Membership) -> TakenRange | NoRange:

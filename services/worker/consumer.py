@@ -37,7 +37,7 @@ from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
 from services.store.ranges import RangeTable
 from services.worker.devices import DeviceError, WorkerDevice, take_device
-from services.worker.helping import CaptureHelp
+from services.worker.helping import CaptureHelp, GangHelp
 from services.worker.lock_waiter import LockWaiter
 from services.worker.supervisor import Attempt
 
@@ -47,7 +47,7 @@ HEARTBEAT_SECONDS = 5.0
 HEARTBEAT_TTL = 30
 #: Time between two checks of the device.
 DEVICE_SECONDS = 30.0
-#: Workers that a capture calls at once.
+#: Workers that a job calls at once.
 CALLED = 32
 #: Time after which an idle worker that gets no hints, although hints wait, ends itself.
 UNRESPONSIVE_SECONDS = 60.0
@@ -101,9 +101,7 @@ class StageWorker:
             self._tell(error)
 
     def _help_once(self) -> bool:
-        """Help with a capture that wants more workers. Returns whether there was one."""
-        if CAPTURE.name not in self.stages:
-            return False
+        """Take part in a job that wants more workers. Returns whether there was one."""
         table = RangeTable(self.store.redis)
         lease = self.settings.lease_seconds
         order = table.help(self.id, lease, self._capacity(), self.stages)
@@ -116,18 +114,18 @@ class StageWorker:
                 bound(**names, request_id=job.request_id),
                 telemetry.span("help", job.traceparent, "CONSUMER", stage=job.stage, **names),
             ):
-                log.info("helps with a capture")
-                given = (self.store, self.settings, order, self.id, self.device, self.stopping)
-                CaptureHelp(*given).run()
+                log.info("helps with stage %s", job.stage)
+                kind = CaptureHelp if job.stage == CAPTURE.name else GangHelp
+                kind(self.store, self.settings, order, self.id, self.device, self.stopping).run()
         finally:
             self.helped = None
             self._last_work = time.monotonic()
         return True
 
-    def _call_helpers(self, job_id: str, workers: int | None) -> None:
-        """Tell idle workers that a capture wants them; the reconciler tells those that come."""
+    def _call_helpers(self, claim: Claim, workers: int | None) -> None:
+        """Tell idle workers that a job wants them; the reconciler tells those that come."""
         for _ in range(min((workers or CALLED) - 1, CALLED)):
-            if not publish_hint(self.app, job_id, CAPTURE.name):
+            if not publish_hint(self.app, claim.id, claim.stage):
                 return
 
     def _capacity(self) -> Capacity:

@@ -27,6 +27,7 @@ AROUND_BYTES = 4096
 OUT_OF_MEMORY = "out_of_memory"
 DISK_FULL = "disk_full"
 WORKER_LOST = "worker_lost"
+INTERNAL = "internal"
 MEMORY_REMEDY = (
     "Lower train.batch_size, teacher.batch_size or data.sequence_length, or ask for more with "
     "resources.memory."
@@ -56,7 +57,7 @@ def describe_error(error: BaseException) -> Failure:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     detail = f"{type(error).__name__}: {error}{place}"
-    return make_failure("internal", detail, "The traceback is in log.txt in the job's run folder.")
+    return make_failure(INTERNAL, detail, "The traceback is in log.txt in the job's run folder.")
 
 
 def is_passing(error: BaseException) -> bool:
@@ -111,6 +112,12 @@ def describe_hang(where: str, seconds: float, log_file: Path) -> Failure:
     return make_failure(WORKER_LOST, detail, remedy)
 
 
+def describe_lost_host(what: str) -> Failure:
+    """Describe an attempt on several hosts that ended because of one of them."""
+    remedy = "The next attempt continues from the newest checkpoint, on as many hosts."
+    return make_failure(WORKER_LOST, f"A host of this training is lost. {what}", remedy)
+
+
 def describe_crash(
     code: int, where: str, log_file: Path, hide: Callable[[str], str] = str
 ) -> Failure:
@@ -122,7 +129,7 @@ def describe_crash(
         return make_failure(OUT_OF_MEMORY, detail, MEMORY_REMEDY)
     if any(phrase in shown for phrase in NO_SPACE_PHRASES):
         return make_failure(DISK_FULL, detail, DISK_REMEDY)
-    return make_failure("internal", detail, f"See {log_file}.")
+    return make_failure(INTERNAL, detail, f"See {log_file}.")
 
 
 def _read_end(log_file: Path) -> str:

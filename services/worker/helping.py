@@ -9,38 +9,44 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from redis.exceptions import RedisError
 
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.config.kinds import CAPTURE
+from kd.config.kinds import CAPTURE, TRAIN
 from kd.errors import OtherCapture
-from kd.files import HELPERS
+from kd.files import HELPERS, RANKS, read_json
+from kd.progress import HostPlace
 from kd.python.version import read_version
 from services.settings import Settings
+from services.store.gangs import GangBeat, GangTable
 from services.store.jobs.store import JobStore
 from services.store.ranges import HelpOrder, RangeTable
 from services.worker.devices import WorkerDevice
 from services.worker.failures import Failure, describe_error
+from services.worker.gang import HOSTS_FILE, GangMember, find_address, find_terms
 from services.worker.memory_limit import choose_limit_bytes
 from services.worker.range_server import RangeServer, find_place
 from services.worker.stage_child import EXIT_PASSING
-from services.worker.stage_process import start_child
+from services.worker.stage_process import Child, start_child
 from services.worker.supervisor import Instruction, describe_end, has_stopped, supervise
 
-#: The work of the child, as errors name it.
-WHERE = f"a helper of stage {CAPTURE.name}"
+#: Seconds within which a member of a gang must see what the leader has written.
+SHARED_SECONDS = 30.0
 
 log = logging.getLogger("potstill.worker")
 
 
 @dataclass(frozen=True, eq=False)
-class CaptureHelp:
-    """Supervises the child that helps, until no range is left or the capture stops."""
+class Help:
+    """Takes part in a stage of a job that another worker holds, in a child of its own."""
 
     _store: JobStore
     _settings: Settings
@@ -49,47 +55,41 @@ class CaptureHelp:
     _device: WorkerDevice
     _stopping: threading.Event
 
+    #: The work of the child, as errors name it.
+    where: ClassVar[str]
+
+    def run(self) -> None:
+        """Take part to the end. What this worker cannot do is a warning of the job."""
+        raise NotImplementedError
+
+    def find_place_name(self, config: JobConfig) -> str:
+        """Return the name of what all workers must share."""
+        raise NotImplementedError
+
     @property
     def _run_dir(self) -> Path:
         name = re.sub(r"[^A-Za-z0-9.-]", "-", self._worker)
         return self._settings.run_dir(self._order.member.id) / HELPERS / name
 
-    def run(self) -> None:
-        """Help to the end. A failure is a warning of the job, and this worker helps no more."""
-        table = RangeTable(self._store.redis)
-        server = RangeServer(table, self._settings.lease_seconds, self._order.member)
-        try:
-            with server:
-                warning = self._supervise(server)
-        except RedisError as error:
-            log.warning("the help ends: %s", type(error).__name__)
-            return
-        server.leave(warning)
-        log.info("the help with %s ends: %s", self._order.member.id, warning or "as it should")
-
-    def _supervise(self, server: RangeServer) -> str:
-        """Run the child; return the warning that the job gets, or nothing."""
-        order = self._order
+    def _supervise(
+        self, start: Callable[[], Child | None], instruct: Callable[[], Instruction]
+    ) -> str:
+        """Run the child that ``start`` starts; return the warning that the job gets, or nothing."""
         try:
             config = self._read_config()
-            job, terms = order.claim, order.terms
-            child = start_child(
-                self._store, self._settings, self._device, job, self._run_dir, server, terms
-            )
+            child = start()
         except (PotstillError, OSError) as error:
             return self._describe_failure(describe_error(error))
+        if child is None:
+            return ""
         limit = choose_limit_bytes(config.resources, self._device)
-
-        def instruct() -> Instruction:
-            return "stop" if self._stopping.is_set() or server.reply != "go" else "go"
-
         with child:
             supervise(child, self._settings, limit, instruct)
         if child.process.returncode in (0, EXIT_PASSING) or has_stopped(child):
             return ""
         failure = child.error
         if failure is None or child.kill_reason == "memory":
-            failure = describe_end(child, WHERE, self._settings, limit, self._run_dir)
+            failure = describe_end(child, self.where, self._settings, limit, self._run_dir)
         return self._describe_failure(failure)
 
     def _read_config(self) -> JobConfig:
@@ -101,20 +101,110 @@ class CaptureHelp:
         own_version = read_version()
         if own_version != theirs.version:
             raise OtherCapture(
-                f"It runs Potstill {own_version}, and the worker that leads the capture "
-                f"{theirs.version}.",
+                f"It runs Potstill {own_version}, and the worker that leads {theirs.version}.",
                 "Install the same version on all workers.",
             )
         config = parse_config(self._order.claim.config)
-        own_place = find_place(self._settings, config)
+        own_place = self.find_place_name(config)
         if own_place != theirs.place:
             raise OtherCapture(
-                f"Its caches are in {own_place}, and the caches of the worker that leads the "
-                f"capture are in {theirs.place}.",
+                f"Its place is {own_place}, and that of the worker that leads is {theirs.place}.",
                 "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
             )
         return config
 
     def _describe_failure(self, failure: Failure) -> str:
         what = f"{failure['detail']} {failure.get('remedy', '')}".strip()
-        return f"Worker {self._worker} no longer helps with this capture: {what}"
+        return f"Worker {self._worker} no longer helps with this job: {what}"
+
+
+class CaptureHelp(Help):
+    """Captures until no range is left, or until the capture stops."""
+
+    where = f"a helper of stage {CAPTURE.name}"
+
+    def run(self) -> None:
+        """Help to the end. A failure is a warning of the job, and this worker helps no more."""
+        table = RangeTable(self._store.redis)
+        server = RangeServer(table, self._settings.lease_seconds, self._order.member)
+
+        def start() -> Child:
+            given = (self._store, self._settings, self._device, self._order.claim, self._run_dir)
+            return start_child(*given, server, self._order.terms.capture)
+
+        def instruct() -> Instruction:
+            return "stop" if self._stopping.is_set() or server.reply != "go" else "go"
+
+        try:
+            with server:
+                warning = self._supervise(start, instruct)
+        except RedisError as error:
+            log.warning("the help ends: %s", type(error).__name__)
+            return
+        server.leave(warning)
+        log.info("the help with %s ends: %s", self._order.member.id, warning or "as it should")
+
+    def find_place_name(self, config: JobConfig) -> str:
+        """Return the name of the store of caches."""
+        return find_place(self._settings, config)
+
+
+class GangHelp(Help):
+    """Supervises the ranks of this host, for a job that another worker leads."""
+
+    where = f"the ranks of stage {TRAIN.name} on this host"
+
+    def run(self) -> None:
+        """Take part to the end. A failure ends the attempt on all hosts."""
+        table = GangTable(self._store.redis)
+        member = GangMember(table, self._settings.lease_seconds, self._order.member)
+        with member:
+            warning = self._supervise(lambda: self._start(member), lambda: self._ask(member))
+        member.leave(warning)
+        log.info("the part in %s ends: %s", self._order.member.id, warning or "as it should")
+
+    def find_place_name(self, config: JobConfig) -> str:
+        """Return the folder that all hosts must share."""
+        return find_terms(self._settings).place
+
+    def _ask(self, member: GangMember) -> Instruction:
+        if member.is_over:
+            return "end"
+        silent = member.outage_seconds > self._settings.outage_seconds
+        return "stop" if silent or self._stopping.is_set() else "go"
+
+    def _start(self, member: GangMember) -> Child | None:
+        """Start the child when the ranks have their order; None if the gang does not begin."""
+        while member.last.reply == "wait" and not self._stopping.wait(0.1):
+            pass
+        end = time.monotonic() + SHARED_SECONDS
+        while member.last.reply == "go":
+            place = self._find_place(member.last)
+            if place is None and time.monotonic() > end:
+                raise OtherCapture(
+                    f"It does not see {self._shared_file}, which the leader has written.",
+                    "Give all workers the same KD_HOME on a shared disk.",
+                )
+            if place is not None and self._is_ordered(place):
+                given = (self._store, self._settings, self._device, self._order.claim)
+                return start_child(*given, self._run_dir, host=place)
+            if self._stopping.wait(0.1):
+                return None
+        return None
+
+    def _is_ordered(self, place: HostPlace) -> bool:
+        """Return whether the leader has given the ranks of this gang their order."""
+        order = read_json(Path(place.run_dir) / RANKS / "order.json") or {}
+        return bool(order.get("key") == place.key)
+
+    @property
+    def _shared_file(self) -> Path:
+        return self._settings.run_dir(self._order.member.id) / HOSTS_FILE
+
+    def _find_place(self, beat: GangBeat) -> HostPlace | None:
+        """Return the place of this host, once it sees that of the leader."""
+        content = read_json(self._shared_file) or {}
+        if content.get("key") != beat.detail:
+            return None
+        leader = HostPlace(**content)
+        return replace(leader, number=beat.number, address=find_address(self._settings))

@@ -75,6 +75,18 @@ def run_stage_of_pipeline(
     return run_stage(stage, config, home, run_dir, monitor, turn).to_json()
 
 
+def run_ranks_of_host(
+    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, turn: int
+) -> Json:
+    """Run the ranks of this host for a stage that another host leads."""
+    from kd.parallel.devices import count_ranks
+    from kd.parallel.launch import join_ranks
+
+    assert monitor.host is not None
+    join_ranks(monitor.host, count_ranks(config, monitor.host.count), monitor)
+    return {}
+
+
 def main(run_stage: StageRunner | None = None) -> int:
     """Run the stage that stdin names, by the pipeline if none is given. Returns the exit code."""
     die_with_parent(signal.SIGKILL)
@@ -97,6 +109,8 @@ def main(run_stage: StageRunner | None = None) -> int:
     die_with_stdin(order.patience)
     # After the guard was started: the guard must outlive this process.
     offer_to_oom_killer()
+    if order.host is not None and order.host.number > 0:
+        run_stage = run_ranks_of_host
     run_stage = run_stage or partial(run_stage_of_pipeline, order.gpus)
     return attempt_stage(run_stage, order, events, stop)
 
@@ -134,7 +148,7 @@ def attempt_stage(
             client = None  # this process captures alone
             if order.answers is not None:
                 client = RangeClient(listen, order.answers, order.shared)
-            monitor = Monitor(listen, stop.is_set, patient=False, ranges=client)
+            monitor = Monitor(listen, stop.is_set, patient=False, ranges=client, host=order.host)
             with confined_datasets(limits):
                 result = run_stage(stage, config, home, run_dir, monitor, order.turn)
     except WorkHeldByAnother as error:

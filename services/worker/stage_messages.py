@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cache.json_object import Json
-from kd.progress import Event, SharedCapture
+from kd.progress import Event, HostPlace, SharedCapture
 
 #: Bytes of one event at most, as JSON.
 LONGEST_EVENT = 1 << 16
@@ -25,7 +25,7 @@ class Order:
     ``gpus`` is the number of GPUs that the child is given; its torch must see them. ``answers`` is
     the file descriptor from which the child reads which shards to capture, where several workers
     capture a cache; ``shared`` describes the capture that it helps with. ``turn`` is that of the
-    stage (``kd.config.kinds``).
+    stage (``kd.config.kinds``). ``host`` is for a stage that several hosts share.
     """
 
     stage: str
@@ -38,6 +38,7 @@ class Order:
     answers: int | None = None
     shared: SharedCapture | None = None
     turn: int = 0
+    host: HostPlace | None = None
 
 
 @dataclass(frozen=True)

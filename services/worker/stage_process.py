@@ -24,7 +24,7 @@ from cache.json_object import Json
 from kd.buckets.runs import RUN_STORE_VARIABLE
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.progress import Event, SharedCapture
+from kd.progress import Event, HostPlace, SharedCapture
 from services.process.lasting_loops import start_loop
 from services.process.logs import find_secrets, redact
 from services.process.telemetry import build_trace_environment
@@ -245,19 +245,22 @@ def start_child(
     folder: Path,
     server: RangeServer | None = None,
     shared: SharedCapture | None = None,
+    host: HostPlace | None = None,
 ) -> Child:
     """Start the process that runs a stage in ``folder``, where log.txt is its log.
 
     ``server`` answers a child that captures with others, as ``shared`` says if it helps with a job
-    that another worker holds.
+    that another worker holds. ``host`` is the place of this host, for a stage on several.
     """
     # Only the worker that holds a job has its files in the bucket.
-    stored_job = job.id if shared is None else None
+    helps = shared is not None or (host is not None and host.number > 0)
+    stored_job = None if helps else job.id
     order, environment = _prepare(store, settings, device, job, folder)
     environment |= build_store_environment(settings, stored_job)
     folder.mkdir(parents=True, exist_ok=True)
     answers = () if server is None else (server.open_pipe(),)
-    order = replace(order, answers=answers[0] if answers else None, shared=shared)
+    pipe = answers[0] if answers else None
+    order = replace(order, answers=pipe, shared=shared, host=host)
     try:
         with (folder / "log.txt").open("ab") as log_file:
             process = subprocess.Popen(

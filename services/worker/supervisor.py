@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,14 +28,16 @@ from kd.config.jobfile import parse_config
 from kd.config.kinds import CAPTURE, KINDS
 from kd.memory.host import OomKills
 from kd.memory.model_memory import estimate_least_memory
-from kd.progress import Event, SharedCapture
+from kd.progress import Event, HostPlace, SharedCapture
 from kd.python.version import read_version
 from services.settings import Settings
-from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Claim
+from services.store.gangs import GangTable
+from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Capacity, Claim
 from services.store.jobs.store import JobStore
-from services.store.ranges import CaptureTerms, Membership, RangeTable
+from services.store.ranges import Membership, RangeTable, SharedTerms
 from services.worker import failures
 from services.worker.devices import WorkerDevice
+from services.worker.gang import GangMember, count_hosts, gather
 from services.worker.heartbeat import Heartbeat
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
 from services.worker.range_server import RangeServer, count_workers, find_place
@@ -76,8 +79,9 @@ class Attempt:
     _device: WorkerDevice
     _stopping: threading.Event
     _worker: str = ""
-    _call_helpers: Callable[[str, int | None], None] = lambda *_: None
+    _call_helpers: Callable[[Claim, int | None], None] = lambda *_: None
     _child: Child | None = None
+    _gang: GangMember | None = None
 
     @property
     def _run_dir(self) -> Path:
@@ -89,20 +93,29 @@ class Attempt:
         try:
             config = parse_config(self._claim.config)
             server = self._make_range_server(config)
+            hosts = count_hosts(config, self._claim.stage)
+            place = None
+            if hosts > 1:
+                place = self._gather(hosts)
+                if place is None:
+                    table = GangTable(self._store.redis)
+                    return self._write(lambda: table.give_up(self._claim))
+            given = (self._store, self._settings, self._device, self._claim, self._run_dir)
             with storage_errors(self._run_dir):
-                child = self._child = start_child(
-                    self._store, self._settings, self._device, self._claim, self._run_dir, server
-                )
+                child = self._child = start_child(*given, server, host=place)
         except (PotstillError, OSError, RedisError) as error:
             return self._record_failed_start(error)
         limit = choose_limit_bytes(config.resources, self._device)
         lease = self._settings.lease_seconds
         with (
             server or nullcontext(),
+            self._gang or nullcontext(),
             child,
             Heartbeat(self._store, self._claim, lease, child.outbox, child.counters) as heartbeat,
         ):
             supervise(child, self._settings, limit, lambda: self._instruct(heartbeat))
+            if self._gang is not None and is_unexplained(child):
+                self._gang.await_loss(2 * lease)
         heartbeat.deliver(self._stopping)
         if heartbeat.reply == "fenced":
             return AttemptResult("fenced")
@@ -120,9 +133,9 @@ class Attempt:
         lease = self._settings.lease_seconds
 
         def open_table(shared: SharedCapture, shards: int) -> Membership | None:
-            terms = CaptureTerms(**asdict(shared), version=read_version(), place=place)
+            terms = SharedTerms(read_version(), place, shared)
             opened = table.open(self._claim, self._worker, lease, terms, shards, workers)
-            self._call_helpers(self._claim.id, workers)
+            self._call_helpers(self._claim, workers)
             return opened
 
         def report(event: Event) -> None:
@@ -130,6 +143,19 @@ class Attempt:
                 self._child.outbox.put(event)
 
         return RangeServer(table, lease, None, open_table, report)
+
+    def _gather(self, hosts: int) -> HostPlace | None:
+        """Gather the hosts of this stage; None if it cannot begin now. Raises ``RedisError``."""
+        call = partial(self._call_helpers, self._claim, hosts)
+        capacity = Capacity(self._device.count, self._device.memory_bytes)
+        given = (self._store, self._settings, self._claim, self._worker, capacity, hosts)
+        found = gather(*given, self._stopping, call)
+        if found is None:
+            return None
+        member, place = found
+        table = GangTable(self._store.redis)
+        self._gang = GangMember(table, self._settings.lease_seconds, member)
+        return place
 
     def _record_failed_start(self, error: Exception) -> AttemptResult:
         """Record that no child started. If Redis is away, the job goes back to the queue.
@@ -150,7 +176,7 @@ class Attempt:
 
     def _instruct(self, heartbeat: Heartbeat) -> Instruction:
         """Choose what the child must do now. After a long outage it must stop."""
-        if heartbeat.reply == "fenced":
+        if heartbeat.reply == "fenced" or (self._gang is not None and self._gang.is_over):
             return "end"
         asked = heartbeat.reply in ("cancel", "pause") or self._stopping.is_set()
         stops = asked or heartbeat.outage_seconds > self._settings.outage_seconds
@@ -168,6 +194,8 @@ class Attempt:
             return store.advance(claim, stage.name, turn)
         if has_stopped(child):
             return store.release(claim)
+        if self._gang is not None and self._gang.last.reply == "lost" and is_unexplained(child):
+            return store.fail_attempt(claim, failures.describe_lost_host(self._gang.last.detail))
         was_killed = child.kill_reason == "memory" or code < 0
         least = None
         if was_killed:  # no other failure names the bytes that the job's models need at least
@@ -209,6 +237,13 @@ def has_stopped(child: Child) -> bool:
     """Return whether a child has ended because it was asked to."""
     asked = child.kill_at is not None and child.error is None
     return asked or child.process.returncode == EXIT_STOPPED
+
+
+def is_unexplained(child: Child) -> bool:
+    """Return whether a child has failed, and told no error of its own; it may have lost others."""
+    if child.result is not None or has_stopped(child):
+        return False
+    return child.error is None or child.error["type"] == failures.INTERNAL
 
 
 def describe_end(

@@ -91,6 +91,7 @@ def build_fields(config: JobConfig, max_attempts: int) -> dict[str, str]:
         "deadline_seconds": config.deadline_seconds,
         "gpus": needs.gpus,
         "memory": needs.memory,
+        "hosts": needs.hosts if needs.hosts > 1 else None,
         "webhook": config.webhook,
         "cache.fingerprint": config.cache.fingerprint and json.dumps(config.cache.fingerprint),
     }
@@ -135,7 +136,9 @@ def parse_job(record: Mapping[str, str], **more: Any) -> JobRecord:
                 if name in record
             },
             **({"config": fill_record(json.loads(record["config"]))} if "config" in record else {}),
-            "resources": {name: record[name] for name in ("gpus", "memory") if name in record},
+            "resources": {
+                name: record[name] for name in ("gpus", "memory", "hosts") if name in record
+            },
             "team": record.get("team") or record.get("owner") or "local",
             "device_seconds": int(record.get("device_ms", 0)) / 1000,
             "cost": cost,

@@ -11,8 +11,9 @@ from redis.exceptions import ResponseError
 
 from kd.config.kinds import CAPTURE, KINDS, list_stage_names
 
-#: The parts of the script, in order: records, captures by several workers, and the call itself.
-PARTS = ("jobs.lua", "ranges.lua", "call.lua")
+#: The parts of the script, in order: records, captures by several workers, stages on several hosts,
+#: and the call itself.
+PARTS = ("jobs.lua", "ranges.lua", "gangs.lua", "call.lua")
 #: Questions that one call of Redis answers.
 BATCH = 500
 

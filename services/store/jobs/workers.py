@@ -7,7 +7,7 @@ from typing import cast
 
 from kd.client.wire.jobs import Job, JobResources
 from kd.client.wire.service import WorkerState
-from kd.config.kinds import SEARCH
+from kd.config.kinds import SEARCH, TRAIN
 from kd.files import format_bytes
 from services.store.jobs.script import ScriptedStore
 
@@ -57,11 +57,18 @@ def explain_missing_worker(job: Job, workers: Iterable[WorkerState]) -> str | No
     if job.stage == SEARCH.name:
         return None
     serving = [worker for worker in workers if job.stage in worker.stages]
-    if not (needs.gpus or needs.memory) or any(
-        worker.device.covers(needs.gpus, needs.memory) for worker in serving
-    ):
+    # Only a training uses several hosts.
+    hosts = needs.hosts if job.stage == TRAIN.name else 1
+    found = sum(worker.device.covers(needs.gpus, needs.memory) for worker in serving)
+    if found >= hosts or not (needs.gpus or needs.memory or hosts > 1):
         return explain_small_memory(job.least_memory, job.stage, serving)
     wanted = describe_needs(needs)
+    if hosts > 1:
+        what = f", each with {wanted}" if needs.gpus or needs.memory else ""
+        return (
+            f"The job needs {hosts} workers of stage {job.stage}{what}, and there are {found}; it "
+            "waits until enough have started."
+        )
     if not serving:
         return (
             f"No worker serves stage {job.stage}; the job waits until one starts that has {wanted}."

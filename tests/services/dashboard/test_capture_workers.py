@@ -9,14 +9,15 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from bench.support.harness import Parts, make_config
+from kd.progress import SharedCapture
 from services.store.jobs.leases import ANY_CAPACITY, Claim
-from services.store.ranges import CaptureTerms, RangeTable, ReportedProgress, TakenRange
+from services.store.ranges import RangeTable, ReportedProgress, SharedTerms, TakenRange
 from services.worker.range_server import compute_progress
 from tests.support.services.api import tell
 from tests.support.services.pages import require_fit, take_picture
 
 OpenTab = Callable[..., AbstractContextManager[Page]]
-SHARED = CaptureTerms("f" * 8, version="1.0", place="here")
+SHARED = SharedTerms("1.0", "here", SharedCapture("f" * 8))
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def captured(api: Parts) -> Claim:
     assert claim is not None
     table = RangeTable(api.jobs.redis)
     owner = table.open(claim, "host-a:17", 600, SHARED, 40, None)
-    order = table.help("host-b:23", 600, ANY_CAPACITY, [])
+    order = table.help("host-b:23", 600, ANY_CAPACITY, ["precompute"])
     assert owner is not None and order is not None
     for member, rate in ((owner, 10_300.0), (order.member, 9_800.0)):
         taken = table.take(member)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.support.harness import make_config
+from services.store.gangs import GangTable
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.records import make_job_id
@@ -166,6 +167,7 @@ def actions(jobs: JobStore) -> Iterator[tuple[str, Callable[[Placed], bool]]]:
     yield "beat", worker(lambda claim: jobs.beat(claim, 5, EventBatch(1, ())))
     yield "advance", worker(lambda claim: jobs.advance(claim, "train"))
     yield "release", worker(jobs.release)
+    yield "rest", worker(GangTable(jobs.redis).give_up)
     yield "die", worker(lambda claim: jobs.fail_attempt(claim, ERROR))
     yield "die", expire
     for outcome in ("succeeded", "failed"):

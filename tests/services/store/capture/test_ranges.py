@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 
 from bench.support.paths import ROOT
+from kd.progress import SharedCapture
 from services.store.jobs.leases import ANY_CAPACITY, Capacity, Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import (
-    CaptureTerms,
     HelpOrder,
     Membership,
     RangeTable,
     ReportedProgress,
+    SharedTerms,
     TakenRange,
     choose_range_size,
 )
 from services.worker.range_server import compute_progress
 from tests.support.records import ANN, BOB, ERROR, at_once, queued, running
 
-SHARED = CaptureTerms("f" * 8, version="1.0", place="here")
+SHARED = SharedTerms("1.0", "here", SharedCapture("f" * 8))
 LONG = 60.0
 LUA = (ROOT / "services" / "store" / "ranges.lua").read_text(encoding="utf-8")
 
@@ -49,8 +50,8 @@ def opened(
     return claim, owner
 
 
-def join(table: RangeTable, worker: str = "w", stages: tuple[str, ...] = ()) -> Membership:
-    found = table.help(worker, LONG, ANY_CAPACITY, list(stages))
+def join(table: RangeTable, worker: str = "w", *stages: str) -> Membership:
+    found = table.help(worker, LONG, ANY_CAPACITY, list(stages or ("precompute",)))
     assert isinstance(found, HelpOrder), found
     return found.member
 
@@ -205,7 +206,7 @@ def test_a_job_that_stops_hands_out_nothing(jobs: JobStore, table: RangeTable, a
     jobs.change(action, claim.id)  # type: ignore[arg-type]
     assert table.beat(helper, LONG, ReportedProgress(), []).reply == "stop"
     assert table.take(helper) == table.take(owner) == "stop"
-    assert table.help("late", LONG, ANY_CAPACITY, []) is None
+    assert table.help("late", LONG, ANY_CAPACITY, ["precompute"]) is None
     assert table.finish(helper, held.number, 3) == "go", "what is sealed counts"
     assert table.leave(helper) == "go"
     assert jobs.release(claim) in ("paused", "cancelled")
@@ -243,7 +244,7 @@ def test_a_table_of_ranges_ends_with_the_claim_of_its_owner(
 
 def test_a_job_that_trains_has_no_ranges(jobs: JobStore, table: RangeTable) -> None:
     running(jobs, "train")
-    assert table.help("w", LONG, ANY_CAPACITY, []) is None
+    assert table.help("w", LONG, ANY_CAPACITY, ["precompute"]) is None
 
 
 # ---------------------------------------------------------------------- helpers
@@ -255,19 +256,19 @@ def test_helpers_come_up_to_the_number_that_the_job_wants(
     opened(jobs, table, workers=3)
     join(table, "a")
     join(table, "b")
-    assert table.help("c", LONG, ANY_CAPACITY, []) is None
+    assert table.help("c", LONG, ANY_CAPACITY, ["precompute"]) is None
 
 
 def test_nobody_helps_where_no_range_is_left_to_take(jobs: JobStore, table: RangeTable) -> None:
     _, owner = opened(jobs, table, shards=3)
     take(table, owner)
-    assert table.help("late", LONG, ANY_CAPACITY, []) is None
+    assert table.help("late", LONG, ANY_CAPACITY, ["precompute"]) is None
 
 
 def test_a_helper_needs_the_resources_of_the_job(jobs: JobStore, table: RangeTable) -> None:
     opened(jobs, table, resources={"gpus": 1, "workers": "auto"})
-    assert table.help("w", LONG, Capacity(0, 1 << 40), []) is None
-    assert table.help("w", LONG, Capacity(1, 1 << 40), []) is not None
+    assert table.help("w", LONG, Capacity(0, 1 << 40), ["precompute"]) is None
+    assert table.help("w", LONG, Capacity(1, 1 << 40), ["precompute"]) is not None
 
 
 def test_a_helper_that_left_with_a_warning_is_not_asked_again(
@@ -275,18 +276,18 @@ def test_a_helper_that_left_with_a_warning_is_not_asked_again(
 ) -> None:
     claim, _ = opened(jobs, table)
     assert table.leave(join(table, "w"), "w cannot do it.") == "go"
-    assert table.help("w", LONG, ANY_CAPACITY, []) is None
-    assert table.help("other", LONG, ANY_CAPACITY, []) is not None
+    assert table.help("w", LONG, ANY_CAPACITY, ["precompute"]) is None
+    assert table.help("other", LONG, ANY_CAPACITY, ["precompute"]) is not None
     events = jobs.redis.xrange(f"kd:job:{claim.id}:events")
     assert any("w cannot do it." in fields["data"] for _, fields in events)
 
 
 def test_a_helper_leaves_for_a_queued_job_that_fits(jobs: JobStore, table: RangeTable) -> None:
     _, owner = opened(jobs, table, shards=90)
-    helper = join(table, "w", ("precompute", "train"))
+    helper = join(table, "w", "precompute", "train")
     take(table, helper)
     queued(jobs, resources={"memory": 1 << 50})
-    small = table.help("small", LONG, Capacity(1, 1 << 30), ["train"])
+    small = table.help("small", LONG, Capacity(1, 1 << 30), ["precompute", "train"])
     assert small is not None
     assert isinstance(table.take(small.member), TakenRange), "it could not run that job"
     assert table.take(helper) == "leave"
@@ -303,7 +304,7 @@ def test_helpers_hold_devices_and_are_charged(jobs: JobStore, table: RangeTable)
     spent = int(jobs.redis.hget(f"kd:job:{claim.id}", "device_ms") or 0)
     assert 30_000 <= spent < 40_000
     end_lease(jobs, second)
-    table.help("c", LONG, ANY_CAPACITY, [])
+    table.help("c", LONG, ANY_CAPACITY, ["precompute"])
     assert jobs.redis.hgetall("kd:devices:local") == {claim.id: "2"}
     jobs.finish(claim, "succeeded")
     assert jobs.redis.hgetall("kd:devices:local") == {}
@@ -411,7 +412,7 @@ def test_random_workers_finish_every_range_once(
     finished: list[int] = []
     for turn in range(4000):
         if len(members) < 5:
-            found = table.help(f"w{turn}", LONG, ANY_CAPACITY, [])
+            found = table.help(f"w{turn}", LONG, ANY_CAPACITY, ["precompute"])
             members += [] if found is None else [(found.member, [])]
         place = chance.randrange(len(members))
         member, held = members[place]

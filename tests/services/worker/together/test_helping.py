@@ -9,9 +9,10 @@ import pytest
 
 from bench.support.harness import Parts, make_config
 from kd.config.jobfile import parse_config
+from kd.progress import SharedCapture
 from kd.python.version import read_version
 from services.store.jobs.leases import ANY_CAPACITY
-from services.store.ranges import CaptureTerms, RangeTable
+from services.store.ranges import RangeTable, SharedTerms
 from services.worker.devices import WorkerDevice
 from services.worker.helping import CaptureHelp
 from services.worker.range_server import find_place
@@ -32,7 +33,7 @@ def test_a_job_that_a_helper_cannot_read_is_named_and_not_asked_for_again(
     claim = running(parts.jobs, "precompute", resources={"workers": 2})
     table = RangeTable(parts.jobs.redis)
     place = find_place(parts.settings, parse_config(claim.config))
-    terms = CaptureTerms("f" * 32, version=version or read_version(), place=place)
+    terms = SharedTerms(version or read_version(), place, SharedCapture("f" * 32))
     assert table.open(claim, "leader", 60, terms, 100, 2) is not None
     order = table.help("helper", 60, ANY_CAPACITY, ["precompute"])
     assert order is not None
@@ -57,7 +58,7 @@ def test_a_helper_names_the_error_of_its_child_also_if_it_was_killed_after_that(
     assert claim is not None
     table = RangeTable(parts.jobs.redis)
     place = find_place(parts.settings, parse_config(claim.config))
-    terms = CaptureTerms("f" * 32, version=read_version(), place=place)
+    terms = SharedTerms(read_version(), place, SharedCapture("f" * 32))
     assert table.open(claim, "leader", 60, terms, 100, 2) is not None
     order = table.help("helper", 60, ANY_CAPACITY, ["precompute"])
     assert order is not None

@@ -1,0 +1,108 @@
+"""A training on two hosts, through the whole service: two workers, each with ranks of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.support.harness import Parts, Started
+from bench.support.waiting import wait_until
+from kd.client.wire.jobs import TERMINAL_STATUSES, Job
+from kd.tracking.metrics import read_metrics
+from tests.support.kd.sharing.processes import find_ranks, list_processes
+
+pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(1200)]
+
+#: Seconds that a run may take, faults included.
+PATIENCE = 300.0
+
+
+@pytest.fixture
+def body(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
+    return {
+        "name": "gang",
+        "max_attempts": 100,
+        "resources": {"hosts": 2},
+        "teacher": {"model": str(tiny_teacher), "batch_size": 2},
+        "student": {"init": {"layers": 1, "hidden_size": 32}},
+        "data": {"train": str(tiny_text), "sequence_length": 32, "max_eval_samples": 8},
+        "cache": {"shard_sequences": 8},
+        "train": {
+            "max_steps": 60, "batch_size": 4, "save_steps": 10, "eval_steps": 30,
+            "logging_steps": 5, "strategy": "ddp",
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture
+def parts(new_parts: Callable[..., Parts], tiny_teacher: Path) -> Parts:
+    roots = (tiny_teacher.parent.parent,)
+    parts = new_parts(
+        child_module="services.worker.stage_child", data_roots=roots, silence_seconds=300.0
+    )
+    parts.start_api()
+    return parts
+
+
+def post(parts: Parts, body: dict[str, Any]) -> str:
+    answer = parts.http.post("/jobs", json=body)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def finish(parts: Parts, job_id: str) -> Job:
+    job = parts.wait_for(job_id, *TERMINAL_STATUSES, seconds=PATIENCE)
+    run = parts.settings.run_dir(job_id)
+    assert job.status == "succeeded", (job.error, (run / "log.txt").read_text()[-3000:])
+    return job
+
+
+def curve(parts: Parts, job_id: str) -> list[float]:
+    lines = read_metrics(parts.settings.run_dir(job_id) / "metrics.jsonl")
+    return [each["loss"] for each in lines if each["type"] == "metrics"]
+
+
+def wait_for_checkpoint(parts: Parts, job_id: str) -> None:
+    folder = parts.settings.run_dir(job_id) / "checkpoints"
+    wait_until(lambda: any(folder.glob("step-*")), PATIENCE)
+
+
+def find_worker(parts: Parts, workers: list[Started], leads: bool) -> Started:
+    leader = parts.job(parts.jobs.list_workers()[0].job or "").worker
+    (found,) = [
+        each
+        for each in parts.jobs.list_workers()
+        if (each.id == leader) == leads and each.pid in {worker.pid for worker in workers}
+    ]
+    return next(worker for worker in workers if worker.pid == found.pid)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("fault", ["none", "a rank", "a worker", "the leader"])
+def test_two_workers_train_one_student(
+    parts: Parts, body: dict[str, Any], strategy: str, fault: str
+) -> None:
+    workers = [parts.start_worker()]
+    body["train"]["strategy"] = strategy
+    job_id = post(parts, body)
+    wait_until(lambda: parts.job(job_id).stage == "train", PATIENCE)
+    assert parts.job(job_id).resources.hosts == 2
+    workers.append(parts.start_worker())
+    if fault != "none":
+        wait_for_checkpoint(parts, job_id)
+    if fault == "a rank":
+        os.kill(find_ranks(parts.settings.run_dir(job_id))[1], signal.SIGKILL)
+    elif fault != "none":
+        find_worker(parts, workers, fault == "the leader").send_signal(signal.SIGKILL)
+        parts.start_worker()
+    job = finish(parts, job_id)
+    assert job.attempt == (1 if fault == "none" else 2)
+    assert list_processes(parts.settings.run_dir(job_id)) == []
+    alone = post(parts, body | {"name": "alone", "resources": {}})
+    finish(parts, alone)
+    assert curve(parts, job_id) == pytest.approx(curve(parts, alone), rel=1e-4)
