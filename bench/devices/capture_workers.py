@@ -45,12 +45,13 @@ from bench.support.harness import Parts, make_config
 from bench.support.waiting import wait_until
 from cache.remote.address import StoreAddress
 from cache.remote.bucket import Bucket
+from kd.progress import SharedCapture
 from services.store.jobs.leases import ANY_CAPACITY
 from services.store.queue import publish_hint
 from services.store.ranges import (
-    CaptureTerms,
     RangeTable,
     ReportedProgress,
+    SharedTerms,
     TakenRange,
     choose_range_size,
 )
@@ -190,7 +191,7 @@ def measure_store(parts: Parts, members: int) -> tuple[float, float, float, floa
     claim = jobs.claim(job_id, "precompute", "owner", 3600)
     assert claim is not None
     shards = SHARDS_EACH * 1024 * choose_range_size(SHARDS_EACH * 1024, members)
-    terms = CaptureTerms("f" * 32, version="", place="")
+    terms = SharedTerms("", "", SharedCapture("f" * 32))
     owner = table.open(claim, "owner", 3600, terms, shards, None)
     assert owner is not None
     helpers = []

@@ -1,12 +1,16 @@
 """Run the service on several hosts, hurt them and the network between them, and check every job.
 
     python bench/devices/hosts.py [--faults 30] [--seed 1]
+    python bench/devices/hosts.py --training [--steps 60]
 
 Job store, API and three workers run in network namespaces of this machine, with one file system and
 clocks that differ by up to half an hour. Links are cut and slowed, hosts are frozen and killed, the
 job store is killed, clocks jump. At the end every job must have succeeded, every shard, step and
 student must equal those of an undisturbed run, nothing may have been done twice, and no process may
 be left over. Exits with code 1 if not. Needs root on Linux, `ip` and `tc`.
+
+With ``--training`` a student is trained on two of the three hosts, by each strategy, and one of
+them is cut off in the middle.
 """
 
 from __future__ import annotations
@@ -18,12 +22,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.support.gangs import run_gang
 from bench.support.hosts import run_faults
 
 
 def say(line: str) -> None:
     """Print progress to stderr, so that stdout holds the result alone."""
     print(line, file=sys.stderr, flush=True)
+
+
+def print_training(folder: Path, steps: int) -> None:
+    """Print the times of a training on two hosts, by each strategy."""
+    print("| strategy | gather, s | restart after a cut, s | attempts | loss, against one host |")
+    print("|---|--:|--:|--:|--:|")
+    for strategy in ("ddp", "fsdp"):
+        found = run_gang(folder / strategy, steps, strategy, say)
+        times = f"{found.gather:.1f} | {found.restart:.1f} | {found.attempts}"
+        print(f"| {strategy} | {times} | {found.difference:.1e} |")
 
 
 def main() -> int:
@@ -33,9 +48,14 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--training", action="store_true")
+    parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="potstill-hosts-"))
     say(f"data and logs: {folder}")
+    if arguments.training:
+        print_training(folder, arguments.steps)
+        return 0
     struck, found = run_faults(folder, arguments.faults, arguments.seed, say)
     jobs = struck.pop("jobs")
     kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(struck.items()))

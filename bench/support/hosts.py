@@ -116,9 +116,19 @@ def _send(pids: list[int], number: int) -> None:
 
 
 class HostedService:
-    """Job store, API and three workers, each on its host. Runs inside the host of the store."""
+    """Job store, API and three workers, each on its host. Runs inside the host of the store.
 
-    def __init__(self, net: Net, folder: Path, seed: int) -> None:
+    ``child`` is the module of the processes of stages; jobs may read ``roots``.
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        folder: Path,
+        seed: int,
+        child: str = "bench.support.light_child",
+        roots: tuple[Path, ...] = (),
+    ) -> None:
         self.net = net
         self.dice = random.Random(seed)
         self.clocks = {host: folder / f"clock-{host}" for host in WORKERS}
@@ -126,10 +136,10 @@ class HostedService:
         # A fork would be in the network of the process that it comes from.
         self.parts = Parts(
             folder / "home",
-            "bench.support.light_child",
+            child,
             forked=False,
             max_attempts=1000,
-            data_roots=(make_inputs(folder / "inputs"),),
+            data_roots=roots or (make_inputs(folder / "inputs"),),
         )
         self.open_store()
         self.processes: dict[str, Started] = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.gangs import run_gang
 from bench.support.hosts import run_faults
 
 pytestmark = [
@@ -29,3 +30,11 @@ def test_faults_between_hosts_change_no_job(tmp_path: Path) -> None:
     struck, found = run_faults(tmp_path / "hosts", 8, 7, said.append)
     assert found == [], said
     assert struck["jobs"] >= 4
+
+
+@pytest.mark.usefixtures("_server_binary")
+def test_a_training_goes_on_after_one_of_its_hosts_is_cut_off(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = run_gang(tmp_path / "hosts", 30, "ddp", said.append)
+    assert found.attempts == 2, said
+    assert found.difference < 1e-4
