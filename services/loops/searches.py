@@ -75,9 +75,8 @@ class Searches:
 
     def step(self) -> None:
         """Claim the searches that wait, and do one step of each search. Raises ``RedisError``."""
-        while claim := self._store.claim_next(
-            SEARCH.name, self._owner, self._settings.lease_seconds
-        ):
+        lease_seconds = self._settings.lease_seconds
+        while claim := self._store.claim_next(SEARCH.name, self._owner, lease_seconds):
             self._drivers[claim.id] = Driver(self._store, self._app, self._settings, claim)
         for job_id, driver in list(self._drivers.items()):
             goes_on = False
@@ -156,8 +155,7 @@ class Driver:
             raise ConfigError(found)
         self._study = make_study(self._config, StudyJournal(self._store, self.claim))
         self._begun = True
-        begun = {"stage": SEARCH.name, "phase": "running trials"}
-        self._outbox.put(Event("stage", begun))
+        self._outbox.put(Event("stage", {"stage": SEARCH.name, "phase": "running trials"}))
         self._report_progress()
 
     # -- one trial
@@ -233,9 +231,8 @@ class Driver:
     # -- beats and events
 
     def _beat(self) -> str:
-        reply = self._store.beat(
-            self.claim, self._settings.lease_seconds, self._outbox.next_batch()
-        )
+        batch = self._outbox.next_batch()
+        reply = self._store.beat(self.claim, self._settings.lease_seconds, batch)
         if reply == "fenced":
             raise Fenced
         self._outbox.mark_delivered()
