@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
 import sys
 import traceback
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cache.errors import PotstillError
+from kd.parallel.children import has_stdin_ended
 from kd.parallel.parent_death import PARENT_VARIABLE, die_with_parent
 from kd.progress import Event, EventPipe, Monitor
 
@@ -154,11 +154,6 @@ def run_order(order: RankOrder, monitor: Monitor, group: Group) -> Json:
     config = parse_config(order.config)
     with confined_datasets(read_granted_limits()):
         return run(config, Path(order.home), Path(order.run_dir), monitor, group).to_json()
-
-
-def has_stdin_ended() -> bool:
-    """Whether stdin has ended. Nothing is ever written to it, so readable means the end."""
-    return bool(select.select([0], [], [], 0)[0])
 
 
 if __name__ == "__main__":

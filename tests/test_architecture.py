@@ -60,6 +60,8 @@ EXCEPTIONS = {
     "kd/experiments/run_page.py": {"markdown_it"},
     # This teacher is a server that answers over HTTP.
     "kd/capture/remote.py": {"httpx"},
+    # The network interfaces of a host that shares its training with others.
+    "kd/parallel/launch.py": {"psutil"},
     # The client of the service. Its requests are data that knows nothing of httpx.
     "kd/client/transport.py": {"httpx"},
     # The objects of a bucket.

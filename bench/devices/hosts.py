@@ -22,8 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.support.gangs import run_gang
-from bench.support.hosts import run_faults
+from bench.support.hosts import run_faults, run_gang
 
 
 def say(line: str) -> None:

@@ -21,11 +21,10 @@ from cache.disk import make_folder, remove_path, storage_errors
 from kd.config.job import JobConfig
 from kd.errors import Interrupted, RankLost, TrainingError
 from kd.files import read_json, write_json
-from kd.parallel.children import build_path, relay_events
+from kd.parallel.children import build_path, has_stdin_ended, relay_events
 from kd.parallel.parent_death import PARENT_VARIABLE, die_with_parent
 from kd.parallel.rank_failures import read_first_failure, write_failure
 from kd.progress import EventPipe, Monitor, replace_nonfinite
-from kd.rank import has_stdin_ended
 
 #: The folder in a run folder with the order and the error of its process.
 FOLDER = "process"

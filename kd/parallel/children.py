@@ -45,3 +45,8 @@ def relay_events(
         *lines, text = (text + part).split(b"\n")
         for line in lines:
             listen(Event(**json.loads(line)))
+
+
+def has_stdin_ended() -> bool:
+    """Whether stdin has ended. Nothing is ever written to it, so readable means the end."""
+    return bool(select.select([0], [], [], 0)[0])

@@ -15,18 +15,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import psutil
+
 from cache.disk import make_folder, remove_path, storage_errors
 from cache.json_object import Json
-from kd.errors import RankLost
+from kd.errors import RankLost, TrainingError
 from kd.files import RANKS, read_json, write_json
-from kd.parallel.addresses import name_interface, require_reachable
 from kd.parallel.agent import END_SIGNAL, FAILURES, ONLY_HOST
 from kd.parallel.children import build_path, relay_events
 from kd.parallel.rank_failures import RankError, read_first_failure
@@ -35,6 +38,8 @@ from kd.progress import Event, HostPlace, Monitor
 
 #: The module of a rank; it is above this one, because it runs the pipeline.
 RANK_MODULE = "kd.rank"
+#: Seconds for which a host tries to reach the leader.
+REACH_SECONDS = 120.0
 #: From where a job goes on.
 KEPT = "it continues from its newest checkpoint, or after its last sealed shard"
 
@@ -105,6 +110,37 @@ def join_ranks(host: HostPlace, count: int, monitor: Monitor, module: str = RANK
         code = process.wait()
     if code:
         raise _find_error(folder, code)
+
+
+def name_interface(address: str) -> dict[str, str]:
+    """Return the variables that let ranks use the network interface that has ``address``.
+
+    Raises ``TrainingError`` if none has.
+    """
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address == address for each in found):
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    detail = f"No network interface of this host has the address {address}."
+    raise TrainingError(detail, "Set KD_HOST_ADDRESS to one that the other hosts can reach.")
+
+
+def require_reachable(host: HostPlace) -> None:
+    """Wait until the leader of ``host`` answers; raise ``TrainingError`` if it does not."""
+    address, _, port = host.endpoint.rpartition(":")
+    end = time.monotonic() + REACH_SECONDS
+    while True:
+        try:
+            with socket.create_connection((address, int(port)), timeout=10):
+                return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise TrainingError(
+                    f"This host ({host.address}) cannot reach the host that leads the job at "
+                    f"{host.endpoint}: {error}.",
+                    "Open the ports between the hosts, or set KD_HOST_ADDRESS on each to an "
+                    "address that the others reach.",
+                ) from None
+            time.sleep(1.0)
 
 
 @contextmanager

@@ -37,9 +37,9 @@ from services.store.jobs.store import JobStore
 from services.store.queue import QUEUE_PREFIX, TASK_NAME, make_celery_app, publish_hint
 from services.store.ranges import RangeTable
 from services.worker.devices import DeviceError, WorkerDevice, take_device
-from services.worker.helping import CaptureHelp, GangHelp
 from services.worker.lock_waiter import LockWaiter
 from services.worker.supervisor import Attempt
+from services.worker.together.helping import CaptureHelp, GangHelp
 
 #: Time between two heartbeats of a worker.
 HEARTBEAT_SECONDS = 5.0

@@ -40,8 +40,8 @@ from services.process.stdin_guard import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
 from services.process.telemetry import traced_stage
 from services.worker.failures import describe_error, is_passing
-from services.worker.range_client import RangeClient
 from services.worker.stage_messages import Order
+from services.worker.together.range_client import RangeClient
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

@@ -33,8 +33,8 @@ from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.store import JobStore
 from services.store.tenancy import build_confinement
 from services.worker.counters import RunCounters
-from services.worker.range_server import RangeServer
 from services.worker.stage_messages import Order, bound_event
+from services.worker.together.range_server import RangeServer
 
 if TYPE_CHECKING:  # the API, which imports this module, has no library for devices
     from services.worker.devices import WorkerDevice

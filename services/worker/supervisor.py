@@ -31,18 +31,18 @@ from kd.memory.model_memory import estimate_least_memory
 from kd.progress import Event, HostPlace, SharedCapture
 from kd.python.version import read_version
 from services.settings import Settings
-from services.store.gangs import GangTable
+from services.store.jobs.gangs import GangTable
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, Capacity, Claim
 from services.store.jobs.store import JobStore
 from services.store.ranges import Membership, RangeTable, SharedTerms
 from services.worker import failures
 from services.worker.devices import WorkerDevice
-from services.worker.gang import GangMember, count_hosts, gather
 from services.worker.heartbeat import Heartbeat
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
-from services.worker.range_server import RangeServer, count_workers, find_place
 from services.worker.stage_child import EXIT_HELD, EXIT_PASSING, EXIT_STOPPED
 from services.worker.stage_process import Child, start_child
+from services.worker.together.gang import GangMember, count_hosts, gather
+from services.worker.together.range_server import RangeServer, count_workers, find_place
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25

@@ -12,7 +12,7 @@ from bench.support.harness import Parts, make_config
 from kd.progress import SharedCapture
 from services.store.jobs.leases import ANY_CAPACITY, Claim
 from services.store.ranges import RangeTable, ReportedProgress, SharedTerms, TakenRange
-from services.worker.range_server import compute_progress
+from services.worker.together.range_server import compute_progress
 from tests.support.services.api import tell
 from tests.support.services.pages import require_fit, take_picture
 

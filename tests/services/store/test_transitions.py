@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.support.harness import make_config
-from services.store.gangs import GangTable
+from services.store.jobs.gangs import GangTable
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.records import make_job_id

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.gangs import run_gang
-from bench.support.hosts import run_faults
+from bench.support.hosts import run_faults, run_gang
 
 pytestmark = [
     pytest.mark.alone,

@@ -22,7 +22,7 @@ from services.store.ranges import (
     TakenRange,
     choose_range_size,
 )
-from services.worker.range_server import compute_progress
+from services.worker.together.range_server import compute_progress
 from tests.support.records import ANN, BOB, ERROR, at_once, queued, running
 
 SHARED = SharedTerms("1.0", "here", SharedCapture("f" * 8))

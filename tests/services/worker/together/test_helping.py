@@ -14,8 +14,8 @@ from kd.python.version import read_version
 from services.store.jobs.leases import ANY_CAPACITY
 from services.store.ranges import RangeTable, SharedTerms
 from services.worker.devices import WorkerDevice
-from services.worker.helping import CaptureHelp
-from services.worker.range_server import find_place
+from services.worker.together.helping import CaptureHelp
+from services.worker.together.range_server import find_place
 from tests.support.records import running
 
 #: A field that this version does not know.

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 from kd.errors import ConfigError, Interrupted, NotFinite, Problem
+from kd.parallel.children import has_stdin_ended
 from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.parallel.parent_death import PARENT_VARIABLE, die_with_parent
 from kd.parallel.rank_failures import write_failure
 from kd.progress import Event, EventPipe, Monitor
-from kd.rank import has_stdin_ended
 
 MODULE = "tests.support.kd.sharing.scripted_rank"
 #: Seconds after which a rank that waits gives up.

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from kd.client.wire.service import Device, WorkerState
-from services.store.gangs import GangBeat, GangTable
+from services.store.jobs.gangs import GangBeat, GangTable
 from services.store.jobs.leases import ANY_CAPACITY, Claim, EventBatch
 from services.store.jobs.store import JobStore
 from services.store.jobs.workers import explain_missing_worker

@@ -1,7 +1,7 @@
 """The hosts of one training: a worker leads and gathers others, whose children meet its own.
 
-    leader   claims the job, opens a table (``services.store.gangs``), and waits for all members;
-             then it writes run_dir/hosts.json, and starts the stage
+    leader   claims the job, opens a table (``services.store.jobs.gangs``), waits for all members,
+             and starts the stage; run_dir/hosts.json has its place
     member   waits until the ranks of the leader have their order, and runs those of its own host
 
 A member that dies, fails or loses its lease ends the attempt on all hosts.
@@ -29,7 +29,7 @@ from kd.python.version import read_version
 from services.process.lasting_loops import start_loop
 from services.settings import Settings
 from services.store.embedded import find_free_port
-from services.store.gangs import GangBeat, GangTable
+from services.store.jobs.gangs import GangBeat, GangTable
 from services.store.jobs.leases import (
     BEAT_SECONDS,
     BEATS_PER_LEASE,

@@ -26,17 +26,17 @@ from kd.files import HELPERS, RANKS, read_json
 from kd.progress import HostPlace
 from kd.python.version import read_version
 from services.settings import Settings
-from services.store.gangs import GangBeat, GangTable
+from services.store.jobs.gangs import GangBeat, GangTable
 from services.store.jobs.store import JobStore
 from services.store.ranges import HelpOrder, RangeTable
 from services.worker.devices import WorkerDevice
 from services.worker.failures import Failure, describe_error
-from services.worker.gang import HOSTS_FILE, GangMember, find_address, find_terms
 from services.worker.memory_limit import choose_limit_bytes
-from services.worker.range_server import RangeServer, find_place
 from services.worker.stage_child import EXIT_PASSING
 from services.worker.stage_process import Child, start_child
 from services.worker.supervisor import Instruction, describe_end, has_stopped, supervise
+from services.worker.together.gang import HOSTS_FILE, GangMember, find_address, find_terms
+from services.worker.together.range_server import RangeServer, find_place
 
 #: Seconds within which a member of a gang must see what the leader has written.
 SHARED_SECONDS = 30.0
@@ -45,7 +45,7 @@ log = logging.getLogger("potstill.worker")
 
 
 @dataclass(frozen=True, eq=False)
-class Help:
+class StageHelp:
     """Takes part in a stage of a job that another worker holds, in a child of its own."""
 
     _store: JobStore
@@ -118,7 +118,7 @@ class Help:
         return f"Worker {self._worker} no longer helps with this job: {what}"
 
 
-class CaptureHelp(Help):
+class CaptureHelp(StageHelp):
     """Captures until no range is left, or until the capture stops."""
 
     where = f"a helper of stage {CAPTURE.name}"
@@ -149,7 +149,7 @@ class CaptureHelp(Help):
         return find_place(self._settings, config)
 
 
-class GangHelp(Help):
+class GangHelp(StageHelp):
     """Supervises the ranks of this host, for a job that another worker leads."""
 
     where = f"the ranks of stage {TRAIN.name} on this host"

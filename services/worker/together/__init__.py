@@ -1,0 +1,1 @@
+"""Workers that share the stage of one job: captures by several, and trainings on several hosts."""
