@@ -64,11 +64,7 @@ def explain_missing_worker(job: Job, workers: Iterable[WorkerState]) -> str | No
         return explain_small_memory(job.least_memory, job.stage, serving)
     wanted = describe_needs(needs)
     if hosts > 1:
-        what = f", each with {wanted}" if needs.gpus or needs.memory else ""
-        return (
-            f"The job needs {hosts} workers of stage {job.stage}{what}, and there are {found}; it "
-            "waits until enough have started."
-        )
+        return f"The job needs {hosts} workers of stage {job.stage}, and {found} fit: it waits."
     if not serving:
         return (
             f"No worker serves stage {job.stage}; the job waits until one starts that has {wanted}."

@@ -83,15 +83,14 @@ class GangMember:
         lost = self.last.reply == "lost" and time.monotonic() - self._lost_at > LAST_WORDS_SECONDS
         return lost or self.last.reply == "fenced"
 
-    def await_loss(self, seconds: float) -> bool:
-        """Wait until a member is known to be lost, for ``seconds`` at most; returns whether one is.
+    def await_loss(self, seconds: float) -> None:
+        """Wait until a member is known to be lost, for ``seconds`` at most.
 
         A rank that has lost the others fails at once, and the lease of a dead worker ends later.
         """
         end = time.monotonic() + seconds
         while self.last.reply == "go" and time.monotonic() < end:
             time.sleep(0.1)
-        return self.last.reply == "lost"
 
     def leave(self, warning: str = "") -> None:
         """End the membership, if Redis answers; else its lease runs out."""
@@ -156,12 +155,10 @@ def gather(
     write_json(run_dir / HOSTS_FILE, asdict(place))
     call()
     end = time.monotonic() + GATHER_SECONDS
-    while store.beat(claim, lease, _NO_EVENTS) == "go":
+    while store.beat(claim, lease, _NO_EVENTS) == "go" and time.monotonic() < end:
         answer = table.begin(member, lease, capacity, key)
         if answer == "begun":
             return member, place
-        if answer != "wait" or time.monotonic() > end:
-            return None
-        if stopping.wait(min(BEAT_SECONDS, lease / BEATS_PER_LEASE)):
-            return None
+        if answer != "wait" or stopping.wait(min(BEAT_SECONDS, lease / BEATS_PER_LEASE)):
+            break
     return None

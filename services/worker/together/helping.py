@@ -55,8 +55,10 @@ class StageHelp:
     _device: WorkerDevice
     _stopping: threading.Event
 
-    #: The work of the child, as errors name it.
+    #: The work of the child, what it is a part of, and what lies in a shared place, in messages.
     where: ClassVar[str]
+    work: ClassVar[str]
+    shared: ClassVar[str]
 
     def run(self) -> None:
         """Take part to the end. What this worker cannot do is a warning of the job."""
@@ -101,27 +103,30 @@ class StageHelp:
         own_version = read_version()
         if own_version != theirs.version:
             raise OtherCapture(
-                f"It runs Potstill {own_version}, and the worker that leads {theirs.version}.",
+                f"It runs Potstill {own_version}, and the worker that leads the {self.work} "
+                f"{theirs.version}.",
                 "Install the same version on all workers.",
             )
         config = parse_config(self._order.claim.config)
         own_place = self.find_place_name(config)
         if own_place != theirs.place:
             raise OtherCapture(
-                f"Its place is {own_place}, and that of the worker that leads is {theirs.place}.",
+                f"Its {self.shared} are in {own_place}, and the {self.shared} of the worker that "
+                f"leads the {self.work} are in {theirs.place}.",
                 "Give all workers one bucket (KD_STORE), or the same KD_HOME on a shared disk.",
             )
         return config
 
     def _describe_failure(self, failure: Failure) -> str:
         what = f"{failure['detail']} {failure.get('remedy', '')}".strip()
-        return f"Worker {self._worker} no longer helps with this job: {what}"
+        return f"Worker {self._worker} no longer helps with this {self.work}: {what}"
 
 
 class CaptureHelp(StageHelp):
     """Captures until no range is left, or until the capture stops."""
 
     where = f"a helper of stage {CAPTURE.name}"
+    work, shared = "capture", "caches"
 
     def run(self) -> None:
         """Help to the end. A failure is a warning of the job, and this worker helps no more."""
@@ -153,6 +158,7 @@ class GangHelp(StageHelp):
     """Supervises the ranks of this host, for a job that another worker leads."""
 
     where = f"the ranks of stage {TRAIN.name} on this host"
+    work, shared = "training", "runs"
 
     def run(self) -> None:
         """Take part to the end. A failure ends the attempt on all hosts."""
@@ -189,7 +195,7 @@ class GangHelp(StageHelp):
                 given = (self._store, self._settings, self._device, self._order.claim)
                 return start_child(*given, self._run_dir, host=place)
             if self._stopping.wait(0.1):
-                return None
+                break
         return None
 
     def _is_ordered(self, place: HostPlace) -> bool:

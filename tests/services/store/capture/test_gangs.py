@@ -96,7 +96,7 @@ def test_no_worker_begins_a_job_for_which_there_are_too_few(
     job = jobs.get(three)
     assert job is not None and job.status == "queued"
     reason = explain_missing_worker(job, jobs.list_workers())
-    assert reason is not None and "needs 3 workers of stage train, and there are 2" in reason
+    assert reason is not None and "needs 3 workers of stage train, and 2 fit" in reason
 
 
 @pytest.mark.parametrize("how", ["its lease ends", "it leaves with a warning"])
