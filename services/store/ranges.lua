@@ -64,7 +64,7 @@ local function release_range(id, number)
 end
 
 -- Whether the members of a job are hosts that work on its stage together (gangs.lua).
-local function is_gang(id) return redis.call('HEXISTS', key(id, 'ranges'), 'hosts') == 1 end
+local function is_gang(id) return redis.call('HGET', key(id, 'ranges'), 'hosts') and true end
 
 -- Why a gang is lost, once it has begun (gangs.lua).
 local function lose(id, token, why)

@@ -20,6 +20,7 @@ Status = Literal["waiting", "queued", Active, "paused", Terminal]
 Action = Literal["cancel", "pause", "resume", "retry", "delete"]
 
 TERMINAL_STATUSES: frozenset[str] = frozenset(get_args(Terminal))
+ACTIVE_STATUSES: frozenset[str] = frozenset(get_args(Active))
 
 
 class Progress(View):

@@ -86,7 +86,7 @@ def test_what_a_job_asks_of_the_service_is_in_its_record(jobs: JobStore) -> None
         8,
         7,
     )
-    assert job.resources.model_dump() == {"gpus": 2, "memory": 16 << 30}
+    assert job.resources.model_dump() == {"gpus": 2, "memory": 16 << 30, "hosts": 1}
     assert job.deadline_at - job.created_at == timedelta(seconds=60)
     assert job.request_id == "req-1"
     assert "owner" not in job.model_dump()

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from bench.support.harness import Parts, make_config
-from kd.client.wire.jobs import TERMINAL_STATUSES, Action, Active
+from kd.client.wire.jobs import ACTIVE_STATUSES, TERMINAL_STATUSES, Action
 from kd.config.job import JobConfig
 from kd.progress import Event
 from services.store.callers import Caller
@@ -32,7 +32,6 @@ from tests.support.records import ALLOWED_IN
 
 ERROR = {"type": "internal", "detail": "It died.", "remedy": ""}
 OWNERS = (Caller("ann"), Caller("ann"), Caller("bob"))
-ACTIVE_STATUSES = frozenset(get_args(Active))
 ENDED_BADLY = frozenset({"failed", "cancelled"})
 MOSTLY = st.sampled_from([True, True, True, False])
 HISTORIES = int(os.environ.get("POTSTILL_HISTORIES", "60"))  # a night's worth may be asked for

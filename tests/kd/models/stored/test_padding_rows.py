@@ -49,6 +49,8 @@ def build_hollow(folder: Path, tokenizer: Any) -> PreTrainedModel:
     student.to_empty(device="cpu")
     for parameter in student.parameters():
         nn.init.normal_(parameter, std=0.1)
+    for buffer in student.buffers():
+        buffer.zero_()  # memory that held anything, NaN among it
     return student
 
 
