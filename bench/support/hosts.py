@@ -257,16 +257,23 @@ def make_clock_variables(clock: Path) -> dict[str, str]:
     }
 
 
+@contextlib.contextmanager
+def inside_network() -> Iterator[Net]:
+    """Make the hosts, and run the block on that of the store."""
+    net = Net()
+    try:
+        with net.inside("store"):
+            yield net
+    finally:
+        net.close()
+
+
 def run_faults(
     folder: Path, faults: int, seed: int, say: Callable[[str], None]
 ) -> tuple[Counter[str], list[str]]:
     """Run light jobs on the hosts under faults; returns the faults, counted, and the violations."""
-    net = Net()
-    try:
-        with net.inside("store"):
-            return _run_inside(net, folder, faults, seed, say)
-    finally:
-        net.close()
+    with inside_network() as net:
+        return _run_inside(net, folder, faults, seed, say)
 
 
 def _run_inside(
@@ -357,19 +364,14 @@ def run_gang(folder: Path, steps: int, strategy: str, say: Callable[[str], None]
 
     Raises ``RuntimeError`` if a job fails.
     """
-    net = Net()
-    try:
-        with net.inside("store"):
-            return _train_inside(net, folder, steps, strategy, say)
-    finally:
-        net.close()
+    with inside_network() as net:
+        return _train_inside(net, folder, steps, strategy, say)
 
 
 def _train_inside(
     net: Net, folder: Path, steps: int, strategy: str, say: Callable[[str], None]
 ) -> GangTimes:
-    roots = (AUSTEN,)
-    service = HostedService(net, folder, 1, "services.worker.stage_child", roots)
+    service = HostedService(net, folder, 1, "services.worker.stage_child", (AUSTEN,))
     parts = service.parts
 
     def submit(hosts: int) -> str:

@@ -51,7 +51,7 @@ function transitions.gang_begin(id, token, lease, gpus, memory, secret)
   return 'begun'
 end
 
--- gang_beat(id, token, lease_ms) -> {wait} | {go, number, key} | {lost, who and why} | {stop} | {fenced}
+-- gang_beat(id, token, lease_ms) -> {wait} | {go, number, key} | {lost, who and why} | {fenced}
 function transitions.gang_beat(id, token, lease)
   drop_expired(id)
   local member = read_member(id, token)

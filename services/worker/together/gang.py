@@ -109,7 +109,7 @@ class GangMember:
 
 
 def find_terms(settings: Settings) -> SharedTerms:
-    """What the workers of a gang must share: the version, and the folder of runs and caches."""
+    """Return the version and the folder of runs, which all workers of a gang must share."""
     return SharedTerms(read_version(), str(settings.home))
 
 

@@ -15,6 +15,7 @@ from bench.support.waiting import wait_until
 from kd.client.wire.jobs import TERMINAL_STATUSES, Job
 from kd.tracking.metrics import read_metrics
 from tests.support.kd.sharing.processes import find_ranks, list_processes
+from tests.support.services.training import make_body, post, start_service
 
 pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -24,35 +25,12 @@ PATIENCE = 300.0
 
 @pytest.fixture
 def body(tiny_teacher: Path, tiny_text: Path) -> dict[str, Any]:
-    return {
-        "name": "gang",
-        "max_attempts": 100,
-        "resources": {"hosts": 2},
-        "teacher": {"model": str(tiny_teacher), "batch_size": 2},
-        "student": {"init": {"layers": 1, "hidden_size": 32}},
-        "data": {"train": str(tiny_text), "sequence_length": 32, "max_eval_samples": 8},
-        "cache": {"shard_sequences": 8},
-        "train": {
-            "max_steps": 60, "batch_size": 4, "save_steps": 10, "eval_steps": 30,
-            "logging_steps": 5, "strategy": "ddp",
-        },
-    }  # fmt: skip
+    return make_body(tiny_teacher, tiny_text, "gang", {"hosts": 2})
 
 
 @pytest.fixture
 def parts(new_parts: Callable[..., Parts], tiny_teacher: Path) -> Parts:
-    roots = (tiny_teacher.parent.parent,)
-    parts = new_parts(
-        child_module="services.worker.stage_child", data_roots=roots, silence_seconds=300.0
-    )
-    parts.start_api()
-    return parts
-
-
-def post(parts: Parts, body: dict[str, Any]) -> str:
-    answer = parts.http.post("/jobs", json=body)
-    assert answer.status_code == 202, answer.text
-    return str(answer.json()["id"])
+    return start_service(new_parts, tiny_teacher)
 
 
 def finish(parts: Parts, job_id: str) -> Job:
