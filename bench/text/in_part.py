@@ -123,7 +123,7 @@ def measure_stages(folder: Path, sequences: int, tokens: int) -> list[Stage]:
     stages.append(run_stage("verify", 2 * sequences * LENGTH, "cache", "verify", second, *place))
     student = {"init": {"layers": 1, "hidden_size": 32}}
     train = {"max_steps": STEPS, "batch_size": BATCH}
-    job = make_job(folder, 2 * sequences, kind="distill", student=student, train=train)
+    job = make_job(folder, 2 * sequences, kind="distill", student=student, train=train, **extends)
     stages.append(run("train", STEPS * BATCH * LENGTH, job))
     return stages
 

@@ -2,8 +2,8 @@
 
 The records of a sequence depend on the teacher, on the settings, and on the sequence and its
 number. So a shard whose sequences are the same in both texts has the same bytes in both caches, and
-the new cache gets it by hard links: its bytes stay where they are. The new cache is like one that
-was captured whole, to the bit, has the same fingerprint, and needs the earlier one no more.
+the new cache gets it by hard links: its bytes stay where they are. It needs the earlier one no
+more. It is like one that was captured whole with the same tables of tails, to the bit.
 """
 
 from __future__ import annotations
