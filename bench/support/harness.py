@@ -92,7 +92,7 @@ class Parts:
         assert self.settings.redis_url is not None
         self.jobs = JobStore(connect_redis(self.settings.redis_url), self.settings.max_attempts)
         self.queue = make_celery_app(self.settings.redis_url, socket_timeout=2.0)
-        # The first job waits for the imports of the process that checks it: seconds, more under load.
+        # The first job waits for the imports of the process that checks it: seconds, or more.
         self.http = httpx.Client(base_url=self.settings.server, timeout=60)
         self.forked = forked
         self._processes: list[Started] = []

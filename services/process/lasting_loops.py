@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import ClassVar, Self
 
 from redis.exceptions import RedisError
 
@@ -49,6 +51,33 @@ def start_loop(name: str, loop: Callable[[], None], stopping: threading.Event) -
     )
     thread.start()
     return thread
+
+
+class BlockLoop:
+    """Keeps ``_run`` running in a thread for the length of a block, until ``_closing`` is set."""
+
+    #: The name of the loop.
+    loop: ClassVar[str]
+
+    def __enter__(self) -> Self:
+        self._closing = threading.Event()
+        #: When the job store last answered.
+        self._contact = time.monotonic()
+        self._thread = start_loop(self.loop, self._run, self._closing)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the end of the turn."""
+        self._closing.set()
+        self._thread.join()
+
+    @property
+    def outage_seconds(self) -> float:
+        """Seconds since the job store last answered."""
+        return time.monotonic() - self._contact
+
+    def _run(self) -> None:
+        raise NotImplementedError
 
 
 async def keep_running_async(name: str, loop: Callable[[], Awaitable[None]]) -> None:

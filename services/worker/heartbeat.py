@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from redis.exceptions import RedisError
 
-from services.process.lasting_loops import start_loop
+from services.process.lasting_loops import BlockLoop
 from services.store.connection import describe_failure
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE, BeatReply, Claim
 from services.store.jobs.store import JobStore
@@ -24,7 +25,7 @@ log = logging.getLogger("potstill.worker")
 
 
 @dataclass(eq=False)
-class Heartbeat:
+class Heartbeat(BlockLoop):
     """Beats for one claim, with a lease in seconds, until it is closed or fenced."""
 
     _store: JobStore
@@ -34,22 +35,8 @@ class Heartbeat:
     _counters: RunCounters
     reply: BeatReply = "go"
     _lost: bool = False
-    _contact: float = field(default_factory=time.monotonic)
-    _closing: threading.Event = field(default_factory=threading.Event)
 
-    def __enter__(self) -> Heartbeat:
-        self._thread = start_loop("heartbeat", self._run, self._closing)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop beating, and wait for the last beat."""
-        self._closing.set()
-        self._thread.join()
-
-    @property
-    def outage_seconds(self) -> float:
-        """Seconds since Redis last answered."""
-        return time.monotonic() - self._contact
+    loop: ClassVar[str] = "heartbeat"
 
     def deliver(self, give_up: threading.Event) -> None:
         """Send the remaining events, however long Redis is away, until ``give_up`` is set."""

@@ -19,12 +19,11 @@ import json
 import logging
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
 from redis.exceptions import RedisError
@@ -34,7 +33,7 @@ from cache.remote.address import name_place
 from kd.config.job import JobConfig
 from kd.files import find_caches
 from kd.progress import Event, SharedCapture
-from services.process.lasting_loops import start_loop
+from services.process.lasting_loops import BlockLoop
 from services.settings import Settings
 from services.store.connection import describe_failure
 from services.store.jobs.leases import BEAT_SECONDS, BEATS_PER_LEASE
@@ -49,7 +48,7 @@ log = logging.getLogger("potstill.worker")
 
 
 @dataclass(eq=False)
-class RangeServer:
+class RangeServer(BlockLoop):
     """Answers one child, and keeps its membership alive, with a lease in seconds.
 
     ``member`` is None for the child that leads the capture, until it opens the table with
@@ -70,15 +69,11 @@ class RangeServer:
     _known: frozenset[int] = frozenset()
     _asks: queue.SimpleQueue[RangeAsk] = field(default_factory=queue.SimpleQueue)
     _unanswered: RangeAsk | None = None
-    _closing: threading.Event = field(default_factory=threading.Event)
 
-    def __enter__(self) -> RangeServer:
-        self._thread = start_loop("ranges", self._run, self._closing)
-        return self
+    loop: ClassVar[str] = "ranges"
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        self._thread.join()
+        super().__exit__()
         self.close_pipe()
 
     def open_pipe(self) -> int:
