@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from kd.config.section import AS_BYTES, Section
 
 JOB_ID_PATTERN = r"^job_[0-9a-z]{26}$"
 
 Label = Annotated[str, Field(max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?$")]
+HostCount = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Resources(Section):
@@ -21,9 +22,11 @@ class Resources(Section):
     GPU if the worker has any, 0 = none. More than one train a student together (train.strategy). A
     capture uses the first one, unless its teacher is spread (teacher.parallel)."""
 
-    hosts: int = Field(1, ge=1, le=1024)
+    hosts: HostCount | dict[Literal["min", "max"], HostCount] = 1
     """Hosts that train the student together, each a worker with `gpus` devices, or one of the hosts
-    of a torchrun (python -m kd.rank). They need the same KD_HOME on a shared disk."""
+    of a torchrun (python -m kd.rank). With {min: 1, max: 4} an attempt takes as many as there are,
+    and begins anew from a checkpoint when more come. They need the same KD_HOME on a shared
+    disk."""
 
     memory: Annotated[int, Field(ge=1, le=1 << 50), AS_BYTES] | None = None
     """Memory of each GPU, or of the host if it has none: a number of bytes, or text such as
@@ -37,10 +40,24 @@ class Resources(Section):
     shared disk, or a bucket. `kd run` uses one process. Not for a teacher that is split among
     processes (teacher.parallel fsdp or tensor)."""
 
+    @field_validator("hosts")
+    @classmethod
+    def _check_range(cls, hosts: int | dict[str, int]) -> int | dict[str, int]:
+        if not isinstance(hosts, int) and not (len(hosts) == 2 and hosts["min"] <= hosts["max"]):
+            raise ValueError("a range of hosts is {min: 1, max: 4}, and min is not above max")
+        return hosts
+
+    @property
+    def host_counts(self) -> range:
+        """The numbers of hosts that may train together."""
+        hosts = self.hosts
+        found = (hosts, hosts) if isinstance(hosts, int) else (hosts["min"], hosts["max"])
+        return range(found[0], found[1] + 1)
+
     @property
     def devices(self) -> int:
-        """The devices that work together, on all hosts."""
-        return self.hosts * (self.gpus or 1)
+        """The devices that work together, on all hosts; the most."""
+        return self.host_counts[-1] * (self.gpus or 1)
 
 
 class Placement(Section):

@@ -28,16 +28,17 @@ def count_ranks(config: JobConfig, hosts: int | None = None) -> int:
     """
     resources = config.resources
     if (ranks := find_standing_ranks()) is not None:
-        if resources.devices != ranks.group.size:
+        each = resources.gpus or 1
+        if ranks.group.size not in [count * each for count in resources.host_counts]:
             detail = (
                 f"the job asks for {resources.devices} devices (resources.hosts x resources.gpus), "
                 f"but torchrun has started {ranks.group.size} processes."
             )
             remedy = "Give torchrun --nnodes hosts and --nproc-per-node gpus, or change the job."
             raise ConfigError([Problem("/resources", detail, remedy)])
-        return resources.devices
-    if hosts is not None and hosts != resources.hosts:
-        detail = f"it asks for {resources.hosts} hosts, but this run has {hosts}."
+        return ranks.group.size
+    if hosts is not None and hosts not in resources.host_counts:
+        detail = f"it asks for {resources.host_counts[0]} hosts, but this run has {hosts}."
         remedy = (
             "Submit the job to a service with as many workers, or start it by torchrun on each "
             "host (docs/how-to/several-hosts.md)."

@@ -170,7 +170,7 @@ def _find_evaluation_problems(config: JobConfig) -> Iterator[Problem]:
 
 def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
     """Refuse devices that the job could not use, and work that they cannot share equally."""
-    devices = config.resources.devices
+    devices, each = config.resources.devices, config.resources.gpus or 1
     teacher = config.captured_teacher
     parallel = "none" if teacher is None else teacher.parallel
     is_shared = teacher is not None and teacher.is_shared
@@ -194,7 +194,10 @@ def _find_resource_problems(config: JobConfig) -> Iterator[Problem]:
                 "Set it to 1, or submit several jobs: each worker runs one on a device of its own.",
             )
     elif devices > 1 and config.train is not None:
-        yield from _find_training_problems(config, config.train, devices)
+        for hosts in config.resources.host_counts:
+            if found := list(_find_training_problems(config, config.train, hosts * each)):
+                yield from found
+                return
 
 
 def _find_training_problems(

@@ -7,6 +7,7 @@
 --   a gang   where
 --   gathers  the range is untouched: members are missing
 --   works    the range is taken, once all members are there; each has a number, 0 leads, and knows the 'key'
+--   grows    'grows' is set: it has worked with fewer hosts than it wants, and another worker idles. The leader stops
 --   is lost  'lost' names a member whose lease ran out, or that has failed: the leader ends the attempt
 --
 -- An attempt that has found too few members gives its claim back, and the job rests before it gathers again. If an older job
@@ -40,26 +41,29 @@ function transitions.gang_open(id, fence, worker, lease, terms, hosts)
   return opened
 end
 
--- gang_begin(id, token, lease_ms, gpus, memory, key) -> begun | wait | yield | fenced: the leader asks whether all are there
-function transitions.gang_begin(id, token, lease, gpus, memory, secret)
+-- gang_begin(id, token, lease_ms, gpus, memory, key, enough) -> the number of hosts | wait | yield | fenced: the leader asks
+-- whether so many are there
+function transitions.gang_begin(id, token, lease, gpus, memory, secret, enough)
   drop_expired(id)
   if not read_member(id, token) then return 'fenced' end
   redis.call('ZADD', key(id, 'ranges:ends'), now + lease, token)
-  if count_missing(id) > 0 then return must_give_way(id, gpus, memory) and 'yield' or 'wait' end
-  redis.call('HSET', key(id, 'ranges'), 'next', 1, 'key', secret)
+  local there = redis.call('ZCARD', key(id, 'ranges:ends'))
+  if there < tonumber(enough) then return must_give_way(id, gpus, memory) and 'yield' or 'wait' end
+  redis.call('HSET', key(id, 'ranges'), 'next', 1, 'key', secret, 'began', now)
   number_members(id)
-  return 'begun'
+  return there
 end
 
--- gang_beat(id, token, lease_ms) -> {wait} | {go, number, key} | {lost, who and why} | {fenced}
+-- gang_beat(id, token, lease_ms) -> {wait} | {go, number, key} | {grow}, to the leader | {lost, who and why} | {fenced}
 function transitions.gang_beat(id, token, lease)
   drop_expired(id)
   local member = read_member(id, token)
   if not member then return {'fenced'} end
   redis.call('ZADD', key(id, 'ranges:ends'), now + lease, token)
-  local secret, lost = unpack(redis.call('HMGET', key(id, 'ranges'), 'key', 'lost'))
+  local secret, lost, grows = unpack(redis.call('HMGET', key(id, 'ranges'), 'key', 'lost', 'grows'))
   if not secret then return {'wait'} end
   if lost then return {'lost', lost} end
+  if grows and member.owner then return {'grow'} end
   return {'go', string.format('%d', member.number), secret}
 end
 

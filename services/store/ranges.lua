@@ -31,6 +31,8 @@
 
 -- A range is slow that takes this many times the mean of those that are done, and at least so long.
 local SLOW, LEAST_SLOW_MS = 2, 10000
+-- A gang with fewer hosts than it wants works for so long before it begins anew with more.
+local GROW_MS = 60000
 local SLOWEST = 20  -- of the slow ranges, so many are looked at
 -- Members beat every second. A table that nobody has called for so long was out of reach.
 local OUTAGE_MS = 4000
@@ -135,6 +137,17 @@ function transitions.ranges_open(id, fence, worker, lease, terms, shards, size, 
   return {'opened', add_member(id, {worker = worker, owner = true, devices = 0, gpus = 0, memory = 0, stages = ''}, lease)}
 end
 
+-- A worker idles: let the first gang grow that wants it.
+local function enlarge_gang(worker, gpus, memory)
+  for _, id in ipairs(redis.call('ZRANGE', 'kd:boards', 0, -1)) do
+    local wanted, began = unpack(redis.call('HMGET', key(id, 'ranges'), 'wanted', 'began'))
+    if began and now - began > GROW_MS and is_shared(id) and redis.call('ZCARD', key(id, 'ranges:ends')) < tonumber(wanted)
+      and fits(id, gpus, memory) and redis.call('SISMEMBER', key(id, 'ranges:refused'), worker) == 0 then
+      return redis.call('HSET', key(id, 'ranges'), 'grows', 1)
+    end
+  end
+end
+
 -- ranges_help(worker, lease_ms, gpus, memory, stages) -> {id, token, attempt, terms, config, owner, request_id, traceparent,
 -- stage}, or nothing where no job wants this worker. The team that holds the fewest devices goes first.
 function transitions.ranges_help(worker, lease, gpus, memory, stages)
@@ -150,7 +163,10 @@ function transitions.ranges_help(worker, lease, gpus, memory, stages)
     end
   end
   table.sort(found, goes_before)
-  if #found == 0 then return false end
+  if #found == 0 then
+    enlarge_gang(worker, gpus, memory)
+    return false
+  end
   local id = found[1].id
   local devices = count_needed(get(id, 'gpus'))
   local token = add_member(id, {worker = worker, devices = devices, gpus = gpus, memory = memory, stages = stages}, lease)

@@ -87,8 +87,11 @@ def run_ranks_of_host(
     return {}
 
 
-def main(run_stage: StageRunner | None = None) -> int:
-    """Run the stage that stdin names, by the pipeline if none is given. Returns the exit code."""
+def main(run_stage: StageRunner | None = None, run_host: StageRunner = run_ranks_of_host) -> int:
+    """Run the stage that stdin names, by the pipeline if none is given. Returns the exit code.
+
+    ``run_host`` runs the part of this host in a stage that another host leads.
+    """
     die_with_parent(signal.SIGKILL)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -110,7 +113,7 @@ def main(run_stage: StageRunner | None = None) -> int:
     # After the guard was started: the guard must outlive this process.
     offer_to_oom_killer()
     if order.host is not None and order.host.number > 0:
-        run_stage = run_ranks_of_host
+        run_stage = run_host
     run_stage = run_stage or partial(run_stage_of_pipeline, order.gpus)
     return attempt_stage(run_stage, order, events, stop)
 

@@ -95,7 +95,7 @@ class Attempt:
             server = self._make_range_server(config)
             hosts = count_hosts(config, self._claim.stage)
             place = None
-            if hosts > 1:
+            if hosts[-1] > 1:
                 place = self._gather(hosts)
                 if place is None:
                     table = GangTable(self._store.redis)
@@ -144,9 +144,9 @@ class Attempt:
 
         return RangeServer(table, lease, None, open_table, report)
 
-    def _gather(self, hosts: int) -> HostPlace | None:
+    def _gather(self, hosts: range) -> HostPlace | None:
         """Gather the hosts of this stage; None if it cannot begin now. Raises ``RedisError``."""
-        call = partial(self._call_helpers, self._claim, hosts)
+        call = partial(self._call_helpers, self._claim, hosts[-1])
         capacity = Capacity(self._device.count, self._device.memory_bytes)
         given = (self._store, self._settings, self._claim, self._worker, capacity, hosts)
         found = gather(*given, self._stopping, call)
@@ -179,6 +179,7 @@ class Attempt:
         if heartbeat.reply == "fenced" or (self._gang is not None and self._gang.is_over):
             return "end"
         asked = heartbeat.reply in ("cancel", "pause") or self._stopping.is_set()
+        asked = asked or (self._gang is not None and self._gang.last.reply == "grow")
         stops = asked or heartbeat.outage_seconds > self._settings.outage_seconds
         return "stop" if stops else "go"
 

@@ -134,7 +134,7 @@ class JobResources(View):
 
     gpus: int | None = None
     memory: int | None = Field(None, description="Bytes of each GPU, or of the host.")
-    hosts: int = Field(1, description="Hosts that train the student together.")
+    hosts: int = Field(1, description="Hosts that train the student together; the least.")
 
 
 class JobLinks(View):

@@ -20,12 +20,13 @@ class GangBeat:
     """The answer to a beat of a member.
 
     wait    members are missing
+    grow    the leader is to stop: a worker idles that would make a gang with too few hosts larger
     go      the gang works: ``number`` is that of this host, and ``detail`` the key of the gang
     lost    ``detail`` says which member is lost, and why
     fenced  the attempt has ended, or this membership
     """
 
-    reply: Literal["wait", "go", "lost", "fenced"]
+    reply: Literal["wait", "go", "grow", "lost", "fenced"]
     number: int = 0
     detail: str = ""
 
@@ -42,16 +43,17 @@ class GangTable(RangeTable):
         return Membership(claim.id, int(token[0])) if outcome == "opened" else None
 
     def begin(
-        self, member: Membership, lease_seconds: float, capacity: Capacity, key: str
-    ) -> Literal["begun", "wait", "yield", "fenced"]:
-        """Renew the lease of the leader, and begin with this ``key`` if all members are there.
+        self, member: Membership, lease: float, capacity: Capacity, key: str, enough: int
+    ) -> int | Literal["wait", "yield", "fenced"]:
+        """Renew the lease of the leader, and begin with this ``key`` if ``enough`` hosts are there.
 
-        "yield" tells that an older job gathers, and wants this worker.
+        Returns how many they are, the leader included. "yield" tells that an older job gathers, and
+        wants this worker.
         """
         gpus, memory, _ = capacity.to_arguments()
-        head = (member.id, member.token, to_ms(lease_seconds), gpus, memory)
-        found = self._transition("gang_begin", *head, key)
-        return cast(Literal["begun", "wait", "yield", "fenced"], found)
+        head = (member.id, member.token, to_ms(lease), gpus, memory)
+        found = self._transition("gang_begin", *head, key, enough)
+        return cast(int | Literal["wait", "yield", "fenced"], found)
 
     def beat_gang(self, member: Membership, lease_seconds: float) -> GangBeat:
         """Renew the lease of a member."""

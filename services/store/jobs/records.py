@@ -91,7 +91,7 @@ def build_fields(config: JobConfig, max_attempts: int) -> dict[str, str]:
         "deadline_seconds": config.deadline_seconds,
         "gpus": needs.gpus,
         "memory": needs.memory,
-        "hosts": needs.hosts if needs.hosts > 1 else None,
+        "hosts": needs.host_counts[0] if needs.host_counts[-1] > 1 else None,
         "webhook": config.webhook,
         "cache.fingerprint": config.cache.fingerprint and json.dumps(config.cache.fingerprint),
     }

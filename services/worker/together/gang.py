@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
@@ -26,7 +27,7 @@ from kd.config.kinds import TRAIN
 from kd.files import write_json
 from kd.progress import HostPlace
 from kd.python.version import read_version
-from services.process.lasting_loops import start_loop
+from services.process.lasting_loops import BlockLoop
 from services.settings import Settings
 from services.store.embedded import find_free_port
 from services.store.jobs.gangs import GangBeat, GangTable
@@ -42,6 +43,8 @@ from services.store.ranges import Membership, SharedTerms
 
 #: Seconds for which a leader waits for members.
 GATHER_SECONDS = 60.0
+#: Seconds after which it begins with fewer, if its job allows that.
+FILL_SECONDS = 5.0
 #: Seconds that the ranks have to tell why they failed, after a member is lost.
 LAST_WORDS_SECONDS = 10.0
 #: The file in the run folder with the place of the leader.
@@ -53,7 +56,7 @@ log = logging.getLogger("potstill.worker")
 
 
 @dataclass(eq=False)
-class GangMember:
+class GangMember(BlockLoop):
     """Keeps the membership of a worker alive, with a lease in seconds; ``last`` is the answer."""
 
     _table: GangTable
@@ -61,21 +64,8 @@ class GangMember:
     _member: Membership
     last: GangBeat = field(default_factory=lambda: GangBeat("wait"))
     _lost_at: float = 0.0
-    _contact: float = field(default_factory=time.monotonic)
-    _closing: threading.Event = field(default_factory=threading.Event)
 
-    def __enter__(self) -> GangMember:
-        self._thread = start_loop("gang", self._run, self._closing)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        self._thread.join()
-
-    @property
-    def outage_seconds(self) -> float:
-        """Seconds since the job store last answered."""
-        return time.monotonic() - self._contact
+    loop: ClassVar[str] = "gang"
 
     @property
     def is_over(self) -> bool:
@@ -113,9 +103,9 @@ def find_terms(settings: Settings) -> SharedTerms:
     return SharedTerms(read_version(), str(settings.home))
 
 
-def count_hosts(config: JobConfig, stage: str) -> int:
-    """Count the hosts that a stage of a job runs on."""
-    return config.resources.hosts if stage == TRAIN.name else 1
+def count_hosts(config: JobConfig, stage: str) -> range:
+    """Return the numbers of hosts that a stage of a job may run on."""
+    return config.resources.host_counts if stage == TRAIN.name else range(1, 2)
 
 
 def find_address(settings: Settings) -> str:
@@ -135,30 +125,33 @@ def gather(
     claim: Claim,
     worker: str,
     capacity: Capacity,
-    hosts: int,
+    hosts: range,
     stopping: threading.Event,
     call: Callable[[], None],
 ) -> tuple[Membership, HostPlace] | None:
-    """Wait until ``hosts`` workers are there; None if too few came, or if the job stops.
+    """Wait until the most of ``hosts`` are there; None if too few came, or if the job stops.
 
-    ``call`` calls for them. They can read the place of the leader in run_dir/hosts.json then.
-    Raises ``RedisError``.
+    After ``FILL_SECONDS`` the least of them are enough. ``call`` calls for them, and they can read
+    the place of the leader in run_dir/hosts.json afterwards. Raises ``RedisError``.
     """
     table, lease = GangTable(store.redis), settings.lease_seconds
-    member = table.open_gang(claim, worker, lease, find_terms(settings), hosts)
+    member = table.open_gang(claim, worker, lease, find_terms(settings), hosts[-1])
     if member is None:
         return None
     run_dir = settings.run_dir(claim.id)
     run_dir.mkdir(parents=True, exist_ok=True)
     address, key = find_address(settings), secrets.token_hex(16)
-    place = HostPlace(0, hosts, f"{address}:{find_free_port(address)}", key, address, str(run_dir))
-    write_json(run_dir / HOSTS_FILE, asdict(place))
     call()
-    end = time.monotonic() + GATHER_SECONDS
-    while store.beat(claim, lease, _NO_EVENTS) == "go" and time.monotonic() < end:
-        answer = table.begin(member, lease, capacity, key)
-        if answer == "begun":
+    begin, interval = time.monotonic(), min(BEAT_SECONDS, lease / BEATS_PER_LEASE)
+    while store.beat(claim, lease, _NO_EVENTS) == "go":
+        waited = time.monotonic() - begin
+        enough = hosts[0] if waited > FILL_SECONDS else hosts[-1]
+        answer = table.begin(member, lease, capacity, key, enough)
+        if isinstance(answer, int):
+            endpoint = f"{address}:{find_free_port(address)}"
+            place = HostPlace(0, answer, endpoint, key, address, str(run_dir))
+            write_json(run_dir / HOSTS_FILE, asdict(place))
             return member, place
-        if answer != "wait" or stopping.wait(min(BEAT_SECONDS, lease / BEATS_PER_LEASE)):
+        if answer != "wait" or waited > GATHER_SECONDS or stopping.wait(interval):
             break
     return None

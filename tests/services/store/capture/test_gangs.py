@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Literal
 
 import pytest
 
@@ -52,12 +53,14 @@ def join(table: GangTable, worker: str) -> HelpOrder:
     return order
 
 
-def gang_of(jobs: JobStore, hosts: int = 2) -> str:
+def gang_of(jobs: JobStore, hosts: int | dict[str, int] = 2) -> str:
     return queued(jobs, "train", resources={"hosts": hosts})
 
 
-def begin(table: GangTable, leader: Membership, key: str = "k") -> str:
-    return table.begin(leader, LONG, ANY_CAPACITY, key)
+def begin(
+    table: GangTable, leader: Membership, key: str = "k", enough: int = 2
+) -> int | Literal["wait", "yield", "fenced"]:
+    return table.begin(leader, LONG, ANY_CAPACITY, key, enough)
 
 
 def end_lease(jobs: JobStore, member: Membership) -> None:
@@ -70,10 +73,10 @@ def test_a_gang_begins_when_all_members_are_there(jobs: JobStore, table: GangTab
     first = join(table, "a")
     assert (first.claim.stage, first.terms) == ("train", TERMS)
     assert table.beat_gang(first.member, LONG) == GangBeat("wait")
-    assert begin(table, leader) == "wait"
+    assert begin(table, leader, enough=3) == "wait"
     second = join(table, "b").member
     assert table.help("late", LONG, ANY_CAPACITY, TRAINING) is None
-    assert begin(table, leader, "secret") == "begun"
+    assert begin(table, leader, "secret", enough=3) == 3
     beats = [table.beat_gang(each, LONG) for each in (leader, first.member, second)]
     assert beats == [GangBeat("go", number, "secret") for number in range(3)]
     assert jobs.redis.hgetall("kd:devices:local") == {leader.id: "3"}
@@ -103,7 +106,7 @@ def test_no_worker_begins_a_job_for_which_there_are_too_few(
 def test_a_lost_member_ends_the_attempt(jobs: JobStore, table: GangTable, how: str) -> None:
     claim, leader = lead(jobs, table, gang_of(jobs))
     member = join(table, "other").member
-    assert begin(table, leader) == "begun"
+    assert begin(table, leader) == 2
     if how == "its lease ends":
         end_lease(jobs, member)
     else:
@@ -118,7 +121,7 @@ def test_a_lost_member_ends_the_attempt(jobs: JobStore, table: GangTable, how: s
 def test_a_member_that_ends_as_it_should_is_not_lost(jobs: JobStore, table: GangTable) -> None:
     _, leader = lead(jobs, table, gang_of(jobs))
     member = join(table, "other").member
-    assert begin(table, leader) == "begun"
+    assert begin(table, leader) == 2
     table.leave(member)
     assert table.beat_gang(leader, LONG).reply == "go"
 
@@ -130,14 +133,43 @@ def test_a_member_that_is_lost_before_the_begin_is_replaced(
     end_lease(jobs, join(table, "gone").member)
     assert begin(table, leader) == "wait"
     member = join(table, "next").member
-    assert begin(table, leader) == "begun"
+    assert begin(table, leader) == 2
     assert table.beat_gang(member, LONG).number == 1
+
+
+def test_a_gang_with_fewer_hosts_than_it_wants_grows_once_a_worker_idles(
+    jobs: JobStore, table: GangTable
+) -> None:
+    show_workers(jobs, 1)
+    job_id = gang_of(jobs, {"min": 1, "max": 2})
+    assert jobs.claim_next("train", "none", LONG) is not None, "one worker is enough"
+    jobs.redis.zadd("kd:leases", {job_id: 0})
+    jobs.expire()
+    claim, leader = lead(jobs, table, job_id)
+    assert begin(table, leader) == "wait"
+    assert begin(table, leader, enough=1) == 1
+    assert table.help("idle", LONG, ANY_CAPACITY, TRAINING) is None
+    assert table.beat_gang(leader, LONG) == GangBeat("go", 0, "k"), "it has just begun"
+    jobs.redis.hset(f"kd:job:{job_id}:ranges", "began", 0)
+    jobs.redis.sadd(f"kd:job:{job_id}:ranges:refused", "unfit")
+    assert table.help("unfit", LONG, ANY_CAPACITY, TRAINING) is None
+    assert table.beat_gang(leader, LONG).reply == "go", "that worker cannot take part"
+    assert table.help("idle", LONG, ANY_CAPACITY, TRAINING) is None
+    assert table.beat_gang(leader, LONG).reply == "grow"
+    assert jobs.release(claim) == "queued"
+    again, leader = lead(jobs, table, job_id)
+    assert again.attempt == claim.attempt
+    member = join(table, "idle").member
+    assert begin(table, leader) == 2
+    assert table.beat_gang(member, LONG).number == 1
+    assert table.help("late", LONG, ANY_CAPACITY, TRAINING) is None
+    assert table.beat_gang(leader, LONG).reply == "go", "it has all hosts that it wants"
 
 
 def test_a_lost_leader_fences_all_members(jobs: JobStore, table: GangTable) -> None:
     _, leader = lead(jobs, table, gang_of(jobs))
     member = join(table, "other").member
-    assert begin(table, leader) == "begun"
+    assert begin(table, leader) == 2
     jobs.redis.zadd("kd:leases", {leader.id: 0})
     assert jobs.expire() == [leader.id]
     assert table.beat_gang(member, LONG).reply == "fenced"
@@ -149,7 +181,7 @@ def test_a_gang_that_does_not_fill_rests_and_costs_no_attempt(
     show_workers(jobs, 3)
     claim, leader = lead(jobs, table, gang_of(jobs, 3), hosts=3)
     member = join(table, "a").member
-    assert begin(table, leader) == "wait"
+    assert begin(table, leader, enough=3) == "wait"
     assert table.give_up(claim) == "queued"
     assert table.beat_gang(member, LONG).reply == "fenced"
     assert jobs.claim_next("train", "w0", LONG) is None, "it rests"
@@ -177,7 +209,7 @@ def test_of_two_gangs_that_wait_for_each_other_the_younger_gives_way(
     assert begin(table, second) == "yield"
     assert table.give_up(claim) == "queued"
     assert join(table, "w1").member.id == older
-    assert begin(table, first) == "begun"
+    assert begin(table, first) == 2
 
 
 def test_a_cancelled_job_calls_nobody(jobs: JobStore, table: GangTable) -> None:

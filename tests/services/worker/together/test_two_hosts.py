@@ -84,3 +84,31 @@ def test_two_workers_train_one_student(
     alone = post(parts, body | {"name": "alone", "resources": {}})
     finish(parts, alone)
     assert curve(parts, job_id) == pytest.approx(curve(parts, alone), rel=1e-4)
+
+
+def test_a_training_goes_on_with_one_host_and_comes_back_to_two(
+    parts: Parts, body: dict[str, Any]
+) -> None:
+    body["train"] |= {"max_steps": 400, "save_steps": 50, "strategy": "fsdp"}
+    workers = [parts.start_worker(), parts.start_worker()]
+    job_id = post(parts, body | {"resources": {"hosts": {"min": 1, "max": 2}}})
+    wait_for_checkpoint(parts, job_id)
+    table = f"kd:job:{job_id}:ranges"
+
+    def count_hosts() -> int:
+        begun = parts.jobs.redis.hget(table, "key") is not None
+        return int(parts.jobs.redis.zcard(f"{table}:ends")) if begun else 0
+
+    assert count_hosts() == 2
+    find_worker(parts, workers, leads=False).send_signal(signal.SIGKILL)
+    wait_until(lambda: parts.job(job_id).attempt == 2 and count_hosts() == 1, PATIENCE)
+    steps = parts.job(job_id).progress.done or 0
+    wait_until(lambda: (parts.job(job_id).progress.done or 0) > steps, PATIENCE)
+    parts.start_worker()
+    parts.jobs.redis.hset(table, "began", 0)  # it has worked for more than a minute
+    wait_until(lambda: count_hosts() == 2, PATIENCE)
+    job = finish(parts, job_id)
+    assert job.attempt == 2, "an attempt that begins anew with more hosts is the same one"
+    alone = post(parts, body | {"name": "alone", "resources": {}})
+    finish(parts, alone)
+    assert curve(parts, job_id) == pytest.approx(curve(parts, alone), rel=1e-3)
