@@ -25,13 +25,19 @@ import torch
 
 from kd.capture.codec_identity import make_codec_identity
 from kd.config.job import JobConfig
-from kd.config.train import Checkpointing, TrainConfig
+from kd.config.train import SHARDED, Checkpointing, TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.forecast.length import find_length
 from kd.loss.chunk_size import PLAIN_LOGIT_BYTES, choose_gpu_chunk_positions, suits_kernels
 from kd.memory import parallel
 from kd.memory.auto_batch import list_remedies
-from kd.memory.devices import CUDA_CONTEXT, DEVICE_KINDS, LAUNCH_SECONDS, DeviceRates
+from kd.memory.devices import (
+    CUDA_CONTEXT,
+    DEVICE_KINDS,
+    HOST_DEVICES,
+    LAUNCH_SECONDS,
+    DeviceRates,
+)
 from kd.memory.model_work import ModelWork, count_model_work, count_weight_bytes
 from kd.memory.step_bytes import StepMemory, StepShape
 from kd.memory.step_memory import describe_student
@@ -212,7 +218,8 @@ def _list_settings(
                     "gradient_checkpointing": how,
                 }
                 changed = options.model_copy(update=update)
-                for strategy in parallel.list_strategies(changed, ranks):
+                per_host = None if ranks % HOST_DEVICES else HOST_DEVICES
+                for strategy in parallel.list_strategies(changed, ranks, per_host):
                     yield changed, strategy, ranks
 
 
@@ -222,7 +229,7 @@ def _pick_best(found: list[Strategy], options: TrainConfig) -> Iterator[Strategy
     def rank(each: Strategy) -> tuple[Any, ...]:
         pace = round(math.log(each.step_seconds) / math.log(_EQUAL_TIMES))
         kept = each.gradient_checkpointing == options.gradient_checkpointing
-        return pace, each.ranks, each.strategy == "fsdp", not kept, -each.batch_size
+        return pace, each.ranks, each.strategy in SHARDED, not kept, -each.batch_size
 
     seen = set()
     for each in sorted((each for each in found if each.fits), key=rank):
@@ -274,19 +281,22 @@ class _Training:
     ) -> Strategy:
         """Count one way to train; ``options`` are those of one of its ``ranks``."""
         precision = self.step.options.precision
+        parts = HOST_DEVICES if strategy == "hsdp" else ranks
         step = replace(self.step, options=options.model_copy(update={"precision": precision}))
         if options.logits_chunk is None:
             # As many logits at once as what is free has room for.
-            held = parallel.estimate_rank(step, strategy, ranks).total + CUDA_CONTEXT
+            held = parallel.estimate_rank(step, strategy, parts).total + CUDA_CONTEXT
             free = max(self.rates.memory - held, 0)
             logit_bytes = step.item if step.kernels else PLAIN_LOGIT_BYTES
             chunk = choose_gpu_chunk_positions(step.vocabulary, free, logit_bytes)
             step = replace(step, chunk=chunk)
-        memory = parallel.estimate_rank(step, strategy, ranks)
+        memory = parallel.estimate_rank(step, strategy, parts)
         work = self._time_work(step)
         micro_batches = options.gradient_accumulation_steps
-        traffic = parallel.count_traffic(step, strategy, ranks)
-        waiting = parallel.count_waiting(work, traffic, strategy, ranks, micro_batches, self.rates)
+        traffic = parallel.count_traffic(step, strategy, parts)
+        between = parallel.count_between_hosts(step, ranks // parts)
+        sent = (traffic, strategy, parts, micro_batches, self.rates, between)
+        waiting = parallel.count_waiting(work, *sent)
         seconds = self.steps * (work + waiting)
         return Strategy(
             strategy=strategy,

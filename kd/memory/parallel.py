@@ -4,6 +4,7 @@
     ddp        each rank holds all, and a ring all-reduces the gradients
     fsdp       weights, gradients and state are divided by N; a layer is gathered before each of its
                passes, and its gradients are reduced and scattered after the backward pass
+    hsdp       fsdp on the N ranks of each of H hosts, and a ring all-reduces each rank's gradients
     pipeline   each rank holds some consecutive layers; micro-batches pass from rank to rank
 
 With G the bytes of the gradients, W those of the weights in the precision of the products, P the
@@ -11,6 +12,7 @@ trained parameters and M the micro-batches of a rank, a rank sends in a step
 
     ddp        2 (N - 1) / N G
     fsdp       M (2 (N - 1) / N W + (N - 1) / N 4 P)
+    hsdp       the same, and each host sends M 2 (H - 1) / H 4 P to the next
 
 FSDP reduces in every micro-batch: otherwise each rank would hold the gradients of all weights. The
 formulas of the rings are those of Patarasuk and Yuan 2009, those of FSDP are of Rajbhandari et al.
@@ -145,6 +147,12 @@ def count_traffic(step: StepShape, strategy: ParallelStrategy, ranks: int) -> fl
     return step.options.gradient_accumulation_steps * ring * (2 * weights + reduced)
 
 
+def count_between_hosts(step: StepShape, hosts: int) -> float:
+    """The bytes that each host sends to the next in a step by hsdp."""
+    reduced = step.student.trained_numbers * _REDUCED_BYTES
+    return step.options.gradient_accumulation_steps * 2 * (hosts - 1) / hosts * reduced
+
+
 def count_waiting(
     work: float,
     traffic: float,
@@ -152,12 +160,15 @@ def count_waiting(
     ranks: int,
     micro_batches: int,
     rates: DeviceRates,
+    between: float = 0.0,
 ) -> float:
     """The seconds that a rank waits for links in a step of ``work`` seconds.
 
     DDP sends its ``traffic`` bytes during the backward pass of the last micro-batch, FSDP during
-    all passes; only what takes longer is waited for.
+    all passes; only what takes longer is waited for. By hsdp the ``ranks`` are those of a host,
+    which sends ``between`` bytes to the next.
     """
     seconds = traffic / (LINK_SHARE * rates.find_ring_rate(ranks))
+    seconds += between / (LINK_SHARE * rates.network)
     hidden = work * (_BACKWARD_SHARE / micro_batches if strategy == "ddp" else 1.0)
     return max(seconds - hidden, 0.0)

@@ -189,6 +189,8 @@ def plan(
 
 def _print_plan(found: TrainingPlan) -> None:
     """Print a plan for people."""
+    from kd.memory.devices import HOST_DEVICES
+
     size = console.format_value(found.device_bytes, "bytes")
     _say(f"{found.devices} with {size} each, by the maker's figures; all numbers are expected:")
     console.print_facts(
@@ -207,7 +209,9 @@ def _print_plan(found: TrainingPlan) -> None:
     console.out.print("")
     for each in shown:
         parts = {f"{name}_bytes": size for name, size in asdict(each.memory).items() if size}
-        _say(f"{each.strategy}, {each.ranks}: {console.format_value(parts)}")
+        hosts = max(each.ranks // HOST_DEVICES, 1)
+        place = f"resources: {{hosts: {hosts}, gpus: {each.ranks // hosts}}}"
+        _say(f"{each.strategy}, {place}: {console.format_value(parts)}")
     if not found.strategies:
         missing = console.format_value(found.least.memory_bytes - found.usable_bytes, "bytes")
         usable = console.format_value(found.usable_bytes, "bytes")
