@@ -1,8 +1,8 @@
 """The files of ``examples/deploy``, and the documented fields of objects of others.
 
 Kubernetes' own objects are checked by the schemas of kubernetes-validate, if it is installed. Those
-of KEDA and Kueue are not among them: the schemas here have the fields that their documents name and
-our files use, and allow no other.
+of KEDA, Kueue and JobSet are not among them: the schemas here have the fields that their documents
+name and our files use, and allow no other.
 """
 
 from __future__ import annotations
@@ -41,11 +41,19 @@ def list_cluster_objects() -> list[Object]:
 
 def list_pod_specs() -> dict[str, Object]:
     """Name of a workload -> the specification of its pods."""
-    return {
+    objects = list_cluster_objects()
+    found = {
         each["metadata"]["name"]: each["spec"]["template"]["spec"]
-        for each in list_cluster_objects()
+        for each in objects
         if each["kind"] in ("Deployment", "StatefulSet", "Job")
     }
+    sets = {
+        each["metadata"]["name"]: job["template"]["spec"]["template"]["spec"]
+        for each in objects
+        if each["kind"] == "JobSet"
+        for job in each["spec"]["replicatedJobs"]
+    }
+    return found | sets
 
 
 def list_composed() -> dict[str, Object]:
@@ -57,7 +65,7 @@ def list_composed() -> dict[str, Object]:
 
 
 def list_commands() -> Iterator[list[str]]:
-    """Every command ``kd ...`` or ``python -m ...`` that a recipe runs."""
+    """Every command ``kd ...``, ``python -m ...`` or ``torchrun ...`` that a recipe runs."""
     for pod in list_pod_specs().values():
         for container in pod["containers"]:
             yield from (container[name] for name in ("args", "command") if name in container)
@@ -167,6 +175,26 @@ OTHERS: dict[tuple[str, str], Object] = {
                     flavors=_list(
                         _object(["name", "resources"], name=_TEXT, resources=_list(_QUOTA))
                     ),
+                )
+            ),
+        )
+    ),
+    #: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2
+    ("jobset.x-k8s.io/v1alpha2", "JobSet"): _kind(
+        _object(
+            ["replicatedJobs"],
+            failurePolicy=_object(["maxRestarts"], maxRestarts=_COUNT),
+            network=_object(
+                [],
+                enableDNSHostnames={"type": "boolean"},
+                publishNotReadyAddresses={"type": "boolean"},
+            ),
+            replicatedJobs=_list(
+                _object(
+                    ["name", "replicas", "template"],
+                    name=_TEXT,
+                    replicas=_COUNT,
+                    template=_object(["spec"], spec={"type": "object"}),
                 )
             ),
         )

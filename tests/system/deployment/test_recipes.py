@@ -1,7 +1,7 @@
 """The recipes of ``examples/deploy`` against the code: commands, settings, queues, images, metrics.
 
 None of them was run on a cluster here. Kubernetes' own objects are checked by the schemas of
-kubernetes-validate, those of KEDA and Kueue by their documented fields.
+kubernetes-validate, those of KEDA, Kueue and JobSet by their documented fields.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from bench.support.paths import ROOT
+from kd.config.jobfile import load_config
 from kd.config.kinds import list_stage_names
+from kd.preflight.problems import Folders, find_problems
 from services.api.answers.prometheus import METRICS
 from services.settings import Settings
 from tests.support.deployment.recipes import (
@@ -60,8 +62,16 @@ def test_an_object_of_kubernetes_suits_its_schema(each: dict[str, Any]) -> None:
     validator.validate(each, KUBERNETES, strict=True)
 
 
+def test_the_jobs_of_a_set_suit_the_schema_of_jobs() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    (found,) = [each for each in OBJECTS if each["kind"] == "JobSet"]
+    for each in found["spec"]["replicatedJobs"]:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": each["name"]}}
+        validator.validate(job | each["template"], KUBERNETES, strict=True)
+
+
 @pytest.mark.parametrize("each", [each for each in OBJECTS if each not in NATIVE], ids=name_of)
-def test_an_object_of_keda_or_kueue_has_documented_fields(each: dict[str, Any]) -> None:
+def test_an_object_of_others_has_documented_fields(each: dict[str, Any]) -> None:
     # Imported here, because its grammars of addresses take a second, which each process would pay.
     from jsonschema import Draft202012Validator
 
@@ -80,6 +90,16 @@ def test_every_command_is_one_of_ours(words: list[str]) -> None:
     if words[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(words[2]) is not None
         assert words[3:] in (["api"], ["worker"])
+    elif words[0] == "torchrun":
+        # Imported here, because torch takes seconds, which each process would pay.
+        from torch.distributed.run import get_args_parser
+
+        found = get_args_parser().parse_args(words[1:])
+        assert (found.module, found.training_script) == (True, "kd.rank")
+        file, *settings = found.training_script_args
+        job = load_config(ROOT / file, [each.removeprefix("--set=") for each in settings])
+        assert job.resources.devices == int(found.nnodes) * int(found.nproc_per_node)
+        assert find_problems(job, Folders(ROOT, None)) == []
     elif words[0] == "kd":
         module, function = PROJECT["scripts"]["kd"].split(":")
         program = f"import sys; sys.argv[0] = 'kd'; from {module} import {function}; {function}()"
@@ -177,7 +197,9 @@ def test_probes_and_selectors_meet_their_targets() -> None:
     assert by_kind["LocalQueue", queue]["spec"]["clusterQueue"] == queue
     listed = read_objects(FOLDER / "kubernetes" / "kustomization.yaml")[0]["resources"]
     files = {path.name for path in list_files("kubernetes")}
-    assert files - set(listed) == {"kustomization.yaml", "autoscaling.yaml", "training.yaml"}
+    assert files - set(listed) == {
+        "kustomization.yaml", "autoscaling.yaml", "training.yaml", "several-nodes.yaml",
+    }  # fmt: skip
 
 
 def test_the_scaler_asks_for_metrics_that_the_api_has() -> None:
