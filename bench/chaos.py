@@ -1,7 +1,8 @@
 """Inject hundreds of faults into the service, check its promises, and print how fast it recovers.
 
-    python bench/chaos.py [--faults 500] [--jobs 200] [--bucket-faults 500] [--demo-faults 30]
-                          [--outage 300] [--seed 1] [--workers 3] [--devices 1] [--out FILE]
+    python bench/chaos.py [--faults 500] [--jobs 200] [--bucket-faults 500] [--gangs 50]
+                          [--demo-faults 30] [--outage 300] [--seed 1] [--workers 3] [--devices 1]
+                          [--out FILE]
 
 soak      Jobs write real shards. Some share a cache, some wait for another job, some always die; of
           some of them several workers capture the cache together.
@@ -12,6 +13,9 @@ soak      Jobs write real shards. Some share a cache, some wait for another job,
 bucket    The same with all caches in a bucket, a real S3 server behind a proxy. Among the faults
           are those of the bucket: refused, throttled, slow, cut and shortened answers, and requests
           that were carried out although their answer is lost.
+gangs     Jobs train on one to four of six workers, which are killed meanwhile. Each step waits for
+          all hosts of a job. No job may run twice at once, and no worker may idle for 20 s while a
+          job waits that fits.
 demo      The job of examples/austen runs under the same faults. Its student and its cache must be
           the same, bit for bit. With --devices 2 two processes train the student together.
 outage    Redis is stopped in the middle of that job's training. The training must continue in
@@ -42,9 +46,10 @@ from bench.support.paths import ROOT
 
 sys.path.insert(0, str(ROOT))
 
+from bench.devices.gang_soak import IDLE_SECONDS, KINDS, GangSoak, IdleWatch
 from bench.stores.storm import BucketFaultInjector, stormy_bucket
-from bench.support.faults import Cluster, Soak, SoakPlan
-from bench.support.judge import SoakVerdict, render_recoveries
+from bench.support.faults import Cluster, FaultInjector, Soak, SoakPlan
+from bench.support.judge import SoakVerdict, read_ledgers, render_recoveries
 from bench.support.real_job import DisturbedRuns, run_outage
 from kd.config.job import JobConfig
 from kd.config.jobfile import load_config
@@ -52,6 +57,8 @@ from kd.config.jobfile import load_config
 EXAMPLE = ROOT / "examples" / "austen" / "job.yaml"
 LIGHT = "bench.support.light_child"
 VIOLATIONS_SHOWN = 40
+#: The workers on which the gangs run.
+GANG_WORKERS = 6
 
 
 def say(line: str) -> None:
@@ -98,6 +105,24 @@ def run_bucket_soak(arguments: argparse.Namespace) -> tuple[str, list[str]]:
             plan = SoakPlan(arguments.bucket_faults, jobs, arguments.seed)
             chaos = BucketFaultInjector(cluster, arguments.seed, bucket)
             return judge_soak(Soak(cluster, plan, chaos), spare, ", caches in a bucket")
+
+
+def run_gang_soak(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    """Run light jobs on several hosts under faults; returns their table and the violations."""
+    with running(GANG_WORKERS, LIGHT) as (cluster, spare):
+        plan = SoakPlan(arguments.gangs, arguments.gangs, arguments.seed, backlog=8)
+        soak = GangSoak(cluster, plan, FaultInjector(cluster, arguments.seed, KINDS))
+        watch = IdleWatch(soak)
+        try:
+            table, found = judge_soak(soak, spare, ", on one to four hosts each")
+        finally:
+            watch.close()
+        joined = sum(line.what == "join" for line in read_ledgers(cluster.home))
+    table += f"- members that joined a gang: {joined}\n"
+    table += f"- the longest time that a job waited beside idle workers: {watch.longest:.1f} s\n"
+    if watch.longest > IDLE_SECONDS:
+        found.append(f"{watch.job} waited for {watch.longest:.0f} s beside idle workers")
+    return table, found
 
 
 def judge_soak(jobs: Soak, spare: Path, where: str) -> tuple[str, list[str]]:
@@ -161,6 +186,7 @@ def main() -> int:
     parser.add_argument(
         "--bucket-faults", type=int, default=500, help="faults with the caches in a bucket"
     )
+    parser.add_argument("--gangs", type=int, default=50, help="jobs on several hosts, and faults")
     parser.add_argument("--demo-faults", type=int, default=30)
     parser.add_argument(
         "--outage", type=float, default=300.0, help="seconds without Redis; 0 skips this part"
@@ -177,6 +203,7 @@ def main() -> int:
     os.environ["KD_DEVICES"] = ",".join(["cpu"] * arguments.devices)
     parts = [run_soak(arguments)] if arguments.faults else []
     parts += [run_bucket_soak(arguments)] if arguments.bucket_faults else []
+    parts += [run_gang_soak(arguments)] if arguments.gangs else []
     parts += [run_demo(arguments)] if arguments.demo_faults else []
     text = "\n".join(table for table, _ in parts)
     violations = [line for _, found in parts for line in found]

@@ -1,7 +1,7 @@
 """Run the service on several hosts, hurt them and the network between them, and check every job.
 
     python bench/devices/hosts.py [--faults 30] [--seed 1]
-    python bench/devices/hosts.py --training [--steps 60]
+    python bench/devices/hosts.py --training [--steps 200] [--faults 10]
 
 Job store, API and three workers run in network namespaces of this machine, with one file system and
 clocks that differ by up to half an hour. Links are cut and slowed, hosts are frozen and killed, the
@@ -9,20 +9,22 @@ job store is killed, clocks jump. At the end every job must have succeeded, ever
 student must equal those of an undisturbed run, nothing may have been done twice, and no process may
 be left over. Exits with code 1 if not. Needs root on Linux, `ip` and `tc`.
 
-With ``--training`` a student is trained on two of the three hosts, by each strategy, and one of
-them is cut off in the middle.
+With ``--training`` a student is trained on two of the three hosts, by each strategy, while ranks,
+children and workers are killed, hosts are cut off, and the job store is killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.support.hosts import run_faults, run_gang
+from bench.support.hosts import GANG_FAULTS, run_faults, run_gang
 
 
 def say(line: str) -> None:
@@ -30,14 +32,21 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def print_training(folder: Path, steps: int) -> None:
-    """Print the times of a training on two hosts, by each strategy."""
-    print("| strategy | gather, s | restart after a cut, s | attempts | loss, against one host |")
+def print_training(folder: Path, steps: int, faults: tuple[str, ...]) -> None:
+    """Print the times of a training on two hosts of two ranks each, by each strategy."""
+    print("| strategy | gather, s | attempts | loss, to one host | student, to one unhurt |")
     print("|---|--:|--:|--:|--:|")
+    restarts: dict[str, list[float]] = {}
     for strategy in ("ddp", "fsdp"):
-        found = run_gang(folder / strategy, steps, strategy, say)
-        times = f"{found.gather:.1f} | {found.restart:.1f} | {found.attempts}"
-        print(f"| {strategy} | {times} | {found.difference:.1e} |")
+        found = run_gang(folder / strategy, steps, strategy, say, faults, gpus=2)
+        for kind, seconds in found.restarts:
+            restarts.setdefault(kind, []).append(seconds)
+        differences = f"{found.loss:.1e} | {found.student:.1e}"
+        print(f"| {strategy} | {found.gather:.1f} | {found.attempts} | {differences} |")
+    print("\n| fault | times | seconds until it was further on: median | most |")
+    print("|---|--:|--:|--:|")
+    for kind, all_of in restarts.items():
+        print(f"| {kind} | {len(all_of)} | {median(all_of):.1f} | {max(all_of):.1f} |")
 
 
 def main() -> int:
@@ -48,12 +57,15 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--training", action="store_true")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="potstill-hosts-"))
     say(f"data and logs: {folder}")
     if arguments.training:
-        print_training(folder, arguments.steps)
+        # Each kind in turn: a seed decides which of them come once more.
+        dice = random.Random(arguments.seed)
+        kinds = [*GANG_FAULTS, *dice.choices(GANG_FAULTS, k=max(arguments.faults, 0))]
+        print_training(folder, arguments.steps, tuple(kinds[: arguments.faults]))
         return 0
     struck, found = run_faults(folder, arguments.faults, arguments.seed, say)
     jobs = struck.pop("jobs")

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -33,6 +32,7 @@ import httpx
 import pytest
 
 from bench.support.harness import Parts, make_body
+from bench.support.ranks import inside_namespace
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from services.store.embedded import StoreUnavailable
 from services.store.queue import TASK_NAME
@@ -43,7 +43,6 @@ PROBE_SECONDS = 0.05
 PATIENCE_SECONDS = 180.0
 #: Added to the seeds of jobs whose cache several workers capture together.
 TOGETHER = 1_000_000
-CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 # ---------------------------------------------------------------------- the service
@@ -696,18 +695,9 @@ class Network:
 
     @contextlib.contextmanager
     def inside(self, side: str) -> Iterator[None]:
-        """Move this thread, its new processes and its connections to the namespace of one side."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with (
-            Path("/proc/thread-self/ns/net").open() as home,
-            Path("/run/netns", self.names[side]).open() as there,
-        ):
-            if libc.setns(there.fileno(), CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns")
-            try:
-                yield
-            finally:
-                libc.setns(home.fileno(), CLONE_NEWNET)
+        """Run the block in the namespace of one side."""
+        with inside_namespace(self.names[side]):
+            yield
 
     def cut(self, direction: str) -> None:
         """Cut the cable (``both``), or drop all packets ``out`` of the far side or ``in`` to it."""

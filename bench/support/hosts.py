@@ -12,7 +12,6 @@ All hosts see one file system, as they would with NFS. Needs root on Linux, `ip`
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import random
@@ -26,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from safetensors.numpy import load_file
 
-from bench.support.faults import CLONE_NEWNET, find_live_runs, make_inputs, run_command
+from bench.support.faults import find_live_runs, make_inputs, run_command
 from bench.support.harness import Parts, Started
 from bench.support.judge import find_job_violations
 from bench.support.paths import AUSTEN
+from bench.support.ranks import inside_namespace
 from bench.support.waiting import wait_until
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from kd.tracking.metrics import read_metrics
@@ -66,18 +67,9 @@ class Net:
 
     @contextlib.contextmanager
     def inside(self, host: str) -> Iterator[None]:
-        """Move this thread, its new processes and its connections to the namespace of a host."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with (
-            Path("/proc/thread-self/ns/net").open() as home,
-            Path("/run/netns", self.names[host]).open() as there,
-        ):
-            if libc.setns(there.fileno(), CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns")
-            try:
-                yield
-            finally:
-                libc.setns(home.fileno(), CLONE_NEWNET)
+        """Run the block in the namespace of a host."""
+        with inside_namespace(self.names[host]):
+            yield
 
     def cut(self, host: str) -> None:
         """Cut the cable of a host."""
@@ -317,29 +309,37 @@ def _run_inside(
 
 #: Seconds that a run may take.
 TRAINING_SECONDS = 900.0
+#: Steps between two checkpoints, and between the end of a recovery and the next fault at the most.
+SAVE_STEPS, PAUSE_STEPS = 10, 12
+#: The modules of the processes that a fault kills.
+VICTIMS = {"rank": "kd.rank", "child": "services.worker.stage_child"}
+GANG_FAULTS = (*VICTIMS, "worker", "member cut off", "leader cut off", "job store")
 
 
 @dataclass(frozen=True)
 class GangTimes:
-    """Seconds, and the largest relative difference of the loss to that of one host.
+    """Seconds, and the largest differences: relative ones of losses, absolute ones of weights.
 
-    gather   from the end of the capture to the first rank that tells its step, imports included
-    restart  from the cut of a cable to the next step of the next attempt
+    gather    from the end of the capture to the first step, imports included
+    restarts  of each fault in turn: its kind, and the seconds until the training was further on
+    loss      of the curve to that of one host
+    student   of the weights to those of two hosts without a fault
     """
 
     gather: float
-    restart: float
+    restarts: tuple[tuple[str, float], ...]
     attempts: int
-    difference: float
+    loss: float
+    student: float
 
 
-def make_body(hosts: int, steps: int, strategy: str) -> dict[str, Any]:
+def make_body(hosts: int, steps: int, strategy: str, gpus: int) -> dict[str, Any]:
     """Make the job: the example's teacher and a tiny student."""
     return {
         "name": f"hosts-{hosts}-{strategy}",
         "kind": "distill",
         "max_attempts": 100,
-        "resources": {"hosts": hosts},
+        "resources": {"hosts": hosts, "gpus": gpus},
         "teacher": {"model": str(AUSTEN / "teacher")},
         "student": {"init": {"layers": 1, "hidden_size": 32}},
         "data": {
@@ -351,73 +351,126 @@ def make_body(hosts: int, steps: int, strategy: str) -> dict[str, Any]:
         "train": {
             "max_steps": steps,
             "batch_size": 4,
-            "save_steps": 10,
+            "save_steps": SAVE_STEPS,
             "eval_steps": steps,
             "logging_steps": 1,
-            "strategy": strategy,
+            "strategy": strategy if hosts > 1 else "auto",
         },
     }
 
 
-def run_gang(folder: Path, steps: int, strategy: str, say: Callable[[str], None]) -> GangTimes:
-    """Train on two of three hosts, cut the one that does not lead off, and wait for the end.
+class GangTrial:
+    """Trains on two of three hosts, each with ``gpus`` ranks, and hurts them."""
+
+    def __init__(self, service: HostedService, steps: int, strategy: str, gpus: int) -> None:
+        self.service = service
+        self.parts = service.parts
+        self.steps = steps
+        self.strategy = strategy
+        self.gpus = gpus
+
+    def submit(self, hosts: int) -> str:
+        """Submit the job; returns its id."""
+        ranks = self.gpus if hosts > 1 else 1
+        return self.parts.submit(**make_body(hosts, self.steps, self.strategy, ranks))
+
+    def count_steps(self, job_id: str) -> int:
+        """The steps that the training has told; 0 before it."""
+        job = self.parts.job(job_id)
+        return (job.progress.done or 0) if job.stage == "train" else 0
+
+    def finish(self, job_id: str) -> tuple[list[float], dict[str, Any]]:
+        """Wait for the end; returns the curve and the weights."""
+        job = self.parts.wait_for(job_id, *TERMINAL_STATUSES, seconds=TRAINING_SECONDS)
+        if job.status != "succeeded":
+            raise RuntimeError(f"The job has {job.status}: {job.error}")
+        run_dir = self.parts.settings.run_dir(job_id)
+        lines = read_metrics(run_dir / "metrics.jsonl")
+        curve = [each["loss"] for each in lines if each["type"] == "metrics"]
+        return curve, load_file(run_dir / "student" / "model.safetensors")
+
+    def find_hosts(self, job_id: str) -> tuple[str, str]:
+        """The host that leads, and the other one."""
+        workers = {each.pid: each for each in self.parts.jobs.list_workers()}
+        leader = self.parts.job(job_id).worker
+        found = {"leader": "", "member": ""}
+        for host in WORKERS:
+            worker = workers.get(self.service.processes[host].pid)
+            if worker is not None and worker.job == job_id:
+                found["leader" if worker.id == leader else "member"] = host
+        return found["leader"], found["member"]
+
+    def strike(self, job_id: str, kind: str) -> float:
+        """Hurt the training; returns the seconds until it is further on than before."""
+        before, steps = self.parts.job(job_id), self.count_steps(job_id)
+        leader, member = self.find_hosts(job_id)
+        host = leader if kind == "leader cut off" else member
+        begin = time.monotonic()
+        if kind == "job store":
+            self.service.kill_store("store")
+        elif kind == "worker":
+            self.service.kill(host)
+        elif kind in VICTIMS:
+            _send(self._list_processes(host, VICTIMS[kind])[:1], signal.SIGKILL)
+        else:
+            self.service.net.cut(host)
+        if kind != "job store":
+            wait_until(lambda: self.parts.job(job_id).attempt > before.attempt, TRAINING_SECONDS)
+        wait_until(lambda: self.count_steps(job_id) > steps, TRAINING_SECONDS)
+        seconds = time.monotonic() - begin
+        self.service.net.mend(host)
+        return seconds
+
+    def _list_processes(self, host: str, module: str) -> list[int]:
+        found = []
+        for pid in self.service.net.list_pids(host):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if module.encode() in words and b"kd.parallel.agent" not in words:
+                    found.append(pid)
+        return found
+
+
+def run_gang(
+    folder: Path,
+    steps: int,
+    strategy: str,
+    say: Callable[[str], None],
+    faults: tuple[str, ...] = ("member cut off",),
+    gpus: int = 1,
+) -> GangTimes:
+    """Train on two of three hosts under ``faults`` of GANG_FAULTS, and wait for the end.
 
     Raises ``RuntimeError`` if a job fails.
     """
+    os.environ["KD_DEVICES"] = ",".join(["cpu"] * gpus)
     with inside_network() as net:
-        return _train_inside(net, folder, steps, strategy, say)
+        service = HostedService(net, folder, 1, "services.worker.stage_child", (AUSTEN,))
+        try:
+            return _hurt(GangTrial(service, steps, strategy, gpus), faults, say)
+        finally:
+            service.parts.close()
 
 
-def _train_inside(
-    net: Net, folder: Path, steps: int, strategy: str, say: Callable[[str], None]
-) -> GangTimes:
-    service = HostedService(net, folder, 1, "services.worker.stage_child", (AUSTEN,))
-    parts = service.parts
-
-    def submit(hosts: int) -> str:
-        return parts.submit(**make_body(hosts, steps, strategy))
-
-    def count_steps(job_id: str) -> int:
-        job = parts.job(job_id)
-        return (job.progress.done or 0) if job.stage == "train" else 0
-
-    def finish(job_id: str) -> list[float]:
-        job = parts.wait_for(job_id, *TERMINAL_STATUSES, seconds=TRAINING_SECONDS)
-        if job.status != "succeeded":
-            raise RuntimeError(f"The job has {job.status}: {job.error}")
-        lines = read_metrics(parts.settings.run_dir(job_id) / "metrics.jsonl")
-        return [each["loss"] for each in lines if each["type"] == "metrics"]
-
-    try:
-        one = finish(submit(1))
-        say("one host is done")
-        job_id = submit(2)
-        wait_until(lambda: parts.job(job_id).stage == "train", TRAINING_SECONDS)
-        begin = time.monotonic()
-        wait_until(lambda: count_steps(job_id) > 0, TRAINING_SECONDS)
-        gather = time.monotonic() - begin
-        wait_until(lambda: count_steps(job_id) > steps // 3, TRAINING_SECONDS)
-        busy = {each.pid: each.id for each in parts.jobs.list_workers() if each.job == job_id}
-        leader = parts.job(job_id).worker
-        (host,) = [
-            name
-            for name in WORKERS
-            if (worker := busy.get(service.processes[name].pid)) and worker != leader
-        ]
-        say(f"two hosts train; {host} is cut off")
-        net.cut(host)
-        begin = time.monotonic()
-        before = parts.job(job_id).attempt
-        wait_until(lambda: parts.job(job_id).attempt > before, TRAINING_SECONDS)
-        wait_until(
-            lambda: parts.job(job_id).status == "running" and count_steps(job_id), TRAINING_SECONDS
-        )
-        at = count_steps(job_id)
-        wait_until(lambda: count_steps(job_id) > at, TRAINING_SECONDS)
-        restart = time.monotonic() - begin
-        net.mend(host)
-        two = finish(job_id)
-        worst = max(abs(a / b - 1.0) for a, b in zip(one, two, strict=True))
-        return GangTimes(gather, restart, parts.job(job_id).attempt, worst)
-    finally:
-        parts.close()
+def _hurt(trial: GangTrial, faults: tuple[str, ...], say: Callable[[str], None]) -> GangTimes:
+    parts, dice = trial.parts, trial.service.dice
+    one, _ = trial.finish(trial.submit(1))
+    say("one host is done")
+    job_id = trial.submit(2)
+    wait_until(lambda: parts.job(job_id).stage == "train", TRAINING_SECONDS)
+    begin = time.monotonic()
+    wait_until(lambda: trial.count_steps(job_id) > 0, TRAINING_SECONDS)
+    gather = time.monotonic() - begin
+    _, whole = trial.finish(job_id)
+    say("two hosts are done")
+    job_id = trial.submit(2)
+    restarts = []
+    for kind in faults:
+        pause = trial.count_steps(job_id) + dice.randint(2, PAUSE_STEPS)
+        wait_until(lambda least=pause: trial.count_steps(job_id) > least, TRAINING_SECONDS)
+        restarts.append((kind, trial.strike(job_id, kind)))
+        say(f"{kind}: {restarts[-1][1]:.1f} s, step {trial.count_steps(job_id)}")
+    two, hurt = trial.finish(job_id)
+    worst = max(abs(a / b - 1.0) for a, b in zip(one, two, strict=True))
+    farthest = max(float(abs(whole[name] - hurt[name]).max()) for name in whole)
+    return GangTimes(gather, tuple(restarts), parts.job(job_id).attempt, worst, farthest)

@@ -7,7 +7,8 @@ named ``poison`` dies at its start.
     precompute   writes shards of ``small.caches``, each with one rename; a resumed run checks them
     train        one step for each sequence: a digest of the step before and of the cache's content.
                  Each step is a file, written with one rename and checked by a resumed run. The last
-                 one is the student.
+                 one is the student. On several hosts each step waits for all members, over
+                 connections that end with a process, as those of ranks do.
 
 Beside the log in its run folder a child keeps ``ledger``: a line for every action, with the time
 and the process.
@@ -19,9 +20,13 @@ import hashlib
 import json
 import os
 import re
+import select
 import signal
+import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +39,15 @@ from bench.support.small.caches import (
     make_token_map,
 )
 from cache.checking.verify import verify_cache
-from cache.disk import make_folder, write_file
+from cache.disk import make_folder, remove_path, write_file
 from cache.errors import CacheError
 from cache.manifest import CacheIdentity
 from cache.remote.probe import require_store
 from cache.store import Cache, open_cache
 from cache.writing.writer import CacheWriter, open_helper, open_writer
 from kd.config.job import JobConfig
-from kd.files import find_caches
-from kd.progress import Monitor, ProgressMeter, ShardRanges, SharedCapture
+from kd.files import RANKS, find_caches, write_json
+from kd.progress import HostPlace, Monitor, ProgressMeter, ShardRanges, SharedCapture
 from services.worker.stage_child import main
 
 #: Sequences of a shard.
@@ -50,6 +55,10 @@ SEQUENCES = 4
 POISON = "poison"
 #: Wait of a worker for which no range of shards is left, while others finish.
 WAIT_SECONDS = 0.1
+#: How long the hosts of a training wait for each other.
+MEETING_SECONDS = 60.0
+#: What the leader tells the members: one more step, or the end.
+STEP, END = b"s", b"e"
 _NAME = re.compile(r"light-(\d+)-(\d+)-(\d+)(-\w+)?")
 
 
@@ -207,18 +216,20 @@ def train(
         open_cache(find_caches(home, None) / work.identity.fingerprint, work.identity)
     )
     meter = ProgressMeter(len(digests), "steps")
-    for step, digest in enumerate(digests, 1):
-        file = run_dir / "steps" / f"{step:06d}"
-        if file.exists() and file.read_text() == digest:
-            meter.done += 1
-            continue
-        monitor.check(f"before step {step}")
-        time.sleep(work.pause)
-        ledger.note("write", run_dir.name, step)
-        write_file(file, digest.encode())
-        ledger.note("wrote", run_dir.name, step)
-        monitor.emit("metrics", step=step, loss=1.0 / step, writer=os.getpid())
-        monitor.emit("progress", **meter.advance(1, 0))
+    with leading_members(run_dir, monitor) as meet:
+        for step, digest in enumerate(digests, 1):
+            file = run_dir / "steps" / f"{step:06d}"
+            if file.exists() and file.read_text() == digest:
+                meter.done += 1
+                continue
+            monitor.check(f"before step {step}")
+            time.sleep(work.pause)
+            meet()
+            ledger.note("write", run_dir.name, step)
+            write_file(file, digest.encode())
+            ledger.note("wrote", run_dir.name, step)
+            monitor.emit("metrics", step=step, loss=1.0 / step, writer=os.getpid())
+            monitor.emit("progress", **meter.advance(1, 0))
     make_folder(run_dir / "student")
     write_file(run_dir / "student" / "digest", digests[-1].encode())
     monitor.emit("artifact", name="student", path=str(run_dir / "student"))
@@ -238,10 +249,84 @@ def compute_digests(store: Cache) -> list[str]:
     return digests
 
 
+@contextmanager
+def leading_members(run_dir: Path, monitor: Monitor) -> Iterator[Callable[[], None]]:
+    """Let the members of the other hosts in; yields what waits for an answer of each of them.
+
+    That raises ``ConnectionError`` where one has ended. Without other hosts it does nothing.
+    """
+    host = monitor.host
+    if host is None:
+        yield lambda: None
+        return
+    folder = run_dir / RANKS
+    remove_path(folder)
+    make_folder(folder)
+    members: list[socket.socket] = []
+
+    def meet() -> None:
+        for each in members:
+            each.sendall(STEP)
+        for each in members:
+            _receive(each, 1, monitor)
+
+    with socket.create_server(split_endpoint(host)) as server:
+        write_json(folder / "order.json", {"key": host.key})
+        end = time.monotonic() + MEETING_SECONDS
+        while len(members) < host.count - 1:
+            monitor.check("before all members are there")
+            if time.monotonic() > end:
+                raise ConnectionError(f"{len(members) + 1} of {host.count} hosts are there")
+            if select.select([server], [], [], WAIT_SECONDS)[0]:
+                member = server.accept()[0]
+                if _receive(member, len(host.key), monitor) != host.key.encode():
+                    raise ConnectionError("a member of another gang has come")
+                members.append(member)
+        yield meet
+        for each in members:
+            each.sendall(END)
+
+
+def follow(
+    stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, turn: int
+) -> dict[str, Any]:
+    """Answer every step of the leader, until it ends."""
+    assert monitor.host is not None
+    ledger = Ledger(run_dir)
+    ledger.note("join", stage, monitor.host.number)
+    with socket.create_connection(split_endpoint(monitor.host), timeout=MEETING_SECONDS) as leader:
+        leader.sendall(monitor.host.key.encode())
+        while _receive(leader, 1, monitor) == STEP:
+            leader.sendall(STEP)
+            monitor.report_alive()
+    ledger.note("leave", stage, monitor.host.number)
+    return {}
+
+
+def split_endpoint(host: HostPlace) -> tuple[str, int]:
+    """Return the address and the port of the leader."""
+    address, _, port = host.endpoint.rpartition(":")
+    return address, int(port)
+
+
+def _receive(peer: socket.socket, count: int, monitor: Monitor) -> bytes:
+    """Wait for ``count`` bytes; raise ``ConnectionError`` if the other process has ended."""
+    found = b""
+    while len(found) < count:
+        monitor.check("while the hosts meet")
+        with suppress(TimeoutError):
+            peer.settimeout(WAIT_SECONDS)
+            more = peer.recv(count - len(found))
+            if not more:
+                raise ConnectionError("another host is lost")
+            found += more
+    return found
+
+
 if __name__ == "__main__":
     # A test may give the worker a false clock through LD_PRELOAD. The child dates the ledger, so it
     # starts itself again without it.
     if os.environ.pop("LD_PRELOAD", None):
         command = [sys.executable, "-P", "-m", "bench.support.light_child"]
         os.execv(sys.executable, command)  # noqa: S606
-    sys.exit(main(run_stage))
+    sys.exit(main(run_stage, follow))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,28 @@ PREPARED = [
 ]
 #: Seconds that the ranks may take.
 PATIENCE = 300.0
+CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
-def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+@contextmanager
+def inside_namespace(name: str) -> Iterator[None]:
+    """Move this thread, its new processes and its connections to a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/proc/thread-self/ns/net").open() as home, Path("/run/netns", name).open() as there:
+        if libc.setns(there.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        try:
+            yield
+        finally:
+            libc.setns(home.fileno(), CLONE_NEWNET)
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, hosts: Sequence[str] = ()
+) -> list[Any]:
     """Call ``function(group, *arguments)`` in ``size`` ranks, and return what each returned.
 
+    ``hosts`` are network namespaces, with the interface net0, to which the ranks are dealt.
     Raises ``AssertionError`` with the traceback of the first rank that failed.
     """
     context = multiprocessing.get_context("forkserver")
@@ -35,7 +54,7 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[
         for rank in range(size):
             ours, theirs = context.Pipe()
             place = str(Path(folder) / "store")
-            call = (rank, size, place, theirs, function, arguments)
+            call = (rank, size, place, theirs, function, arguments, hosts)
             process = context.Process(target=_run_rank, args=call)
             process.start()
             theirs.close()
@@ -62,18 +81,21 @@ def _run_rank(
     end: Connection,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
+    hosts: Sequence[str],
 ) -> None:
     import torch
     import torch.distributed as dist
 
     from kd.parallel.group import Group
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = "net0" if hosts else "lo"
     torch.set_num_threads(1)
+    per_host = size // max(len(hosts), 1)
     try:
-        dist.init_process_group("gloo", f"file://{place}", rank=rank, world_size=size)
-        end.send((True, function(Group(rank, size), *arguments)))
-        dist.destroy_process_group()
+        with inside_namespace(hosts[rank // per_host]) if hosts else nullcontext():
+            dist.init_process_group("gloo", f"file://{place}", rank=rank, world_size=size)
+            end.send((True, function(Group(rank, size, per_host), *arguments)))
+            dist.destroy_process_group()
     except BaseException:
         end.send((False, traceback.format_exc()))
         end.close()
