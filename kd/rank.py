@@ -62,12 +62,14 @@ def run_job_with_others() -> int:
     from kd.python.calls import run_job
     from kd.python.jobs import load_job
     from kd.python.running import stop_on_signals
+    from kd.python.version import read_version
 
     # A rank that lost torchrun would wait for the others.
     die_with_parent(signal.SIGKILL)
     try:
         job = load_job(given.job, set=given.set)
-        ranks = StandingRanks(join_group(lasting=True), run_here)
+        software = f"Potstill {read_version()}, "
+        ranks = StandingRanks(join_group(lasting=True, software=software), run_here)
         if ranks.group.leads:
             with ranks.leading():
                 run_job(job)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kd.errors import TrainingError
+
 #: How long a rank waits for the others. A rank that has died is found by torchrun within a second,
 #: so this is for long work of one rank, such as writing a checkpoint to a slow disk.
 PATIENCE = timedelta(hours=2)
@@ -106,18 +108,35 @@ class Group:
 ALONE = Group()
 
 
-def join_group(lasting: bool = False) -> Group:
+def join_group(lasting: bool = False, software: str = "") -> Group:
     """Join the ranks that torchrun has started, on one host or on several.
 
-    Tensors in memory go through gloo and those on GPUs through NCCL.
+    Tensors in memory go through gloo and those on GPUs through NCCL. Raises ``TrainingError`` where
+    torch has no NCCL, or where ranks differ in ``software``, torch or the kind of their devices.
     """
-    backend = "gloo"
+    backend, device = "gloo", "CPUs"
     if torch.cuda.is_available():
+        if not dist.is_nccl_available():
+            detail = f"torch {torch.__version__} was built without NCCL, through which GPUs train."
+            raise TrainingError(detail, "Install torch for CUDA on Linux, or train on one GPU.")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl"
+        backend, device = "cpu:gloo,cuda:nccl", "GPUs"
     dist.init_process_group(backend, timeout=PATIENCE)
     per_host = int(os.environ["LOCAL_WORLD_SIZE"])
-    return Group(dist.get_rank(), dist.get_world_size(), per_host, lasting=lasting)
+    group = Group(dist.get_rank(), dist.get_world_size(), per_host, lasting=lasting)
+    require_alike(group, f"{software}torch {torch.__version__} on {device}")
+    return group
+
+
+def require_alike(group: Group, own: str) -> None:
+    """Raise ``TrainingError`` unless ``own`` is the same on all ranks, which would else wait."""
+    found = group.gather(own)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise TrainingError(
+                f"Rank {rank} has {other}, and rank 0 {found[0]}.",
+                "Give all hosts the same software and the same kind of device.",
+            )
 
 
 def leave_group(group: Group) -> None:

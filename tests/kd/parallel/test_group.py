@@ -1,0 +1,33 @@
+"""What ranks find out of each other before they work together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.support.ranks import run_ranks
+from kd.errors import TrainingError
+from kd.parallel.group import Group, join_group, require_alike
+
+
+def tell_of_others(group: Group, *software: str) -> str:
+    try:
+        require_alike(group, software[group.rank])
+    except TrainingError as error:
+        return f"{error.detail} {error.remedy}"
+    return "alike"
+
+
+def test_ranks_of_other_software_or_devices_do_not_work_together() -> None:
+    one, other = "Potstill 1.0, torch 2.13.0 on GPUs", "Potstill 1.0, torch 2.13.0 on CPUs"
+    assert run_ranks(2, tell_of_others, one, one) == ["alike", "alike"]
+    said = f"Rank 1 has {other}, and rank 0 {one}. Give all hosts the same software"
+    assert all(each.startswith(said) for each in run_ranks(2, tell_of_others, one, other))
+
+
+def test_gpus_do_not_train_together_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(TrainingError, match="was built without NCCL"):
+        join_group()
