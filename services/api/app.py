@@ -19,10 +19,9 @@ The way of a request:
 
     RequestObserver     request id, log line, metrics, trace span
     HostOriginGuard     Host and Origin
-    DepthLimit          nesting of the JSON body
     ViewRouter          Accept: text/html
     EventStreamRouter   Accept: text/event-stream
-    BodyLimit           size of the body
+    BodyLimit           size of the body, and nesting of its JSON
     route               API key, rate, scope
 """
 
@@ -45,7 +44,7 @@ from services.api.answers import problems
 from services.api.answers.event_stream import EventHub
 from services.api.auditing import Audit
 from services.api.guards.authentication import require_safe_bind
-from services.api.guards.body_limits import BODY_BYTES, BodyLimit
+from services.api.guards.body_limits import BodyLimit
 from services.api.guards.install import add_guards
 from services.api.guards.request_observer import RequestObserver
 from services.api.openapi import complete_openapi
@@ -113,7 +112,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(router, prefix="/v1", include_in_schema=False)
     dashboard.mount_dashboard(app)
     # The middleware that is added last runs first.
-    app.add_middleware(BodyLimit, limit=BODY_BYTES)
+    app.add_middleware(BodyLimit)
     app.add_middleware(history.EventStreamRouter)
     app.add_middleware(dashboard.ViewRouter)
     add_guards(app, settings, service.audit, service.key_use)

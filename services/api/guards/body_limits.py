@@ -24,56 +24,35 @@ def _is_upload(scope: Scope) -> bool:
 
 
 class BodyLimit:
-    """Refuses a request body of more than ``limit`` bytes with status 413.
+    """Refuses a body of more than ``BODY_BYTES`` (413), or with JSON below ``JSON_DEPTH`` (400).
 
-    The refusal comes as soon as the size is known: from Content-Length, or while the body is read.
-    A file that is uploaded has the limit of its route.
-    """
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app = app
-        self._limit = limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and count the bytes of its body as they are read."""
-        limit = self._limit
-        length = dict(scope.get("headers", ())).get(b"content-length", b"0")
-        declared = int(length) if length.isdigit() else 0
-        received = 0
-
-        async def receive_limited() -> Message:
-            nonlocal received
-            # A body that is declared too large is not read at all.
-            message = await receive() if declared <= limit else {"type": "http.disconnect"}
-            received += len(message.get("body", b""))
-            if max(declared, received) > limit:
-                raise HTTPException(413, f"The body is larger than {limit} bytes.")
-            return message
-
-        await self._app(scope, receive if _is_upload(scope) else receive_limited, send)
-
-
-class DepthLimit:
-    """Refuses a body whose JSON is nested deeper than ``JSON_DEPTH`` with status 400.
-
-    The refusal comes as soon as the depth is reached, before the end of the body has arrived.
+    The refusal comes as soon as it is known: from Content-Length, or while the body is read. A file
+    that is uploaded has the limits of its route.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and measure the depth of its body as it is read."""
+        """Pass the request on, and measure size and depth of its body as it is read."""
+        length = dict(scope.get("headers", ())).get(b"content-length", b"0")
+        declared = int(length) if length.isdigit() else 0
+        received = 0
         depth = JsonDepth()
 
         async def receive_limited() -> Message:
-            message = await receive()
-            if depth.feed(message.get("body", b"")) > JSON_DEPTH:
+            nonlocal received
+            # A body that is declared too large is not read at all.
+            message = await receive() if declared <= BODY_BYTES else {"type": "http.disconnect"}
+            piece = message.get("body", b"")
+            if depth.feed(piece) > JSON_DEPTH:
                 raise HTTPException(400, f"The body is nested deeper than {JSON_DEPTH} levels.")
+            received += len(piece)
+            if max(declared, received) > BODY_BYTES:
+                raise HTTPException(413, f"The body is larger than {BODY_BYTES} bytes.")
             return message
 
-        is_json = scope["type"] == "http" and not _is_upload(scope)
-        await self._app(scope, receive_limited if is_json else receive, send)
+        await self._app(scope, receive if _is_upload(scope) else receive_limited, send)
 
 
 # The quantifiers below are possessive (`++`, `*+`): they never backtrack, so that no body can make

@@ -6,7 +6,6 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from services.api.auditing import Audit
-from services.api.guards.body_limits import DepthLimit
 from services.api.guards.host_origin import HostOriginGuard
 from services.api.guards.rate_limits import Limiter
 from services.settings import Settings
@@ -46,7 +45,6 @@ def add_guards(app: FastAPI, settings: Settings, audit: Audit, key_use: KeyUse) 
     app.state.limiter = Limiter(settings)
     app.state.audit = audit
     app.state.key_use = key_use
-    app.add_middleware(DepthLimit)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -63,7 +63,7 @@ def make_door(settings: Settings) -> FastAPI:
             await anyio.sleep(0.05)
 
     problems.add_error_handlers(app, [])
-    app.add_middleware(BodyLimit, limit=1 << 20)
+    app.add_middleware(BodyLimit)
     add_guards(app, settings, Audit(settings), KeyUse(connect_redis(str(settings.redis_url))))
     return app
 
