@@ -18,7 +18,7 @@ teacher      the name and the revision of the cache's teacher, and whether it wa
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from cache.json_object import Json
@@ -38,19 +38,14 @@ CHUNK_BYTES = 64 << 20
 KEPT_SAMPLES = 256
 
 
-@dataclass(frozen=True)
-class _OpenCache:
-    """An open cache, and the text of its tokens."""
+#: An open cache, and the text of its tokens.
+OpenCache = tuple[Cache, TokenTexts | None]
 
-    store: Cache
-    texts: TokenTexts | None
 
-    @classmethod
-    def of(cls, folder: Path) -> _OpenCache:
-        """Open the cache in ``folder``."""
-        store = open_unchecked(folder, CHUNK_BYTES)
-        tokens = store.token_map()
-        return cls(store, None if tokens is None else TokenTexts(tokens))
+def _open_cache(folder: Path) -> OpenCache:
+    store = open_unchecked(folder, CHUNK_BYTES)
+    tokens = store.token_map()
+    return store, None if tokens is None else TokenTexts(tokens)
 
 
 class CacheReader:
@@ -61,7 +56,7 @@ class CacheReader:
     """
 
     def __init__(self) -> None:
-        self._opened: KeptValues[_OpenCache] = KeptValues(OPEN_CACHES)
+        self._opened: KeptValues[OpenCache] = KeptValues(OPEN_CACHES)
         self._samples: KeptValues[Json] = KeptValues(KEPT_SAMPLES)
 
     def answer(self, order: Json) -> Json:
@@ -69,7 +64,7 @@ class CacheReader:
         try:
             return {"result": self._look(order["wish"], Path(order["folder"]), order)}
         except IndexError:
-            return {"no_sequence": len(self._open(Path(order["folder"])).store)}
+            return {"no_sequence": len(self._open(Path(order["folder"]))[0])}
 
     def _look(self, wish: str, folder: Path, order: Json) -> Json:
         if wish == "shards":
@@ -82,23 +77,23 @@ class CacheReader:
         if wish == "statistics":
             key = (str(folder), order["seed"])
             return self._samples.get(key, self._sample, folder, order["seed"])
-        opened = self._open(folder)
         numbers = (order[name] for name in ("sequence", "start", "limit"))
-        return asdict(read_page(opened.store, opened.texts, *numbers))
+        return asdict(read_page(*self._open(folder), *numbers))
 
     def _sample(self, folder: Path, seed: int) -> Json:
-        found = sample_cache(self._open(folder).store, seed)
+        store, _ = self._open(folder)
+        found = sample_cache(store, seed)
         return {**asdict(found), "whole": found.whole}
 
-    def _open(self, folder: Path) -> _OpenCache:
+    def _open(self, folder: Path) -> OpenCache:
         """Open a cache, unless it is open already and has the same manifest since then."""
         try:
             # Of a cache in a bucket too: its manifest is kept in the folder.
             found = (folder / MANIFEST).stat()
         except OSError:
-            return _OpenCache.of(folder)
+            return _open_cache(folder)
         key = (str(folder), found.st_ino, found.st_mtime_ns)
-        return self._opened.get(key, _OpenCache.of, folder)
+        return self._opened.get(key, _open_cache, folder)
 
 
 if __name__ == "__main__":
