@@ -13,26 +13,21 @@ from redis.exceptions import RedisError
 from cache.json_object import Json
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, Problem
-from services.api.order_process import OrderProcess, ProcessTexts, make_failure_problem
-from services.settings import Settings
+from services.api.order_process import OrderProcess, make_failure_problem
 from services.store.callers import Caller
 
 Wish = Literal["plan", "estimate", "check", "size"]
-
-TEXTS = ProcessTexts(
-    slug="check",
-    process="The process that checks jobs",
-    busy="Other jobs were checked for {seconds:g} s, or too many wait for it already.",
-    limit="The check of this job took more than {seconds:g} s, or more than {bytes} bytes.",
-    remedy="Name fewer or smaller files, or run `kd validate` where the files are.",
-)
 
 
 class PlanProcess(OrderProcess):
     """Asks the process of ``services.api.plan_child``. Thread-safe."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__("services.api.plan_child", settings, TEXTS)
+    module = "services.api.plan_child"
+    slug = "check"
+    process = "The process that checks jobs"
+    busy = "Other jobs were checked for {seconds:g} s, or too many wait for it already."
+    limit = "The check of this job took more than {seconds:g} s, or more than {bytes} bytes."
+    remedy = "Name fewer or smaller files, or run `kd validate` where the files are."
 
     def check(self, wish: Wish, config: JobConfig, caller: Caller) -> Json:
         """Return the plan, or the estimate, of a job of ``caller`` as JSON.

@@ -7,18 +7,9 @@ from typing import Any, Literal
 
 from cache.json_object import Json
 from services.api.answers.problems import ApiProblem
-from services.api.order_process import OrderProcess, ProcessTexts, make_failure_problem
-from services.settings import Settings
+from services.api.order_process import OrderProcess, make_failure_problem
 
 Wish = Literal["statistics", "shards", "records", "teacher"]
-
-TEXTS = ProcessTexts(
-    slug="reading",
-    process="The process that reads caches",
-    busy="Other requests that read caches took {seconds:g} s, or too many wait already.",
-    limit="Reading the cache took more than {seconds:g} s, or more than {bytes} bytes.",
-    remedy="Use `kd cache stats` and `kd cache verify` where the cache is.",
-)
 
 
 class ReadingProcess(OrderProcess):
@@ -28,8 +19,12 @@ class ReadingProcess(OrderProcess):
     that is not sealed or damaged, and 503 if other looks or this one take too long or too much.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__("services.api.reading.child", settings, TEXTS)
+    module = "services.api.reading.child"
+    slug = "reading"
+    process = "The process that reads caches"
+    busy = "Other requests that read caches took {seconds:g} s, or too many wait already."
+    limit = "Reading the cache took more than {seconds:g} s, or more than {bytes} bytes."
+    remedy = "Use `kd cache stats` and `kd cache verify` where the cache is."
 
     def read(self, wish: Wish, folder: Path, **details: Any) -> Json:
         """Return what ``wish`` names of the cache in ``folder``.
