@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.json_object import Json
+from cache.manifest import flatten
 from kd.config.job import JobConfig
 from kd.errors import TrainingError
 from kd.progress import Event, Monitor
@@ -43,8 +44,7 @@ class Trackers:
                 else:
                     tracker = kind(config.name)
                 tracker.start()
-                fields = _flatten(config.model_dump(mode="json", exclude_none=True))
-                tracker.store_init_configuration(fields)
+                tracker.store_init_configuration(_list_fields(config))
                 self._trackers[name] = tracker
             except Exception as error:
                 raise TrainingError(
@@ -89,13 +89,10 @@ def add_trackers(monitor: Monitor, trackers: Trackers) -> Monitor:
     return replace(monitor, listen=listen)
 
 
-def _flatten(tree: Json, above: str = "") -> dict[str, str | float]:
-    """A nested configuration as dotted names; lists become text, as trackers take scalars only."""
-    flat: dict[str, str | float] = {}
-    for key, value in tree.items():
-        name = f"{above}{key}"
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{name}.")
-        else:
-            flat[name] = value if isinstance(value, str | int | float | bool) else str(value)
-    return flat
+def _list_fields(config: JobConfig) -> dict[str, str | float]:
+    """The fields of a job by dotted names; lists become text, as trackers take scalars only."""
+    fields = flatten(config.model_dump(mode="json", exclude_none=True))
+    return {
+        name: value if isinstance(value, str | int | float | bool) else str(value)
+        for name, value in fields.items()
+    }
