@@ -48,7 +48,7 @@ from kd.models.saving import load_saved_student, save_student
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.progress import SILENT, Monitor
 from kd.stages.source import adopt_cache_layout, open_source
-from kd.text.batches import Batch, Source, make_batch
+from kd.text.batches import Batch, Source, list_held_out, make_batch
 from kd.training.evaluate import choose_evaluation_temperature, score_positions
 
 Weights = dict[str, Tensor]
@@ -179,13 +179,11 @@ class LossSurface:
         alpha = 1.0 if source.codec is None else evaluate_ramp(config.loss.alpha, steps, steps)
         batches = {}
         generator = np.random.default_rng(options.seed)
-        for split, first, count in (
-            (TRAIN, 0, source.train_count),
-            (HELD_OUT, source.train_count, source.validation_count),
-        ):
-            if count:
+        splits = {TRAIN: range(source.train_count), HELD_OUT: list_held_out(source)}
+        for split, places in splits.items():
+            if count := len(places):
                 chosen = generator.choice(count, min(options.sequences, count), replace=False)
-                numbers = np.sort(chosen) + first
+                numbers = np.sort(chosen) + places.start
                 parts = np.split(numbers, range(train.batch_size, len(numbers), train.batch_size))
                 batches[split] = [make_batch(*source.read(part)).to(device) for part in parts]
         decoder = TargetDecoder.of(source, device)

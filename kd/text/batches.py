@@ -79,6 +79,11 @@ class Source(Protocol):
         """
 
 
+def list_held_out(source: Source) -> range:
+    """List the places of the held-out sequences, which follow those to train on."""
+    return range(source.train_count, source.train_count + source.validation_count)
+
+
 def read_in_parts(
     source: Source, places: range, most: int
 ) -> Iterator[tuple[Sequences, Records | None]]:

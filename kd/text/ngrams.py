@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cache.records import Sequences
 from cache.shard import PER_SEQUENCE
 from cache.store import Cache
-from kd.text.batches import Source, read_in_parts
+from kd.text.batches import Source, list_held_out, read_in_parts
 
 #: The most targets that are counted: the first ones of the training text.
 COUNTED_TARGETS = 1 << 22
@@ -94,8 +94,7 @@ class NGrams:
         total = np.zeros(2)
         count = 0
         # Few at once: the records are read with them, and those of profile hidden are large.
-        held_out = range(source.train_count, source.train_count + source.validation_count)
-        for part, _ in read_in_parts(source, held_out, _RECORDS_AT_ONCE):
+        for part, _ in read_in_parts(source, list_held_out(source), _RECORDS_AT_ONCE):
             total += self.score_unigram(part).sum(), self.score_bigram(part).sum()
             count += part.positions
         return (float(total[0]) / count, float(total[1]) / count) if count else None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from cache.records import Sequences
-from kd.text.batches import Source, read_in_parts
+from kd.text.batches import Source, list_held_out, read_in_parts
 
 #: Sequences that are read at once. A record of profile hidden has thousands of bytes per token.
 _SEQUENCES_AT_ONCE = 16
@@ -23,8 +23,7 @@ _SEQUENCES_AT_ONCE = 16
 
 def count_held_out_bytes(source: Source, tokenizer: PreTrainedTokenizerBase) -> int:
     """Count the UTF-8 bytes of the text of all held-out targets; special tokens have none."""
-    held_out = range(source.train_count, source.train_count + source.validation_count)
-    parts = read_in_parts(source, held_out, _SEQUENCES_AT_ONCE)
+    parts = read_in_parts(source, list_held_out(source), _SEQUENCES_AT_ONCE)
     return sum(count_target_bytes(sequences, tokenizer) for sequences, _ in parts)
 
 

@@ -22,7 +22,7 @@ from kd.models.layers import compute_hidden_states, find_device, find_model_cont
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision
 from kd.models.tokenizers import list_end_ids
-from kd.text.batches import Source
+from kd.text.batches import Source, list_held_out
 
 #: Tokens of a prompt that is the beginning of a held-out text.
 PROMPT_TOKENS = 32
@@ -62,12 +62,11 @@ def choose_prompts(source: Source, tokenizer: PreTrainedTokenizerBase, count: in
 
     A prompt is the beginning of a sequence, or of a chat up to the answer.
     """
-    first = source.train_count if source.validation_count else 0
-    total = source.validation_count or source.train_count
-    chosen = np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
-    sequences, _ = source.read(first + chosen) if len(chosen) else (None, None)
-    if sequences is None:
+    places = list_held_out(source) or range(source.train_count)
+    numbers = np.linspace(0, len(places) - 1, min(count, len(places))).round().astype(np.int64)
+    if not len(numbers):
         return []
+    sequences, _ = source.read(places.start + np.unique(numbers))
     ids = [_cut_prompt(sequences, row, tokenizer) for row in range(len(sequences))]
     return [Prompt(str(tokenizer.decode(list(each))), each) for each in ids if each]
 

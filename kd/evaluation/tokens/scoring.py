@@ -33,7 +33,7 @@ from kd.loss.targets import widen_logprobs
 from kd.models.layers import find_device
 from kd.models.precision import float32_products
 from kd.progress import replace_nonfinite
-from kd.text.batches import Batch, Source, make_batch
+from kd.text.batches import Batch, Source, list_held_out, make_batch, read_in_parts
 
 FORMAT = 1
 #: The name of the file in a run folder.
@@ -92,12 +92,11 @@ def read_evenly(source: Source, limit: int) -> tuple[list[int], Sequences]:
 
     Returns their numbers within that text, too. A sequence that is longer than ``limit`` is cut.
     """
-    first = source.train_count if source.validation_count else 0
-    total = source.validation_count or source.train_count
-    sequences, _ = source.read(np.array([first]))
-    count = min(max(limit // sequences.length, 1), total)
-    numbers = np.unique(np.linspace(0, total - 1, count).round().astype(np.int64))
-    sequences, _ = source.read(first + numbers)
+    places = list_held_out(source) or range(source.train_count)
+    sequences, _ = next(read_in_parts(source, places, 1))
+    count = min(max(limit // sequences.length, 1), len(places))
+    numbers = np.unique(np.linspace(0, len(places) - 1, count).round().astype(np.int64))
+    sequences, _ = source.read(places.start + numbers)
     kept = slice(None, min(sequences.length, limit))
     mask_SL = sequences.target_mask[:, kept].copy()
     mask_SL[:, -1] = False  # the target of the last token is cut off
