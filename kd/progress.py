@@ -42,7 +42,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -269,6 +269,15 @@ class Monitor:
     def emit(self, type: str, **data: Any) -> None:
         """Send one event."""
         self.listen(Event(type, data))
+
+    def pass_on(self, types: Collection[str]) -> Monitor:
+        """Return a monitor that passes on events of ``types`` alone, and stops as this one does."""
+
+        def listen(event: Event) -> None:
+            if event.type in types:
+                self.listen(event)
+
+        return Monitor(listen, self.should_stop)
 
     def warn_once(self, message: str) -> None:
         """Send a warning, unless this run has sent the same one."""

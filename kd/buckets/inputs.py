@@ -45,11 +45,6 @@ class _SeenVersions:
     handles: dict[str, int] = field(default_factory=dict)
     report: Report = _ignore
 
-    def begin(self, report: Report) -> None:
-        for handle in self.handles.values():
-            os.close(handle)
-        self.listings, self.handles, self.report = {}, {}, report
-
 
 _view = _SeenVersions()
 
@@ -65,7 +60,9 @@ def begin_downloads(home: Path, report: Report = _ignore) -> None:
     ``report`` gets a line about a download now and then, and may raise to give up.
     """
     os.environ[FOLDER_VARIABLE] = str(home.absolute() / DOWNLOADS)
-    _view.begin(report)
+    for handle in _view.handles.values():
+        os.close(handle)
+    _view.listings, _view.handles, _view.report = {}, {}, report
 
 
 def forward_report(line: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kd.checks.backward_pass import is_finite, locate_in_backward
-from kd.models.layers import compute_hidden_states, removing
+from kd.models.layers import compute_hidden_states, evaluating, removing
 from kd.models.precision import Precision
 from kd.text.batches import Batch
 
@@ -32,13 +32,9 @@ def locate_nonfinite(
     mode, the backward passes in the student's own mode; its mode, weights and gradients and the
     random state are kept. Batches are on its device.
     """
-    training = student.training
-    student.eval()  # dropout would draw from the random state
-    try:
+    with evaluating(student):  # dropout would draw from the random state
         modules = (_find_nonfinite_module(student, batch, precision) for batch in batches)
         module = next(filter(None, modules), None)
-    finally:
-        student.train(training)
     if module is not None:
         return module
     for name, parameter in student.named_parameters():

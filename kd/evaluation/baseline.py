@@ -17,7 +17,7 @@ from kd.models.loading import build_hollow_student, build_student
 from kd.models.precision import pick_device
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.parallel.group import ALONE, Group
-from kd.progress import Event, Monitor
+from kd.progress import Monitor
 from kd.text.batches import Source
 from kd.training.evaluate import choose_evaluation_temperature
 from kd.training.loop import train
@@ -84,11 +84,6 @@ def train_baseline(
     student = build_starting_student(config, tokenizer)
     plain = make_cross_entropy_job(config)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
-
-    def listen(event: Event) -> None:
-        if event.type in _FORWARDED_EVENTS:
-            monitor.listen(event)
-
-    own = Monitor(listen, monitor.should_stop)
+    own = monitor.pass_on(_FORWARDED_EVENTS)
     train(plain, source, student, vocabulary, run_dir / "baseline", own)
     return student

@@ -129,10 +129,8 @@ def choose_entry_count(store: Cache, k: int | None) -> int:
 
 
 def _take_stored(records: Records, k: int) -> EntryTable:
-    steps = records["top_logprobs"]
-    logprobs = np.where(steps == UNKNOWN, -np.inf, steps.astype(np.float64) * -TOP_STEP)
-    stored = records["residual"]
-    residual = np.where(stored == UNKNOWN, -np.inf, stored.astype(np.float64) * -TOP_STEP)
+    logprobs = _decode_steps(records["top_logprobs"], -TOP_STEP)
+    residual = _decode_steps(records["residual"], -TOP_STEP)
     # Entries that are left out move their mass to the residual.
     residual = np.logaddexp(residual, log_sum_exp(logprobs[:, k:]))
     ids = records["top_ids"][:, :k].astype(np.int64)
@@ -182,9 +180,12 @@ def _read_gold_and_entropy(records: Records) -> tuple[NDArray[np.float64], NDArr
 
     NaN if they are not known.
     """
-    known = records["known"][:, 0]
-    entropy = records["entropy"]
-    return (
-        np.where(known == UNKNOWN, np.nan, known.astype(np.float64) * -KNOWN_STEP),
-        np.where(entropy == UNKNOWN_ENTROPY, np.nan, entropy.astype(np.float64) * ENTROPY_STEP),
-    )
+    gold = _decode_steps(records["known"][:, 0], -KNOWN_STEP, absent=np.nan)
+    return gold, _decode_steps(records["entropy"], ENTROPY_STEP, UNKNOWN_ENTROPY, np.nan)
+
+
+def _decode_steps(
+    stored: NDArray[Any], step: float, unknown: int = UNKNOWN, absent: float = -np.inf
+) -> NDArray[np.float64]:
+    """Return the numbers of ``stored`` steps, and ``absent`` for those that are ``unknown``."""
+    return np.where(stored == unknown, absent, stored.astype(np.float64) * step)

@@ -27,7 +27,7 @@ from kd.experiments.ablation_page import AblationReport, RunReport, render_ablat
 from kd.experiments.child import StageOrder, run_in_child
 from kd.experiments.plan import AblationJob, AblationPlan
 from kd.files import read_json, write_json, write_text
-from kd.progress import Event, Monitor
+from kd.progress import Monitor
 from kd.stages.source import select_cache_inputs
 from kd.tracking.metrics import read_metrics
 
@@ -85,7 +85,7 @@ class _Ablation:
             if (own / "cache.json").is_file():
                 shutil.copyfile(own / "cache.json", run_dir / "cache.json")
             order = StageOrder(TRAIN.name, job.config, self.home, run_dir, self.plan.base, records)
-            run_in_child(order, self._listen())
+            run_in_child(order, self.monitor.pass_on(_SHOWN_EVENTS))
         except Interrupted:
             raise
         except Exception as error:
@@ -103,15 +103,9 @@ class _Ablation:
         folder = self.folder / "captures" / digest
         if config.captures and not (folder / "cache.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            run_in_child(StageOrder(CAPTURE.name, config, self.home, folder), self._listen())
+            order = StageOrder(CAPTURE.name, config, self.home, folder)
+            run_in_child(order, self.monitor.pass_on(_SHOWN_EVENTS))
         return folder
-
-    def _listen(self) -> Monitor:
-        def listen(event: Event) -> None:
-            if event.type in _SHOWN_EVENTS:
-                self.monitor.emit(event.type, **event.data)
-
-        return Monitor(listen, self.monitor.should_stop)
 
     # ------------------------------------------------------------------ report
 
