@@ -107,11 +107,8 @@ class LineProcess:
 
     def _end(self, child: subprocess.Popen[bytes]) -> None:
         self._child = None
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            assert pipe is not None
-            pipe.close()
+        with child:  # its end closes the pipes, and waits for the process
+            child.kill()
 
 
 def _call(child: subprocess.Popen[bytes], order: bytes, seconds: float) -> bytes:

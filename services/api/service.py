@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -23,9 +22,8 @@ from services.store.callers import Caller
 from services.store.jobs.records import JobRecord
 from services.store.jobs.store import JobStore
 from services.store.key_use import KeyUse
+from services.store.run_folder import JOB_ID
 from services.store.training_files import TrainingFiles
-
-JOB_ID = re.compile(r"job_[0-9a-z]{26}")
 
 
 @dataclass

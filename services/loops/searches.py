@@ -41,13 +41,6 @@ from services.worker.stage_process import Outbox
 if TYPE_CHECKING:
     from kd.search.study import Trial
 
-#: The status in which a trial's job ended -> the outcome of the trial.
-OUTCOME_OF_STATUS: dict[str, Outcome] = {
-    "succeeded": "complete",
-    "failed": "failed",
-    "cancelled": "failed",
-}
-
 log = logging.getLogger("potstill.search")
 
 
@@ -218,7 +211,8 @@ class Driver:
             self._store.change("retry", job_id)
             publish_hint(self._app, job_id, job.stage)
         elif job.ended:
-            self._end(trial, job_id, OUTCOME_OF_STATUS[job.status], _explain_failure(job))
+            outcome: Outcome = "complete" if job.status == "succeeded" else "failed"
+            self._end(trial, job_id, outcome, _explain_failure(job))
         elif job.status == "paused":
             self._paused.add(trial.number)
 

@@ -100,8 +100,7 @@ class TeamRules:
         for team, fingerprints in self._store.list_team_caches().items():
             caches[team] = sum(map(self._measure_cache, self._go_on(fingerprints)))
         runs = self._settings.runs
-        ids = [path.name for path in runs.iterdir()] if runs.is_dir() else []
-        ids = [name for name in ids if JOB_ID.fullmatch(name)]
+        ids = [path.name for path in runs.glob("job_*") if JOB_ID.fullmatch(path.name)]
         for job_id, team in self._go_on(self._store.find_teams(ids).items()):
             held[team] += sum_file_sizes(runs / job_id)
         files = TrainingFiles(self._settings.files).measure()

@@ -85,11 +85,6 @@ class Hosts:
         """Parse KD_WEBHOOK_HOSTS. Raises ``ConfigError`` if an entry names no host."""
         return Hosts(tuple(map(_parse_host_entry, names)))
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The names and literal addresses, without scheme and port."""
-        return frozenset(map(_decode_host, self.entries))
-
     def allows(self, url: httpx.URL) -> bool:
         """Return whether a message may go to this URL. The address is checked later."""
         if url.scheme not in ("https", "http") or url.userinfo or not 0 < (url.port or 443) < 2**16:
@@ -183,18 +178,12 @@ class Signer:
 
 def make_message(job: Job, event_id: str, change: Mapping[str, Any]) -> Message:
     """Make the message about a status event. Equal events give equal bytes."""
-    about = {
-        "id": job.id,
-        "kind": job.kind,
-        "name": job.name,
-        "labels": job.labels,
-        "event": event_id,
-    }
+    about = job.model_dump(include={"id", "kind", "name", "labels"})
     moment = datetime.fromtimestamp(int(event_id.partition("-")[0]) / 1000, UTC)
     content = {
         "type": f"job.{change['status']}",
         "timestamp": moment.isoformat(timespec="milliseconds"),
-        "data": about | dict(change),
+        "data": {**about, "event": event_id, **change},
     }
     # Events of two jobs may have the same id, so the id contains the job. No dot joins the two,
     # because dots separate the parts of the signed text.
@@ -326,7 +315,8 @@ class Webhooks:
         if not self._hosts.allows(url):
             remedy = "KD_WEBHOOK_HOSTS lists the receivers."
             raise _make_config_error(f"{host} is no longer allowed.", remedy)
-        address = await self._run_in_thread(resolve_public_address, host, self._hosts.names)
+        names = frozenset(map(_decode_host, self._hosts.entries))
+        address = await self._run_in_thread(resolve_public_address, host, names)
         headers = self._signer.headers(message, int(time.time())) | {
             "Host": url.netloc.decode(),
             "Content-Type": "application/json",

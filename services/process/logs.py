@@ -27,7 +27,7 @@ from typing import Any
 
 import structlog
 from celery import signals
-from structlog.contextvars import bind_contextvars, bound_contextvars, merge_contextvars
+from structlog.contextvars import bound_contextvars, merge_contextvars
 from structlog.typing import EventDict, Processor
 
 from services.settings import Settings
@@ -109,11 +109,6 @@ def make_formatter(
     )
 
 
-def bind(**fields: Any) -> None:
-    """Put fields into every further line of this thread or task."""
-    bind_contextvars(**fields)
-
-
 @contextmanager
 def bound(**fields: Any) -> Iterator[None]:
     """Put fields into every line of the block. Empty values are left out."""
@@ -156,10 +151,6 @@ def find_secrets(
     return tuple(
         sorted({word for word in given if len(word) >= SHORTEST_SECRET}, key=len, reverse=True)
     )
-
-
-#: Fields with their own treatment. color_message is uvicorn's text again with terminal codes.
-HANDLED_FIELDS = ("exception", "color_message")
 
 
 class Handler(logging.StreamHandler[Any]):
@@ -242,12 +233,10 @@ def _clean(value: Any, hidden: tuple[str, ...], name: str = "") -> Any:
 
 def _order_fields(_: Any, __: str, event: EventDict) -> EventDict:
     """The fields that every line has, then the others, then the traceback."""
+    event.pop("color_message", None)  # uvicorn's text again, with terminal codes
+    trace = {"exception": event.pop("exception")} if "exception" in event else {}
     known = {name: event[name] for name in FIELDS if name in event}
-    others = {
-        name: value for name, value in event.items() if name not in (*FIELDS, *HANDLED_FIELDS)
-    }
-    trace = {"exception": event["exception"]} if "exception" in event else {}
-    return known | others | trace
+    return {**known, **event, **trace}
 
 
 def _render_console(_: Any, __: str, fields: EventDict) -> str:

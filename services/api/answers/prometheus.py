@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample as Line
@@ -115,9 +115,7 @@ METRICS = {
 
 def render_metrics(settings: Settings, store: JobStore, requests: RequestMetrics) -> bytes:
     """Render the page in Prometheus's text format 0.0.4; works without Redis."""
-    registry = CollectorRegistry()
-    registry.register(MetricsCollector(settings, store, requests))
-    return generate_latest(registry)
+    return generate_latest(MetricsCollector(settings, store, requests))
 
 
 @dataclass(frozen=True)

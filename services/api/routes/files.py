@@ -28,7 +28,7 @@ from fastapi import Path as InPath
 from cache.disk import TEMPORARY_PREFIX, list_file_sizes
 from cache.errors import CacheCorrupt
 from cache.manifest import verify_json
-from kd.buckets.runs import StoredRun
+from kd.buckets.runs import STATE, StoredRun
 from kd.client.wire.files import Artifact, ArtifactList, Checkpoint, CheckpointFile, CheckpointList
 from kd.client.wire.jobs import Job
 from kd.config.kinds import SEARCH
@@ -46,7 +46,6 @@ from services.api.guards.json_bodies import StrictRoute
 from services.api.routes.access import READ, guard
 from services.api.service import KnownJob, Service, TheCaller, TheService
 
-STATE = "state.json"
 BINARY = "application/octet-stream"
 #: Media types by suffix; any other file is ``BINARY``. The list is fixed, because ``mimetypes``
 #: differs between machines, and the OpenAPI document names every type.

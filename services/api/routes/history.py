@@ -31,8 +31,9 @@ from services.api.guards.authentication import hold_stream
 from services.api.guards.json_bodies import StrictRoute
 from services.api.guards.rate_limits import StreamLease
 from services.api.routes.access import READ, STREAM, guard
-from services.api.service import JOB_ID, KnownJob, Service, TheCaller, TheService
+from services.api.service import KnownJob, Service, TheCaller, TheService
 from services.store.jobs.records import RENAMED
+from services.store.run_folder import JOB_ID
 
 #: The id of an event: milliseconds, and optionally a number.
 STREAM_ID = r"^\d{1,18}(-\d{1,18})?$"

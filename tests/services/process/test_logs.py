@@ -254,7 +254,7 @@ def run(program: str, **environment: str) -> tuple[int, list[str]]:
     """Exit code and lines of a process that has configured its log and then runs ``program``."""
     head = (
         "import logging, sys, threading, warnings; "
-        "from services.process.logs import configure, bind, bound\n"
+        "from services.process.logs import configure, bound\n"
     )
     head += "from services.settings import Settings\nconfigure(Settings(), part='test')\n"
     command = [sys.executable, "-c", head + program]
@@ -277,10 +277,11 @@ def parsed(lines: list[str]) -> list[dict[str, Any]]:
 def test_a_process_logs_lines_of_json_whoever_speaks() -> None:
     program = """
 import structlog
+from structlog.contextvars import bind_contextvars
 logging.getLogger("uvicorn.error").info("Started server process [%d]", 1)
 logging.getLogger("celery.worker").warning("lost connection")
 structlog.get_logger("potstill.part").info("ours", job_id="job_1")
-bind(job_id="job_2")
+bind_contextvars(job_id="job_2")
 logging.getLogger("potstill.part").debug("not told")
 warnings.warn("take care")
 logging.getLogger("potstill.part").info("bound")
@@ -296,7 +297,7 @@ logging.getLogger("potstill.part").info("once")
         ("uvicorn.error", "Started server process [1]", None, "test"),
         ("celery.worker", "lost connection", None, "test"),
         ("potstill.part", "ours", "job_1", "test"),
-        ("py.warnings", "<string>:11: UserWarning: take care\n", "job_2", "test"),
+        ("py.warnings", "<string>:12: UserWarning: take care\n", "job_2", "test"),
         ("potstill.part", "bound", "job_2", "test"),
         ("potstill.part", "once", "job_2", "again"),
     ]
