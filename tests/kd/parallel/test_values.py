@@ -45,7 +45,7 @@ def begin(group: Group, job: dict[str, Any], strategy: str) -> dict[str, Any]:
         replicate(module)
     elif strategy == "fsdp":
         groups = [[layer] for layer in find_decoder_layers(student)]
-        shard(module, groups, torch.float32, CPU, group)
+        shard(module, groups, torch.float32, CPU, (group.size,))
     parts = [getattr(each, "to_local", lambda each=each: each)() for each in student.parameters()]
     return {
         "hollow": hollow,
