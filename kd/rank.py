@@ -16,6 +16,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,8 @@ LOST = (
     "The ranks cannot go on together: one has ended, or its host cannot be reached. Start the same "
     "command on all hosts again: it continues from the newest checkpoint."
 )
+#: For so long the other ranks of a host leave it to the first one to say that.
+TELL_SECONDS = 5.0
 
 if TYPE_CHECKING:
     from cache.json_object import Json
@@ -86,8 +89,10 @@ def run_job_with_others() -> int:
 
 def _tell(message: str) -> int:
     """Write why this host ended, once; returns its exit status."""
-    if os.environ["LOCAL_RANK"] == "0":
-        sys.stderr.write(f"{message}\n")
+    if os.environ["LOCAL_RANK"] != "0":
+        # torchrun ends this rank as soon as the first one of its host has told why.
+        time.sleep(TELL_SECONDS)
+    sys.stderr.write(f"{message}\n")
     return 1
 
 

@@ -181,12 +181,12 @@ def test_a_range_of_a_worker_that_is_gone_goes_to_another(
 @pytest.mark.long
 def test_workers_come_in_mid_job(parts: Parts) -> None:
     parts.start_worker()
-    job_id = submit(parts, "light-4-40-100", "auto")
+    job_id = submit(parts, "light-4-120-100", "auto")
     wait_until(lambda: len(members_of(parts, job_id)) == 1)
     late = {parts.start_worker().pid for _ in range(2)}
     wait_until(lambda: len(members_of(parts, job_id)) == 3)
     assert late < {int(each.split(":")[-2]) for each in members_of(parts, job_id)}
-    require_right(parts, job_id, "light-4-40-100")
+    require_right(parts, job_id, "light-4-120-100")
     assert len(read_ledgers(parts, job_id)) == 3
 
 
