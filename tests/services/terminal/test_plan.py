@@ -42,7 +42,8 @@ def test_kd_plan_prints_the_strategies_that_fit(job_file: Path, tmp_path: Path) 
     # One GPU is offered beside both.
     assert re.search(r"^single +1 +8 +1 +none +bf16 ", done.stdout, re.MULTILINE)
     assert re.search(r"^ddp +2 +4 +2 +none +bf16 ", done.stdout, re.MULTILINE)
-    assert "fsdp, 2: weights " in done.stdout and "buffers" in done.stdout
+    assert "fsdp, resources: {hosts: 1, gpus: 2}: weights " in done.stdout
+    assert "buffers" in done.stdout
     assert "A capture of these tokens: " in done.stdout
     assert not (tmp_path / "home").exists()
     found: dict[str, Any] = json.loads(kd(*asked, "--json").stdout)

@@ -69,7 +69,8 @@ def test_no_identity_contains_the_version() -> None:
         for path in (ROOT / room).rglob("*.py")
         if re.search(r"read_version|importlib.metadata|metadata\.version", path.read_text("utf-8"))
     }
-    assert users == {"kd/python/version.py"}
+    # Ranks that torchrun has started compare their versions, and make no identity of them.
+    assert users == {"kd/python/version.py", "kd/rank.py"}
 
 
 def git(folder: Path, *words: str) -> None:
