@@ -37,14 +37,15 @@ class BodyLimit:
         """Pass the request on, and measure size and depth of its body as it is read."""
         length = dict(scope.get("headers", ())).get(b"content-length", b"0")
         declared = int(length) if length.isdigit() else 0
-        received = 0
-        depth = JsonDepth()
+        received, depth = 0, JsonDepth()
 
         async def receive_limited() -> Message:
             nonlocal received
             # A body that is declared too large is not read at all.
-            message = await receive() if declared <= BODY_BYTES else {"type": "http.disconnect"}
-            piece = message.get("body", b"")
+            message: Message = {"type": "http.disconnect"}
+            if declared <= BODY_BYTES:
+                message = await receive()
+            piece: bytes = message.get("body", b"")
             if depth.feed(piece) > JSON_DEPTH:
                 raise HTTPException(400, f"The body is nested deeper than {JSON_DEPTH} levels.")
             received += len(piece)
