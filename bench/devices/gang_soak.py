@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import ClassVar
 
 from redis.exceptions import RedisError
 
@@ -37,11 +36,9 @@ KINDS = {
 class GangSoak(Soak):
     """Posts jobs whose training runs on one to four hosts."""
 
-    HOSTS: ClassVar[tuple[int, ...]] = tuple(range(1, MOST_HOSTS + 1))
-
     def _next_order(self, number: int) -> RequestedJob:
         name = f"light-{number}-{3 + number % 4}-{50 + 10 * (number % 5)}"
-        resources = {"hosts": self.HOSTS[number % MOST_HOSTS]}
+        resources = {"hosts": 1 + number % MOST_HOSTS}
         body = make_light_body(self.cluster.inputs, name, resources=resources)
         body["train"]["batch_size"] = 12  # one to four hosts share it equally
         return RequestedJob(f"gang-{self.plan.seed}-{number}", body)

@@ -41,7 +41,7 @@ from services.worker.heartbeat import Heartbeat
 from services.worker.memory_limit import MemoryLimit, choose_limit_bytes
 from services.worker.stage_child import EXIT_HELD, EXIT_PASSING, EXIT_STOPPED
 from services.worker.stage_process import Child, start_child
-from services.worker.together.gang import GangMember, count_hosts, gather
+from services.worker.together.gang import GangMember, find_host_counts, gather
 from services.worker.together.range_server import RangeServer, count_workers, find_place
 
 #: Time between two turns of the supervisor at most.
@@ -93,7 +93,7 @@ class Attempt:
         try:
             config = parse_config(self._claim.config)
             server = self._make_range_server(config)
-            hosts = count_hosts(config, self._claim.stage)
+            hosts = find_host_counts(config, self._claim.stage)
             place = None
             if hosts[-1] > 1:
                 place = self._gather(hosts)

@@ -103,7 +103,7 @@ def find_terms(settings: Settings) -> SharedTerms:
     return SharedTerms(read_version(), str(settings.home))
 
 
-def count_hosts(config: JobConfig, stage: str) -> range:
+def find_host_counts(config: JobConfig, stage: str) -> range:
     """Return the numbers of hosts that a stage of a job may run on."""
     return config.resources.host_counts if stage == TRAIN.name else range(1, 2)
 
