@@ -101,6 +101,11 @@ BENCHES = {
         "the training loop: against cross-entropy, against a live teacher, and each lever",
         "10 minutes",
     ),
+    "saving": Bench(
+        "bench/loops/saving.py",
+        "what checkpoints cost a training whose disk is slow",
+        "8 minutes",
+    ),
     "packed": Bench(
         "bench/loops/packed.py",
         "memory and time of packed rows, beside rows of one document",

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from cache.reading.arrays import MEMORY_BYTES
 from kd.config.train import TrainConfig
@@ -54,6 +57,16 @@ def read_memory_bytes() -> int:
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [read_number(file, "") for file in _find_files(LIMITS, around=True)]
     return min([host, *(limit for limit in limits if limit)])
+
+
+def read_free_bytes(limit: int | None, processes: int) -> int:
+    """Bytes that this process may still take, one of ``processes`` that take as much at once.
+
+    ``limit`` are the bytes that all of them may have; None for those of this machine.
+    """
+    allowed = min(limit or sys.maxsize, read_memory_bytes()) // processes
+    own = psutil.Process().memory_info().rss
+    return max(min(allowed - own, psutil.virtual_memory().available // processes), 0)
 
 
 def choose_chunk_memory(options: TrainConfig | None) -> int:

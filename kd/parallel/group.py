@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,8 @@ class Group:
 
     ``staged``: the ranks are the stages of a pipeline, which all work on the same sequences.
     ``lasting``: the ranks stay together after a stage, because others follow.
-    ``per_host`` is the number of ranks of each host.
+    ``per_host`` is the number of ranks of each host. ``channel`` is the process group through which
+    they agree; None is torch's own.
     """
 
     rank: int = 0
@@ -41,6 +42,7 @@ class Group:
     per_host: int = 1
     staged: bool = False
     lasting: bool = False
+    channel: dist.ProcessGroup | None = None
 
     @property
     def leads(self) -> bool:
@@ -60,7 +62,7 @@ class Group:
     def add_(self, tensor: Tensor) -> Tensor:
         """Replace ``tensor`` by its sum over all ranks; all get the same bits."""
         if not self.alone:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.channel)
         return tensor
 
     def add(self, number: int) -> int:
@@ -77,11 +79,12 @@ class Group:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)]))
+        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.channel)
         # all_gather needs tensors of one length.
         longest = max(int(length) for length in lengths)
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+        padded = torch.nn.functional.pad(text, (0, longest - len(text)))
+        dist.all_gather(texts, padded, group=self.channel)
         return [
             json.loads(bytes(each[: int(length)].tolist()))
             for each, length in zip(texts, lengths, strict=True)
@@ -90,6 +93,12 @@ class Group:
     def share(self, value: Any) -> Any:
         """Return the ``value`` of rank 0, on every rank. It holds only what JSON has."""
         return self.gather(value if self.leads else None)[0]
+
+    def open_channel(self) -> Group:
+        """Return the same ranks with a channel of their own, for another thread of each."""
+        if self.alone:
+            return self
+        return replace(self, channel=dist.new_group(backend="gloo", timeout=PATIENCE))
 
     def wait(self) -> None:
         """Wait until every rank is here."""

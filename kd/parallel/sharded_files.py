@@ -50,8 +50,8 @@ def take_part(whole: Tensor, like: Tensor) -> Tensor:
     return part
 
 
-def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write ``tensors`` into ``folder``, which exists. All ranks call it.
+def write_shards(folder: Path, tensors: dict[str, Tensor], group: Group) -> None:
+    """Write ``tensors`` into ``folder``, which exists. All ranks of ``group`` call it.
 
     Raises the error of the first rank that failed, on every rank.
     """
@@ -59,7 +59,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     assert all(isinstance(each, Tensor) for each in tensors.values())
     writer = hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        save(dict(tensors), storage_writer=writer)
+        save(dict(tensors), storage_writer=writer, process_group=group.channel)
     except CheckpointException as error:
         _, (first, _) = min(error.failures.items())
         raise first from error

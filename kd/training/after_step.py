@@ -12,7 +12,6 @@ from cache.perplexity import raise_e
 from kd.checks.dead_units import UnitWatch, watching_units
 from kd.checks.watch import StepSeconds
 from kd.errors import Interrupted
-from kd.memory.auto_batch import saving_errors
 from kd.models.layers import stopping_forward
 from kd.models.precision import Precision, computing_in_float32
 from kd.optim.averaging import serving
@@ -21,7 +20,6 @@ from kd.parallel.strategies import call_whole
 from kd.progress import SILENT, make_interruption
 from kd.text.batches import Batch
 from kd.tracking.scalars import StepWork, measure_memory, name_scalars
-from kd.training import checkpoint
 from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
 from kd.training.evaluate import BatchScore, choose_evaluation_temperature, evaluate_student
 from kd.training.run import Run
@@ -35,6 +33,7 @@ def after_step(run: Run, step: Step) -> bool:
     Raises ``Interrupted``, after a checkpoint, when a stop is asked for.
     """
     report_step(run, step)
+    run.saver.poll()
     improved = False
     if run.progress.step % run.options.eval_steps == 0 or run.progress.step == run.steps:
         improved = evaluate_step(run)
@@ -45,6 +44,7 @@ def after_step(run: Run, step: Step) -> bool:
     report_compilation(run)
     # A run whose last step is taken is not interrupted: it finishes.
     if stopping and not run.is_over:
+        run.saver.finish()
         done = run.progress.step
         where = f"at step {done} of {run.steps} of the training; step {done + 1} is the next"
         raise make_interruption(where)
@@ -147,6 +147,7 @@ def evaluate_step(run: Run) -> bool:
         found = evaluate_now(run)
     except Interrupted:
         save_checkpoint(run)
+        run.saver.finish()
         raise
     run.progress.evaluation_due = False
     observe_evaluation(run.state.scheduler, found.get("validation_loss"))
@@ -249,18 +250,12 @@ def is_save_due(run: Run, improved: bool) -> bool:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Write a checkpoint, and delete the oldest ones beyond ``save_total_limit``."""
+    """Begin to write a checkpoint, which replaces the oldest beyond ``save_total_limit``."""
     progress = run.progress
     with run.clock.phase("checkpoint"):
         progress.watch = run.watch.state()
         progress.scale_watch = asdict(run.scale_watch)
         progress.phases = run.clock.dump()
         run.monitor.report_alive(stepping=False)
-        with saving_errors(f"the checkpoint of step {progress.step}"):
-            path = checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)
         best_step = find_best_step(progress, run.options)
-        if run.group.leads:
-            checkpoint.prune_checkpoints(run.checkpoints, run.options.checkpoints_kept, best_step)
-        if run.uploads is not None:
-            run.uploads.offer(path, run.options.checkpoints_kept, best_step)
-    run.monitor.emit("checkpoint", step=progress.step, path=str(path))
+        run.saver.save(run.state, run.identity, run.options.checkpoints_kept, best_step)

@@ -24,18 +24,22 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
 from cache.disk import ASIDE_PREFIX, hash_file, recover_folder, remove_path, write_file
 from cache.errors import CacheCorrupt
+from cache.json_object import Json
 from cache.manifest import sign_json, verify_json
 from kd.errors import TrainingError
 from kd.files import locate_temporary, whole_folder
 from kd.optim.schedules import scale_rates
-from kd.parallel.sharded_files import write_shards
+from kd.parallel.group import Group
+from kd.parallel.sharded_files import get_own, write_shards
 from kd.progress import replace_nonfinite
 from kd.training.saved.restoring import FILES, restore, restore_weights
 from kd.training.saved.state import SavedState, TrainState, is_sharded
@@ -50,55 +54,99 @@ from kd.training.saved.tensors import (
 )
 
 
+class Snapshot(NamedTuple):
+    """What a checkpoint of ``step`` will hold.
+
+    ``files`` are tensors by file, of rank 0; ``parts`` are those of which each rank writes its own
+    parts, or None. ``content`` is that of state.json, without the hashes.
+    """
+
+    step: int
+    files: dict[str, dict[str, Tensor]]
+    parts: dict[str, Tensor] | None
+    content: Json
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors that this rank holds."""
+        return sum(get_own(each).nbytes for each in self._list_tensors())
+
+    def copy_to_host(self, kept: dict[str, Tensor]) -> Snapshot:
+        """Copy all tensors into this machine's memory, so that training may go on.
+
+        ``kept`` are the tensors of the last copy, which are used again: new memory is slow.
+        """
+
+        def copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: _copy_to_host(name, each, kept) for name, each in tensors.items()}
+
+        files = {name: copy(tensors) for name, tensors in self.files.items()}
+        return self._replace(files=files, parts=self.parts and copy(self.parts))
+
+    def _list_tensors(self) -> list[Tensor]:
+        groups = [*self.files.values(), self.parts or {}]
+        return [tensor for tensors in groups for tensor in tensors.values()]
+
+
+def _copy_to_host(name: str, tensor: Tensor, kept: dict[str, Tensor]) -> Tensor:
+    old = kept.get(name)
+    if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+        get_own(old).copy_(get_own(tensor))
+    else:
+        kept[name] = tensor.to("cpu", copy=True)
+    return kept[name]
+
+
 def save_checkpoint(folder: Path, state: TrainState, identity: str) -> Path:
     """Write a checkpoint of ``state`` into ``folder``, and return its path.
 
     Only a job of the same ``identity`` may resume from it. All ranks call it, and return when it is
     written.
     """
-    final = locate_checkpoint(folder, state.progress.step)
+    return write_snapshot(folder, take_snapshot(state, identity), state.group)
+
+
+def take_snapshot(state: TrainState, identity: str) -> Snapshot:
+    """Collect what a checkpoint holds; its tensors are those of ``state``. All ranks call it."""
     random = collect_random_tensors(state.group)
-    if state.group.leads or is_sharded(state):
-        _write_checkpoint(final, state, identity, random)
-    state.group.wait()
-    return final
-
-
-def _write_checkpoint(
-    final: Path, state: TrainState, identity: str, random: dict[str, Tensor]
-) -> None:
     tensors, numbers = collect_optimizer_state(state)
     if state.group.staged:
         numbers = {
             name: each for stage in state.group.gather(numbers) for name, each in stage.items()
         }
+    model, extras = collect_model_tensors(state.model), collect_extra_tensors(state.extras)
+    parts = model | tensors | extras if is_sharded(state) else None
+    whole = {} if parts is not None else dict(zip(FILES, (model, tensors, extras), strict=False))
+    schedule = state.scheduler.state_dict()
+    content = {
+        "format": FORMAT,
+        "identity": identity,
+        "progress": replace_nonfinite(asdict(state.progress)),
+        "optimizer": numbers,
+        "groups": [select_group_numbers(group) for group in state.optimizer.param_groups],
+        "scheduler": {key: schedule[key] for key in schedule if key != "lr_lambdas"},
+        "scaler": state.scaler.state_dict(),
+    }
+    files = whole | {FILES[3]: random} if state.group.leads else {}
+    return Snapshot(state.progress.step, files, parts, deepcopy(content))
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot, group: Group) -> Path:
+    """Write ``snapshot`` into ``folder``, as ``save_checkpoint`` does."""
+    final = locate_checkpoint(folder, snapshot.step)
     # Rank 0 makes the folder, and gives it its name.
-    place = whole_folder(final) if state.group.leads else nullcontext(locate_temporary(final))
-    with place as partial:
-        if is_sharded(state):
-            state.group.wait()  # until the folder is there
-            model = collect_model_tensors(state.model)
-            write_shards(partial, model | tensors | collect_extra_tensors(state.extras))
-        else:
-            write_tensors(partial / FILES[0], collect_model_tensors(state.model))
-            write_tensors(partial / FILES[1], tensors)
-            write_tensors(partial / FILES[2], collect_extra_tensors(state.extras))
-        if not state.group.leads:
-            return
-        write_tensors(partial / FILES[3], random)
-        schedule = state.scheduler.state_dict()
-        files = sorted(partial.glob("[!.]*.safetensors"))
-        content = {
-            "format": FORMAT,
-            "identity": identity,
-            "progress": replace_nonfinite(asdict(state.progress)),
-            "optimizer": numbers,
-            "groups": [select_group_numbers(group) for group in state.optimizer.param_groups],
-            "scheduler": {key: schedule[key] for key in schedule if key != "lr_lambdas"},
-            "scaler": state.scaler.state_dict(),
-            "sha256": {path.name: hash_file(path) for path in files},
-        }
-        write_file(partial / STATE, sign_json(content))
+    with whole_folder(final) if group.leads else nullcontext(locate_temporary(final)) as partial:
+        if snapshot.parts is not None:
+            group.wait()  # until the folder is there
+            write_shards(partial, snapshot.parts, group)
+        for name, tensors in snapshot.files.items():
+            write_tensors(partial / name, tensors)
+        if group.leads:
+            files = sorted(partial.glob("[!.]*.safetensors"))
+            hashes = {path.name: hash_file(path) for path in files}
+            write_file(partial / STATE, sign_json(snapshot.content | {"sha256": hashes}))
+    group.wait()
+    return final
 
 
 def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:

@@ -87,14 +87,18 @@ def train(
         run = prepare(config, source, student, vocabulary, run_dir, monitor, group)
         if group.leads:
             trackers.start(config, run.options.report_to, run_dir, run.log.first)
-        run.uploads = uploads
+        run.saver.uploads = uploads
+        run.saver.memory = config.resources.memory
         run.samples = samples
         run.clock.restore(run.progress.phases)
         with memory_errors(run.options, str(run.memory)):
             check_start(run)
-        finish_evaluation(run)
-        run_loop(run)
-        finish(run)
+        try:
+            finish_evaluation(run)
+            run_loop(run)
+            finish(run)
+        finally:
+            run.saver.close()
         return run.progress
     finally:
         # After an error too: open trackers would disturb the next run of this process, for example
@@ -176,6 +180,7 @@ def run_loop(run: Run) -> None:
 
 def finish(run: Run) -> None:
     """Write the profile, and leave in the student the weights that are to be saved."""
+    run.saver.finish()
     # A run that found all its steps done keeps the profile of the process that took them.
     if run.meter.tokens:
         # The seconds of each phase in all attempts, speed and peak memory.

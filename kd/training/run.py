@@ -32,8 +32,8 @@ from kd.training.early_stopping import is_out_of_patience
 from kd.training.lookahead import LookAhead
 from kd.training.samples import EvaluationSamples
 from kd.training.saved.state import TrainingProgress, TrainState
+from kd.training.saving import CheckpointSaver
 from kd.training.step_loss import StepLoss
-from kd.training.uploads import CheckpointUploads
 
 
 @dataclass
@@ -80,8 +80,7 @@ class Run:
     dropout: Dropout | None = field(init=False)
     #: What the student writes at each evaluation; None = nothing.
     samples: EvaluationSamples | None = None
-    #: Where checkpoints are put besides; None = nowhere.
-    uploads: CheckpointUploads | None = None
+    saver: CheckpointSaver = field(init=False)
 
     def __post_init__(self) -> None:
         groups = [group["params"] for group in self.state.optimizer.param_groups]
@@ -89,6 +88,7 @@ class Run:
         self.layers = group_layers(self.student)
         self.groups = [(f"group {number}", group) for number, group in enumerate(groups)]
         self.clipped = find_clipped(self.student) if self.options.adaptive_clipping else []
+        self.saver = CheckpointSaver(self.checkpoints, self.group, self.monitor)
         self.dropout = None if self.options.dropout is None else Dropout.of(self.student)
 
     @property

@@ -22,7 +22,6 @@ from kd.parallel.sharded_files import get_own
 from kd.parallel.strategies import is_sharded, reshard
 from kd.text.batches import Batch
 from kd.text.steps.reading import read_step_sequences
-from kd.training import checkpoint
 from kd.training.run import Run
 from kd.training.saved.state import SkippedBatch
 from kd.training.steps import Step, drop_gradients
@@ -138,7 +137,7 @@ def make_error(run: Run, step: Step, where: str) -> NotFinite:
     """The error of a run that cannot go on without this batch."""
     most = run.checks.max_skipped
     skipped = run.progress.skipped
-    newest = checkpoint.find_newest_checkpoint(run.checkpoints)
+    newest = run.saver.find_newest()
     last_good = f"The last good checkpoint is {newest}. " if newest is not None else ""
     before = f"{len(skipped)} of at most {most} batches were left out before. " if skipped else ""
     return NotFinite(

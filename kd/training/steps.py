@@ -246,7 +246,7 @@ def roll_back(run: Run, step: Step) -> bool:
 
     Raises ``TrainingError`` after more roll-backs than the job allows.
     """
-    newest = checkpoint.find_newest_checkpoint(run.checkpoints)
+    newest = run.saver.find_newest()
     rollbacks = run.progress.rollbacks
     verdict = run.watch.make_spike_verdict(step.number + 1, step.loss, rollbacks, newest)
     if verdict.ok:

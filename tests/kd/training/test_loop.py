@@ -42,6 +42,7 @@ from tests.support.kd.training import (
     VOCABULARY,
     make_source,
     make_text_job,
+    poison_forward,
     read_history,
     stop_after,
 )
@@ -340,14 +341,9 @@ def test_nan_at_the_start_is_found_before_any_step(tmp_path: Path) -> None:
 
 def test_nan_in_the_middle_names_the_step_and_keeps_the_checkpoint(tmp_path: Path) -> None:
     student = make_student()
-
-    def poison(event: Event) -> None:
-        if event.type == "checkpoint" and event.data["step"] == 3:
-            with torch.no_grad():
-                student.model.norm.weight[0] = float("nan")
-
+    poison_forward(student, 4)
     with pytest.raises(TrainingError, match=r"step 4 the loss is nan") as caught:
-        train(make_job(), make_source(), student, VOCABULARY, tmp_path, Monitor(poison))
+        train(make_job(), make_source(), student, VOCABULARY, tmp_path, Monitor())
     assert "learning_rate" in caught.value.remedy
     resumed, _ = run(make_job(), tmp_path)
     whole, _ = run(make_job(), tmp_path / "whole")

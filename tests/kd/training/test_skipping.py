@@ -29,7 +29,12 @@ from kd.training.checkpoint import list_checkpoints
 from kd.training.loop import train
 from kd.training.saved.state import SkippedBatch, TrainingProgress
 from tests.support.kd.students import assert_same, copy_weights, make_llama
-from tests.support.kd.training import make_text_job, read_history, stop_after
+from tests.support.kd.training import (
+    make_text_job,
+    poison_forward,
+    read_history,
+    stop_after,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -232,14 +237,9 @@ def test_a_fault_that_does_not_come_again_leaves_nothing_out(tmp_path: Path) -> 
 
 def test_weights_that_are_not_finite_end_the_run_at_once(tmp_path: Path) -> None:
     student = make_llama(VOCABULARY)
-
-    def poison(event: Event) -> None:
-        if event.type == "checkpoint" and event.data["step"] == 3:
-            with torch.no_grad():
-                student.model.norm.weight[0] = torch.nan
-
+    poison_forward(student, 7)
     with pytest.raises(NotFinite, match=r"step 4 the loss is nan.*model\.norm") as caught:
-        run(tmp_path, student, monitor=Monitor(poison))
+        run(tmp_path, student)
     assert "step-00000003" in caught.value.remedy and "learning_rate" in caught.value.remedy
 
 

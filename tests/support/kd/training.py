@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
@@ -55,6 +58,22 @@ def make_source(seed: int = 0) -> PlainText:
     return PlainText(
         Corpus(pack_documents(documents(40), config), pack_documents(documents(8), config))
     )
+
+
+def poison_forward(student: PreTrainedModel, number: int) -> None:
+    """Put a NaN into a weight of ``student`` just before its forward pass of that number.
+
+    Only passes that train count, from 1 on.
+    """
+    calls: list[int] = []
+
+    def poison(norm: nn.Module, inputs: Any) -> None:
+        calls.extend([1] * norm.training)
+        if len(calls) == number:
+            with torch.no_grad():
+                norm.weight[0] = torch.nan
+
+    student.model.norm.register_forward_pre_hook(poison)
 
 
 def stop_after(step: int) -> Monitor:
