@@ -100,7 +100,8 @@ def run_stage(
     begin_downloads(home, partial(report_download, stage, monitor))
     require_no_problems(config, Folders(Path(), home), Machine(device=pick_device()))
     files.require_known_run(run_dir)
-    fetch_run(config, run_dir, stage, monitor)
+    apart = monitor.host is not None and not monitor.host.run_dir
+    fetch_run(config, run_dir, stage, monitor, apart)
     config = settle_run(config, run_dir, monitor)
     require_same_job(config, run_dir)
     if config.needs_cache:

@@ -199,7 +199,7 @@ class HostPlace:
 
     The ranks of all hosts meet at ``endpoint``, an address and a port of the leader, with a ``key``
     that no other job knows. ``address`` is that of this host, and ``run_dir`` the folder of the
-    run, which all hosts see.
+    run, which all hosts see; it is empty if they share a bucket and no folder.
     """
 
     number: int

@@ -131,7 +131,11 @@ def join_and_run(order: RankOrder, monitor: Monitor) -> Json:
     """Join the other ranks and run the stage with them; returns the result, on rank 0."""
     from kd.parallel.group import join_group
 
-    return run_order(order, monitor, join_group())
+    group = join_group()
+    if order.apart:
+        # That of the leader: it has settled what the job leaves open.
+        order = replace(order, config=group.share(order.config))
+    return run_order(order, monitor, replace(group, apart=order.apart))
 
 
 def run_here(order: Json, monitor: Monitor, group: Group) -> Json:

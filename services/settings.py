@@ -402,6 +402,11 @@ class Settings(BaseSettings):
         return self.store is not None and is_bucket(self.store)
 
     @property
+    def keeps_runs(self) -> bool:
+        """Whether the files of runs lie in the bucket too, so that hosts need share no folder."""
+        return self.in_bucket and self.store_runs
+
+    @property
     def texts(self) -> Path:
         """Folder of the token stores."""
         return self.home / "texts"
@@ -437,7 +442,7 @@ class Settings(BaseSettings):
 
     def locate_stored_run(self, job_id: str) -> str | None:
         """Return the address of one job's files in the bucket; None where they are not kept."""
-        return f"{self.store}/{RUNS}/{job_id}" if self.in_bucket and self.store_runs else None
+        return f"{self.store}/{RUNS}/{job_id}" if self.keeps_runs else None
 
     def run_dir(self, job_id: str) -> Path:
         """Folder of one job's checkpoints, student and report."""

@@ -61,6 +61,7 @@ EXCEPTIONS = {
     # This teacher is a server that answers over HTTP.
     "kd/capture/remote.py": {"httpx"},
     # The network interfaces of a host that shares its training with others.
+    "kd/memory/host.py": {"psutil"},
     "kd/parallel/launch.py": {"psutil"},
     # The client of the service. Its requests are data that knows nothing of httpx.
     "kd/client/transport.py": {"httpx"},

@@ -171,7 +171,7 @@ def main() -> None:
     given = parser.parse_args()
     hide_progress_bars()
     interval = TrainConfig(max_steps=1).save_steps
-    sizes = (64, 12, 4) if given.quick else (384, 2 * interval + interval // 2, interval)
+    sizes = (64, 12, 4) if given.quick else (384, 3 * interval, interval)
     print(measure(*sizes, rounds=1 if given.quick else given.rounds))
 
 

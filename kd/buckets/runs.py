@@ -90,11 +90,20 @@ class StoredRun:
 
     def put_checkpoint(self, folder: Path, history: bytes = b"") -> None:
         """Put the checkpoint in ``folder``, and the history up to it; its state.json comes last."""
-        state = (folder / STATE).read_bytes()
-        place = self._locate_checkpoint(folder.name, state)
+        self.put_parts(folder)
+        self.complete_checkpoint(folder, history)
+
+    def put_parts(self, folder: Path) -> None:
+        """Put the files of the checkpoint in ``folder`` but state.json; others may put more."""
+        place = self._locate_checkpoint(folder.name, (folder / STATE).read_bytes())
         for path in sorted(folder.iterdir()):
             if path.name != STATE:
                 self.bucket.put(f"{place}/{path.name}", path)
+
+    def complete_checkpoint(self, folder: Path, history: bytes) -> None:
+        """Put the history and state.json of the checkpoint in ``folder``, whose parts are put."""
+        state = (folder / STATE).read_bytes()
+        place = self._locate_checkpoint(folder.name, state)
         if history:
             self.bucket.put(f"{place}/{HISTORY}", history)
         self.bucket.put(f"{place}/{STATE}", state)

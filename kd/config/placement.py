@@ -25,8 +25,8 @@ class Resources(Section):
     hosts: HostCount | dict[Literal["min", "max"], HostCount] = 1
     """Hosts that train the student together, each a worker with `gpus` devices, or one of the hosts
     of a torchrun (python -m kd.rank). With {min: 1, max: 4} an attempt takes as many as there are,
-    and begins anew from a checkpoint when more come. They need the same KD_HOME on a shared
-    disk."""
+    and begins anew from a checkpoint when more come. They need the same KD_HOME on a shared disk,
+    or a bucket."""
 
     memory: Annotated[int, Field(ge=1, le=1 << 50), AS_BYTES] | None = None
     """Memory of each GPU, or of the host if it has none: a number of bytes, or text such as

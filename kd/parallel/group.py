@@ -34,7 +34,7 @@ class Group:
     ``staged``: the ranks are the stages of a pipeline, which all work on the same sequences.
     ``lasting``: the ranks stay together after a stage, because others follow.
     ``per_host`` is the number of ranks of each host. ``channel`` is the process group through which
-    they agree; None is torch's own.
+    they agree; None is torch's own. ``apart``: each host has a run folder of its own.
     """
 
     rank: int = 0
@@ -43,11 +43,17 @@ class Group:
     staged: bool = False
     lasting: bool = False
     channel: dist.ProcessGroup | None = None
+    apart: bool = False
 
     @property
     def leads(self) -> bool:
         """Whether this rank leads."""
         return self.rank == 0
+
+    @property
+    def leads_host(self) -> bool:
+        """Whether this rank is the first of its host."""
+        return self.rank % self.per_host == 0
 
     @property
     def alone(self) -> bool:

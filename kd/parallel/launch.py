@@ -2,8 +2,8 @@
 
     this process --> torchrun (agent.py) --> rank 0, rank 1, ...
 
-    run_dir/ranks/    order.json, and why ranks failed; it exists while they run, and all hosts
-                      that share the stage see it
+    run_dir/ranks/    order.json, and why ranks failed; it exists while they run. All hosts that
+                      share the stage see it, or each has its own
     stdin             this process writes nothing; its end asks every rank to save and to stop
     stdout            rank 0 writes its events, and its result as the last one
 
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from kd.progress import Event, HostPlace, Monitor
 #: The module of a rank; it is above this one, because it runs the pipeline.
 RANK_MODULE = "kd.rank"
 #: Seconds for which a host tries to reach the leader.
-REACH_SECONDS = 120.0
+REACH_SECONDS = 300.0
 #: From where a job goes on.
 KEPT = "it continues from its newest checkpoint, or after its last sealed shard"
 
@@ -48,7 +48,8 @@ KEPT = "it continues from its newest checkpoint, or after its last sealed shard"
 class RankOrder:
     """The work of all ranks: a stage of a job, the folder of caches, and the run folder.
 
-    ``key`` is that of the hosts that share the stage (``kd.progress.HostPlace``).
+    ``key`` is that of the hosts that share the stage (``kd.progress.HostPlace``). ``apart``: they
+    share no folder, and each has an order of its own.
     """
 
     stage: str
@@ -56,6 +57,7 @@ class RankOrder:
     home: str
     run_dir: str
     key: str = ""
+    apart: bool = False
 
     @classmethod
     def read(cls, folder: Path) -> RankOrder:
@@ -75,9 +77,6 @@ def run_in_ranks(order: RankOrder, count: int, monitor: Monitor, module: str = R
         return ranks.run(asdict(order), monitor)
     host = monitor.host
     folder = Path(order.run_dir) / RANKS
-    with storage_errors(folder):
-        remove_path(folder)  # an earlier process may have been killed
-        make_folder(folder)
     results: list[Json] = []
 
     def listen(event: Event) -> None:
@@ -86,30 +85,46 @@ def run_in_ranks(order: RankOrder, count: int, monitor: Monitor, module: str = R
         else:
             monitor.listen(event)
 
-    try:
-        write_json(folder / "order.json", asdict(replace(order, key=host.key if host else "")))
+    with _giving_order(folder, order, host):
         with _running_agent(folder, count, module, host) as process:
             relay_events(process, listen, monitor.should_stop)
             code = process.wait()
         if code == 0 and results:
             return results[-1]
         raise _find_error(folder, code)
-    finally:
-        remove_path(folder)
 
 
-def join_ranks(host: HostPlace, count: int, monitor: Monitor, module: str = RANK_MODULE) -> None:
+def join_ranks(
+    order: RankOrder, count: int, monitor: Monitor, host: HostPlace, module: str = RANK_MODULE
+) -> None:
     """Run the ranks of ``host``, which does not lead; there are ``count`` on all hosts.
 
-    Raises as ``run_in_ranks`` does, and ``TrainingError`` if the leader cannot be reached.
+    They follow the order of the leader, or their own ``order`` if the hosts share no folder. Raises
+    as ``run_in_ranks`` does, and ``TrainingError`` if the leader cannot be reached.
     """
     require_reachable(host)
-    folder = Path(host.run_dir) / RANKS
-    with _running_agent(folder, count, module, host) as process:
-        relay_events(process, monitor.listen, monitor.should_stop)
-        code = process.wait()
-    if code:
-        raise _find_error(folder, code)
+    folder = Path(host.run_dir or order.run_dir) / RANKS
+    with _giving_order(folder, order, host) if not host.run_dir else nullcontext():
+        with _running_agent(folder, count, module, host) as process:
+            relay_events(process, monitor.listen, monitor.should_stop)
+            code = process.wait()
+        if code:
+            raise _find_error(folder, code)
+
+
+@contextmanager
+def _giving_order(folder: Path, order: RankOrder, host: HostPlace | None) -> Iterator[None]:
+    """Let the ranks find ``order`` in ``folder`` for the length of the block."""
+    if host is not None:
+        order = replace(order, key=host.key, apart=not host.run_dir)
+    with storage_errors(folder):
+        remove_path(folder)  # an earlier process may have been killed
+        make_folder(folder)
+    try:
+        write_json(folder / "order.json", asdict(order))
+        yield
+    finally:
+        remove_path(folder)
 
 
 def name_interface(address: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kd.buckets.inputs import begin_downloads
 from kd.config.job import JobConfig
 from kd.config.kinds import TRAIN
 from kd.evaluation.baseline import build_first_student, build_starting_student
@@ -19,14 +20,15 @@ from kd.models.saving import choose_save_dtype, load_saved_student, save_student
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.parallel.devices import count_ranks
 from kd.parallel.group import ALONE, Group, leave_group
-from kd.parallel.launch import RankOrder, run_in_ranks
+from kd.parallel.launch import RankOrder, join_ranks, run_in_ranks
 from kd.parallel.strategies import collect_weights, put_weights
 from kd.progress import Monitor, StageResult
 from kd.stages.results import keep_last_checkpoint, read_finished, tell_results
 from kd.stages.source import adopt_cache_layout, open_source
 from kd.training.loop import train
+from kd.training.resume.from_bucket import fetch_run
 from kd.training.samples import EvaluationSamples
-from kd.training.uploads import CheckpointUploads
+from kd.training.saved.uploads import CheckpointUploads
 
 
 def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> StageResult:
@@ -39,6 +41,17 @@ def run_train(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) ->
         return run_training(config, home, run_dir, monitor)
     order = RankOrder(TRAIN.name, config.model_dump(mode="json"), str(home), str(run_dir))
     return StageResult(**run_in_ranks(order, ranks, monitor))
+
+
+def join_training(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor) -> None:
+    """Run the ranks of this host for a training that another host leads."""
+    host = monitor.host
+    assert host is not None, "the host has a place among others"
+    begin_downloads(home)
+    if not host.run_dir:
+        fetch_run(config, run_dir, TRAIN.name, monitor, apart=True)
+    order = RankOrder(TRAIN.name, config.model_dump(mode="json"), str(home), str(run_dir))
+    join_ranks(order, count_ranks(config, host.count), monitor, host)
 
 
 def run_training(

@@ -31,10 +31,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cache.disk import ASIDE_PREFIX, hash_file, recover_folder, remove_path, write_file
+from cache.disk import (
+    ASIDE_PREFIX,
+    TEMPORARY_PREFIX,
+    hash_file,
+    make_folder,
+    recover_folder,
+    remove_path,
+    write_file,
+)
 from cache.errors import CacheCorrupt
 from cache.json_object import Json
 from cache.manifest import sign_json, verify_json
+from kd.buckets.runs import StoredRun
 from kd.errors import TrainingError
 from kd.files import locate_temporary, whole_folder
 from kd.optim.schedules import scale_rates
@@ -136,17 +145,54 @@ def write_snapshot(folder: Path, snapshot: Snapshot, group: Group) -> Path:
     final = locate_checkpoint(folder, snapshot.step)
     # Rank 0 makes the folder, and gives it its name.
     with whole_folder(final) if group.leads else nullcontext(locate_temporary(final)) as partial:
-        if snapshot.parts is not None:
-            group.wait()  # until the folder is there
-            write_shards(partial, snapshot.parts, group)
-        for name, tensors in snapshot.files.items():
-            write_tensors(partial / name, tensors)
+        _write_tensors(partial, snapshot, group)
         if group.leads:
-            files = sorted(partial.glob("[!.]*.safetensors"))
-            hashes = {path.name: hash_file(path) for path in files}
-            write_file(partial / STATE, sign_json(snapshot.content | {"sha256": hashes}))
+            content = snapshot.content | {"sha256": _hash_files(partial)}
+            write_file(partial / STATE, sign_json(content))
     group.wait()
     return final
+
+
+def put_snapshot(
+    folder: Path, snapshot: Snapshot, group: Group, run: StoredRun, history: bytes
+) -> None:
+    """Put ``snapshot`` into the bucket of the run: each host its files, and rank 0 state.json last.
+
+    ``folder`` is that of this host, which no other sees; nothing is left there. ``history`` is
+    that of the run so far. Raises ``StoreError``.
+    """
+    place = folder / f"{TEMPORARY_PREFIX}put"
+    partial = locate_checkpoint(place, snapshot.step)
+    if group.leads_host:
+        remove_path(place)
+        make_folder(partial)
+    try:
+        _write_tensors(partial, snapshot, group)
+        hashes = group.gather(_hash_files(partial) if group.leads_host else {})
+        together = {name: digest for each in hashes for name, digest in each.items()}
+        state = group.share(sign_json(snapshot.content | {"sha256": together}).decode())
+        if group.leads_host:
+            write_file(partial / STATE, state.encode())
+            run.put_parts(partial)
+        group.wait()
+        if group.leads:
+            run.complete_checkpoint(partial, history)
+        group.wait()
+    finally:
+        if group.leads_host:
+            remove_path(place)
+
+
+def _write_tensors(folder: Path, snapshot: Snapshot, group: Group) -> None:
+    if snapshot.parts is not None:
+        group.wait()  # until the folder is there
+        write_shards(folder, snapshot.parts, group)
+    for name, tensors in snapshot.files.items():
+        write_tensors(folder / name, tensors)
+
+
+def _hash_files(folder: Path) -> dict[str, str]:
+    return {path.name: hash_file(path) for path in sorted(folder.glob("[!.]*.safetensors"))}
 
 
 def load_newest(folder: Path, state: TrainState, identity: str) -> list[str]:

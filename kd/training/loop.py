@@ -25,6 +25,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from kd.buckets.runs import find_own_run
 from kd.checks.verdict import Verdict
 from kd.config.job import JobConfig
 from kd.errors import OutOfMemory
@@ -46,6 +47,7 @@ from kd.training.prepare import prepare
 from kd.training.run import Run
 from kd.training.samples import EvaluationSamples
 from kd.training.saved.state import TrainingProgress
+from kd.training.saved.uploads import CheckpointUploads
 from kd.training.skipping import skip_batch
 from kd.training.steps import (
     begin_step,
@@ -55,7 +57,6 @@ from kd.training.steps import (
     shrink_micro_batch,
     take_step,
 )
-from kd.training.uploads import CheckpointUploads
 
 #: Tokens whose loss and gradient are compared with a dense computation at the start.
 PARITY_TOKENS = 8
@@ -89,6 +90,7 @@ def train(
             trackers.start(config, run.options.report_to, run_dir, run.log.first)
         run.saver.uploads = uploads
         run.saver.memory = config.resources.memory
+        run.saver.stored = find_own_run(run_dir) if group.apart else None
         run.samples = samples
         run.clock.restore(run.progress.phases)
         with memory_errors(run.options, str(run.memory)):
@@ -196,5 +198,5 @@ def finish(run: Run) -> None:
             write_json(run.folder / "profile.json", profile)
         run.monitor.emit("profile", **profile)
     if (best_step := find_best_step(run.progress, run.options)) is not None:
-        checkpoint.load_weights(checkpoint.locate_checkpoint(run.checkpoints, best_step), run.state)
+        checkpoint.load_weights(run.saver.bring(best_step), run.state)
     use_served_weights(run.student, run.state.optimizer, run.average)

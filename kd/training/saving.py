@@ -13,14 +13,16 @@ from pathlib import Path
 
 from torch import Tensor
 
+from kd.buckets.runs import HISTORY, StoredRun
 from kd.errors import is_out_of_memory
 from kd.memory.auto_batch import saving_errors
 from kd.memory.host import read_free_bytes
 from kd.parallel.group import Group
 from kd.progress import Monitor
 from kd.training import checkpoint
+from kd.training.resume.from_bucket import bring_checkpoint
 from kd.training.saved.state import TrainState
-from kd.training.uploads import CheckpointUploads
+from kd.training.saved.uploads import CheckpointUploads
 
 #: The part of the free memory that the copy may take.
 COPY_SHARE = 0.5
@@ -30,11 +32,15 @@ CLOSE_SECONDS = 60.0
 
 @dataclass
 class _Writing:
-    """A thread that writes a checkpoint of ``step``, and its error."""
+    """A thread that writes a checkpoint of ``step``, and its error.
+
+    ``history`` is that of the run so far, for a bucket.
+    """
 
     step: int
     kept: int
     best_step: int | None
+    history: bytes = b""
     thread: threading.Thread | None = None
     error: BaseException | None = None
 
@@ -43,7 +49,8 @@ class _Writing:
 class CheckpointSaver:
     """Writes the checkpoints of a run into ``folder``. All ranks call each method at one step.
 
-    ``memory`` are the bytes that the job may have on this machine; None for all.
+    ``memory`` are the bytes that the job may have on this machine; None for all. Hosts that share
+    no folder keep the checkpoints in the bucket of ``stored``, and nowhere else.
     """
 
     folder: Path
@@ -51,6 +58,7 @@ class CheckpointSaver:
     monitor: Monitor
     memory: int | None = None
     uploads: CheckpointUploads | None = None
+    stored: StoredRun | None = None
     _channel: Group | None = None
     _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _writing: _Writing | None = field(default=None, repr=False)
@@ -65,6 +73,8 @@ class CheckpointSaver:
         if self._channel is None:
             self._channel = self.group.open_channel()
         self._writing = writing = _Writing(state.progress.step, kept, best_step)
+        if self.stored is not None and self.group.leads:
+            writing.history = (self.folder.parent / HISTORY).read_bytes()
         with saving_errors(f"the checkpoint of step {writing.step}"):
             snapshot = checkpoint.take_snapshot(state, identity)
             copied = self._copy(snapshot)
@@ -93,16 +103,29 @@ class CheckpointSaver:
             if writing.error is not None:
                 raise writing.error
         path = checkpoint.locate_checkpoint(self.folder, writing.step)
-        if self.group.leads:
-            checkpoint.prune_checkpoints(self.folder, writing.kept, writing.best_step)
-        if self.uploads is not None:
-            self.uploads.offer(path, writing.kept, writing.best_step)
+        if self.stored is None:
+            if self.group.leads:
+                checkpoint.prune_checkpoints(self.folder, writing.kept, writing.best_step)
+            if self.uploads is not None:
+                self.uploads.offer(path, writing.kept, writing.best_step)
         self.monitor.emit("checkpoint", step=writing.step, path=str(path))
 
     def find_newest(self) -> Path | None:
         """Return the newest checkpoint, once it is written; None if there is none."""
-        self.finish()
+        self.bring(None)
         return checkpoint.find_newest_checkpoint(self.folder)
+
+    def bring(self, step: int | None) -> Path:
+        """Wait until all is written, and let this host have the checkpoint of ``step``.
+
+        None is the newest. Returns the place of that of ``step``. Raises ``StoreError``.
+        """
+        self.finish()
+        if self.stored is not None:
+            if self.group.leads_host:
+                bring_checkpoint(self.stored, self.folder, step)
+            self.group.wait()
+        return checkpoint.locate_checkpoint(self.folder, step or 0)
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written when the training fails."""
@@ -133,6 +156,11 @@ class CheckpointSaver:
 
     def _write(self, writing: _Writing, snapshot: checkpoint.Snapshot, group: Group) -> None:
         try:
-            checkpoint.write_snapshot(self.folder, snapshot, group)
+            if self.stored is None:
+                checkpoint.write_snapshot(self.folder, snapshot, group)
+                return
+            checkpoint.put_snapshot(self.folder, snapshot, group, self.stored, writing.history)
+            if group.leads:
+                self.stored.prune_checkpoints(writing.kept, writing.best_step)
         except BaseException as error:  # the loop raises it
             writing.error = error

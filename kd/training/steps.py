@@ -25,7 +25,7 @@ from kd.errors import OutOfMemory
 from kd.loss.fused import LossTerms
 from kd.loss.ramps import evaluate_ramp
 from kd.loss.temperature import StepStatistics
-from kd.memory.auto_batch import memory_errors, reduce_micro_batch, saving_errors
+from kd.memory.auto_batch import memory_errors, reduce_micro_batch
 from kd.models.precision import forget_unscaling
 from kd.optim.adaptive_clipping import clip_rows
 from kd.parallel.sharded_files import make_whole
@@ -34,6 +34,7 @@ from kd.parallel.strategies import is_sharded, synchronising
 from kd.text.batches import Batch
 from kd.text.steps.order import is_by_difficulty
 from kd.training import checkpoint
+from kd.training.early_stopping import find_best_step
 from kd.training.run import Run
 
 
@@ -255,8 +256,9 @@ def roll_back(run: Run, step: Step) -> bool:
         checkpoint.roll_back(run.checkpoints, run.state, run.identity)
         run.watch.restore(run.progress.watch)
         # Saved at once: a run that is stopped now resumes with the lower rate.
-        with saving_errors(f"the checkpoint of step {run.progress.step}"):
-            checkpoint.save_checkpoint(run.checkpoints, run.state, run.identity)
+        best_step = find_best_step(run.progress, run.options)
+        run.saver.save(run.state, run.identity, run.options.checkpoints_kept, best_step)
+        run.saver.finish()
         run.log.drop_after(run.progress.step)
         run.meter.done = run.progress.step
     run.log.write_verdicts(run.progress.step, [verdict])

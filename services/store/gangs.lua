@@ -49,22 +49,22 @@ function transitions.gang_begin(id, token, lease, gpus, memory, secret, enough)
   redis.call('ZADD', key(id, 'ranges:ends'), now + lease, token)
   local there = redis.call('ZCARD', key(id, 'ranges:ends'))
   if there < tonumber(enough) then return must_give_way(id, gpus, memory) and 'yield' or 'wait' end
-  redis.call('HSET', key(id, 'ranges'), 'next', 1, 'key', secret, 'began', now)
+  redis.call('HSET', key(id, 'ranges'), 'next', 1, 'key', secret, 'there', there, 'began', now)
   number_members(id)
   return there
 end
 
--- gang_beat(id, token, lease_ms) -> {wait} | {go, number, key} | {grow}, to the leader | {lost, who and why} | {fenced}
+-- gang_beat(id, token, lease_ms) -> {wait} | {go, number, key, hosts} | {grow}, to the leader | {lost, who and why} | {fenced}
 function transitions.gang_beat(id, token, lease)
   drop_expired(id)
   local member = read_member(id, token)
   if not member then return {'fenced'} end
   redis.call('ZADD', key(id, 'ranges:ends'), now + lease, token)
-  local secret, lost, grows = unpack(redis.call('HMGET', key(id, 'ranges'), 'key', 'lost', 'grows'))
+  local secret, lost, grows, there = unpack(redis.call('HMGET', key(id, 'ranges'), 'key', 'lost', 'grows', 'there'))
   if not secret then return {'wait'} end
   if lost then return {'lost', lost} end
   if grows and member.owner then return {'grow'} end
-  return {'go', string.format('%d', member.number), secret}
+  return {'go', string.format('%d', member.number), secret, there}
 end
 
 -- gang_end(id, fence) -> the status after it | fenced: the leader gives up a gang that does not fill

@@ -79,11 +79,9 @@ def run_ranks_of_host(
     stage: str, config: JobConfig, home: Path, run_dir: Path, monitor: Monitor, turn: int
 ) -> Json:
     """Run the ranks of this host for a stage that another host leads."""
-    from kd.parallel.devices import count_ranks
-    from kd.parallel.launch import join_ranks
+    from kd.stages.training import join_training
 
-    assert monitor.host is not None
-    join_ranks(monitor.host, count_ranks(config, monitor.host.count), monitor)
+    join_training(config, home, run_dir, monitor)
     return {}
 
 

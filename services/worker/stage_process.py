@@ -252,8 +252,9 @@ def start_child(
     ``server`` answers a child that captures with others, as ``shared`` says if it helps with a job
     that another worker holds. ``host`` is the place of this host, for a stage on several.
     """
-    # Only the worker that holds a job has its files in the bucket.
-    helps = shared is not None or (host is not None and host.number > 0)
+    # Only the worker that holds a job has its files in the bucket, unless hosts share no folder.
+    follows = host is not None and host.number > 0 and bool(host.run_dir)
+    helps = shared is not None or follows
     stored_job = None if helps else job.id
     order, environment = _prepare(store, settings, device, job, folder)
     environment |= build_store_environment(settings, stored_job)

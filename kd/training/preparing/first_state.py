@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from cache.errors import StoreError
 from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.train import TrainConfig
+from kd.errors import ModelError
 from kd.models.precision import make_scaler
 from kd.training import checkpoint
 from kd.training.preparing.parts import StepParts
@@ -37,8 +39,14 @@ def restore_state(
     stored = earlier or continuing.Earlier(folder / "checkpoints", identity.own)
     for problem in checkpoint.load_newest(stored.checkpoints, state, stored.identity):
         setting.monitor.emit("warning", message=problem)
+    if len(found := set(setting.group.gather(state.progress.step))) > 1:
+        detail = f"The hosts of this training see different checkpoints: of steps {sorted(found)}."
+        raise StoreError(detail, "It is tried again: the shared place may lag behind.", True)
     state.progress.stems = identity.shared
     if resume is not None and earlier is not None:
+        if setting.group.apart:
+            detail = "resume.run does not work on several hosts that share a bucket and no folder."
+            raise ModelError(detail, "Continue it on one host, or give all the same KD_HOME.")
         state = continuing.lengthen(state, options, resume, steps)
         if (warning := continuing.forget_lost_best(earlier, state, options)) is not None:
             setting.monitor.emit("warning", message=warning)

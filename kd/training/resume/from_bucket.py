@@ -10,25 +10,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cache.disk import remove_path
 from cache.errors import CacheCorrupt, StorageError
 from kd.buckets.counting import Report
-from kd.buckets.runs import HISTORY, StoredCheckpoint, StoredRun, find_other_run, find_own_run
+from kd.buckets.runs import (
+    HISTORY,
+    STATE,
+    StoredCheckpoint,
+    StoredRun,
+    find_other_run,
+    find_own_run,
+)
 from kd.config.job import JobConfig
 from kd.config.kinds import TRAIN
 from kd.errors import Interrupted
 from kd.files import whole_folder, write_text
 from kd.progress import Monitor
 from kd.training import checkpoint
-from kd.training.uploads import describe_failed_upload
+from kd.training.saved.uploads import describe_failed_upload
 
 #: The file of a run folder that names its cache.
 CACHE_SUMMARY = "cache.json"
 
 
-def fetch_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) -> None:
+def fetch_run(
+    config: JobConfig, run_dir: Path, stage: str, monitor: Monitor, apart: bool = False
+) -> None:
     """Bring what ``stage`` of a run needs into its folder; nothing where it has no bucket.
 
-    Raises ``StoreError`` where the bucket does not answer.
+    ``apart``: other hosts that share no folder do the same, so a checkpoint of this one alone is
+    deleted. Raises ``StoreError`` where the bucket does not answer.
     """
     run = find_own_run(run_dir)
     if run is None:
@@ -44,6 +55,9 @@ def fetch_run(config: JobConfig, run_dir: Path, stage: str, monitor: Monitor) ->
     if stage != TRAIN.name:
         return
     keep_best = config.require_train().early_stopping_patience is not None
+    for path in checkpoint.list_checkpoints(run_dir / "checkpoints") if apart else []:
+        if not (path / STATE).exists() or not run.has_checkpoint(path):
+            remove_path(path)
     _fetch_checkpoints(run, run_dir, keep_best, report, monitor)
     continued = None if config.resume is None else config.resume.run
     if continued is not None and not (run_dir.parent / continued).exists():
@@ -104,6 +118,18 @@ def _fetch_checkpoints(
     for found in stored:
         if found.step == best and not checkpoint.locate_checkpoint(folder, found.step).exists():
             _fetch_checkpoint(run, found, folder, report)
+
+
+def bring_checkpoint(run: StoredRun, folder: Path, step: int | None = None) -> None:
+    """Bring the newest checkpoint, or that of ``step``, into ``folder``; nothing if it is there.
+
+    Raises ``StoreError`` and ``CacheCorrupt``.
+    """
+    for found in reversed(run.list_checkpoints()):
+        if step in (None, found.step):
+            if not checkpoint.locate_checkpoint(folder, found.step).exists():
+                _fetch_checkpoint(run, found, folder, lambda line: None)
+            return
 
 
 def _fetch_checkpoint(

@@ -21,7 +21,8 @@ class GangBeat:
 
     wait    members are missing
     grow    the leader is to stop: a worker idles that would make a gang with too few hosts larger
-    go      the gang works: ``number`` is that of this host, and ``detail`` the key of the gang
+    go      the gang works: ``number`` is that of this host among ``count``, and ``detail`` has
+            where the leader is, and the key of the gang
     lost    ``detail`` says which member is lost, and why
     fenced  the attempt has ended, or this membership
     """
@@ -29,6 +30,7 @@ class GangBeat:
     reply: Literal["wait", "go", "grow", "lost", "fenced"]
     number: int = 0
     detail: str = ""
+    count: int = 0
 
 
 class GangTable(RangeTable):
@@ -59,7 +61,7 @@ class GangTable(RangeTable):
         """Renew the lease of a member."""
         reply, *rest = self._transition("gang_beat", member.id, member.token, to_ms(lease_seconds))
         if reply == "go":
-            return GangBeat("go", int(rest[0]), rest[1])
+            return GangBeat("go", int(rest[0]), rest[1], int(rest[2]))
         return GangBeat(reply, detail="".join(rest))
 
     def give_up(self, claim: Claim) -> str:

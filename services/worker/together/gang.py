@@ -1,7 +1,7 @@
 """The hosts of one training: a worker leads and gathers others, whose children meet its own.
 
     leader   claims the job, opens a table (``services.store.jobs.gangs``), waits for all members,
-             and starts the stage; run_dir/hosts.json has its place
+             and starts the stage; run_dir/hosts.json has its place, for those who share it
     member   waits until the ranks of the leader have their order, and runs those of its own host
 
 A member that dies, fails or loses its lease ends the attempt on all hosts.
@@ -99,8 +99,9 @@ class GangMember(BlockLoop):
 
 
 def find_terms(settings: Settings) -> SharedTerms:
-    """Return the version and the folder of runs, which all workers of a gang must share."""
-    return SharedTerms(read_version(), str(settings.home))
+    """Return the version, and the bucket or the folder of runs, which all of a gang must share."""
+    place = str(settings.store) if settings.keeps_runs else str(settings.home)
+    return SharedTerms(read_version(), place)
 
 
 def find_host_counts(config: JobConfig, stage: str) -> range:
@@ -146,10 +147,11 @@ def gather(
     while store.beat(claim, lease, _NO_EVENTS) == "go":
         waited = time.monotonic() - begin
         enough = hosts[0] if waited > FILL_SECONDS else hosts[-1]
-        answer = table.begin(member, lease, capacity, key, enough)
+        endpoint = f"{address}:{find_free_port(address)}"
+        answer = table.begin(member, lease, capacity, f"{endpoint} {key}", enough)
         if isinstance(answer, int):
-            endpoint = f"{address}:{find_free_port(address)}"
-            place = HostPlace(0, answer, endpoint, key, address, str(run_dir))
+            shared = "" if settings.keeps_runs else str(run_dir)
+            place = HostPlace(0, answer, endpoint, key, address, shared)
             write_json(run_dir / HOSTS_FILE, asdict(place))
             return member, place
         if answer != "wait" or waited > GATHER_SECONDS or stopping.wait(interval):

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -170,7 +170,7 @@ class GangHelp(StageHelp):
         log.info("the part in %s ends: %s", self._order.member.id, warning or "as it should")
 
     def find_place_name(self, config: JobConfig) -> str:
-        """Return the folder that all hosts must share."""
+        """Return the bucket or the folder that all hosts must share."""
         return find_terms(self._settings).place
 
     def _ask(self, member: GangMember) -> Instruction:
@@ -178,6 +178,12 @@ class GangHelp(StageHelp):
             return "end"
         silent = member.outage_seconds > self._settings.outage_seconds
         return "stop" if silent or self._stopping.is_set() else "go"
+
+    @property
+    def _run_dir(self) -> Path:
+        own = super()._run_dir
+        # A run folder of its own has the name of the run: the bucket knows it by that.
+        return own / self._order.member.id if self._settings.keeps_runs else own
 
     def _start(self, member: GangMember) -> Child | None:
         """Start the child when the ranks have their order; None if the gang does not begin."""
@@ -200,6 +206,8 @@ class GangHelp(StageHelp):
 
     def _is_ordered(self, place: HostPlace) -> bool:
         """Return whether the leader has given the ranks of this gang their order."""
+        if not place.run_dir:
+            return True  # they get it when they meet those of the leader
         order = read_json(Path(place.run_dir) / RANKS / "order.json") or {}
         return bool(order.get("key") == place.key)
 
@@ -208,9 +216,13 @@ class GangHelp(StageHelp):
         return self._settings.run_dir(self._order.member.id) / HOSTS_FILE
 
     def _find_place(self, beat: GangBeat) -> HostPlace | None:
-        """Return the place of this host, once it sees that of the leader."""
-        content = read_json(self._shared_file) or {}
-        if content.get("key") != beat.detail:
-            return None
-        leader = HostPlace(**content)
-        return replace(leader, number=beat.number, address=find_address(self._settings))
+        """Return the place of this host; None until it sees what the leader has written."""
+        endpoint, key = beat.detail.split()
+        run_dir = ""
+        if not self._settings.keeps_runs:
+            content = read_json(self._shared_file) or {}
+            if content.get("key") != key:
+                return None
+            run_dir = content["run_dir"]
+        address = find_address(self._settings)
+        return HostPlace(beat.number, beat.count, endpoint, key, address, run_dir)

@@ -25,7 +25,7 @@ from kd.config.jobfile import parse_config
 from kd.errors import Interrupted
 from kd.pipeline import run_stage, run_stages
 from kd.progress import Event, Monitor
-from kd.training.uploads import CheckpointUploads
+from kd.training.saved.uploads import CheckpointUploads
 from tests.support.kd.tiny import make_tiny_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
