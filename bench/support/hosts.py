@@ -114,7 +114,8 @@ def _send(pids: list[int], number: int) -> None:
 class HostedService:
     """Job store, API and three workers, each on its host. Runs inside the host of the store.
 
-    ``child`` is the module of the processes of stages; jobs may read ``roots``.
+    ``child`` is the module of the processes of stages; jobs may read ``roots``. With ``skewed`` the
+    clocks of the workers are wrong; torchrun cannot sleep under the library that does it.
     """
 
     def __init__(
@@ -124,8 +125,10 @@ class HostedService:
         seed: int,
         child: str = "bench.support.light_child",
         roots: tuple[Path, ...] = (),
+        skewed: bool = True,
     ) -> None:
         self.net = net
+        self.skewed = skewed
         self.dice = random.Random(seed)
         self.clocks = {host: folder / f"clock-{host}" for host in WORKERS}
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,6 +138,8 @@ class HostedService:
             child,
             forked=False,
             max_attempts=1000,
+            # The ranks of a member are silent while the leader makes the report.
+            silence_seconds=600.0,
             data_roots=roots or (make_inputs(folder / "inputs"),),
         )
         self.open_store()
@@ -156,7 +161,8 @@ class HostedService:
         assert self.parts.settings.redis_url is not None
         url = self.parts.settings.redis_url.replace("127.0.0.1", address)
         module = "services.api" if host == "api" else "services.worker"
-        clock = {} if host == "api" else make_clock_variables(self.clocks[host])
+        skewed = self.skewed and host != "api"
+        clock = make_clock_variables(self.clocks[host]) if skewed else {}
         with self.net.inside(host):
             self.processes[host] = self.parts.start(module, KD_REDIS_URL=url, **clock)
 
@@ -339,7 +345,8 @@ def make_body(hosts: int, steps: int, strategy: str, gpus: int) -> dict[str, Any
         "name": f"hosts-{hosts}-{strategy}",
         "kind": "distill",
         "max_attempts": 100,
-        "resources": {"hosts": hosts, "gpus": gpus},
+        # One device of a CPU is no GPU, which a job could ask for.
+        "resources": {"hosts": hosts} | ({"gpus": gpus} if gpus > 1 else {}),
         "teacher": {"model": str(AUSTEN / "teacher")},
         "student": {"init": {"layers": 1, "hidden_size": 32}},
         "data": {
@@ -416,6 +423,8 @@ class GangTrial:
             self.service.net.cut(host)
         if kind != "job store":
             wait_until(lambda: self.parts.job(job_id).attempt > before.attempt, TRAINING_SECONDS)
+            # What the attempt before had still told.
+            steps = max(steps, self.count_steps(job_id))
         wait_until(lambda: self.count_steps(job_id) > steps, TRAINING_SECONDS)
         seconds = time.monotonic() - begin
         self.service.net.mend(host)
@@ -445,7 +454,8 @@ def run_gang(
     """
     os.environ["KD_DEVICES"] = ",".join(["cpu"] * gpus)
     with inside_network() as net:
-        service = HostedService(net, folder, 1, "services.worker.stage_child", (AUSTEN,))
+        child = "services.worker.stage_child"
+        service = HostedService(net, folder, 1, child, (AUSTEN,), skewed=False)
         try:
             return _hurt(GangTrial(service, steps, strategy, gpus), faults, say)
         finally:

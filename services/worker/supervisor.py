@@ -46,6 +46,8 @@ from services.worker.together.range_server import RangeServer, count_workers, fi
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
+#: Leases without Redis and without a step after which the leader of a gang counts as cut off.
+CUT_OFF_LEASES = 3
 
 #: What a child must do: go on, save its state and end, or end at once.
 Instruction = Literal["go", "stop", "end"]
@@ -178,10 +180,21 @@ class Attempt:
         """Choose what the child must do now. After a long outage it must stop."""
         if heartbeat.reply == "fenced" or (self._gang is not None and self._gang.is_over):
             return "end"
+        if self._gang is not None and self._is_cut_off(heartbeat.outage_seconds):
+            return "end"
         asked = heartbeat.reply in ("cancel", "pause") or self._stopping.is_set()
         asked = asked or (self._gang is not None and self._gang.last.reply == "grow")
         stops = asked or heartbeat.outage_seconds > self._settings.outage_seconds
         return "stop" if stops else "go"
+
+    def _is_cut_off(self, outage: float) -> bool:
+        """Whether this host reaches neither Redis nor, as it seems, the other hosts of its gang.
+
+        They go on without it, and need the run folder, which its child holds.
+        """
+        limit = CUT_OFF_LEASES * self._settings.lease_seconds
+        child = self._child
+        return outage > limit and child is not None and child.silence_timer.has_stuck(limit)
 
     def _conclude(self, child: Child, limit: int, kills: OomKills) -> str:
         store = self._store

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from shlex import join
 
 import pytest
+import yaml
 
 from bench.support.hosts import WORKERS, inside_network, run_faults, run_gang
+from bench.support.paths import ROOT
 from bench.support.ranks import run_ranks
 from tests.support.kd.shared_training import (
     capture_profiles,
@@ -20,6 +25,7 @@ from tests.support.kd.shared_training import (
     train_alone,
     train_student,
 )
+from tests.support.kd.tiny import make_tiny_job
 
 pytestmark = [
     pytest.mark.alone,
@@ -69,3 +75,41 @@ def test_hosts_follow_one_process_to_nine_digits_in_float64(
             assert curve(many) == pytest.approx(curve(one), rel=1e-9)
             for other, own in zip(evaluations(many), evaluations(one), strict=True):
                 assert other == pytest.approx(own, rel=1e-9)
+
+
+def test_the_commands_of_the_page_train_on_two_hosts(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """They have names that lead to them, and two devices each where the page has eight."""
+    page = (ROOT / "docs" / "how-to" / "several-hosts.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"## One training on several hosts\n(.*?)\n## ", page, re.DOTALL)
+    (fields,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    (command,) = re.findall(r"```text\n(torchrun .*)\n```", section)
+    body = make_tiny_job(tiny_teacher, tiny_text) | {"name": "page"}
+    body |= yaml.safe_load(fields.replace("gpus: 8", "gpus: 2").replace("1000", "20"))
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(body), encoding="utf-8")
+    command = command.replace("--nproc-per-node 8", "--nproc-per-node 2")
+    words = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:-1], str(job)]
+    names = {"one": "a.example.org", "two": "b.example.org"}
+    file = tmp_path / "hosts"
+    with inside_network() as net:
+        lines = [f"{net.address[host]} {name}" for host, name in names.items()]
+        file.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]), encoding="utf-8")
+        started = []
+        for host, name in names.items():
+            begin = f"hostname {name} && mount --bind {file} /etc/hosts && exec {join(words)}"
+            environment = os.environ | {
+                "KD_HOME": str(tmp_path / "home"),
+                "KD_DEVICES": "cpu,cpu",
+                "OMP_NUM_THREADS": "1",
+            }
+            with net.inside(host), (tmp_path / name).open("wb") as log:
+                command_line = ["unshare", "--uts", "--mount", "sh", "-c", begin]
+                started.append(
+                    subprocess.Popen(command_line, env=environment, stdout=log, stderr=log)
+                )
+        codes = [each.wait(600) for each in started]
+        said = [(tmp_path / name).read_text()[-3000:] for name in names.values()]
+        assert codes == [0, 0], said
+    assert (tmp_path / "home" / "runs" / "page" / "student" / "model.safetensors").exists()

@@ -78,7 +78,7 @@ def test_a_gang_begins_when_all_members_are_there(jobs: JobStore, table: GangTab
     assert table.help("late", LONG, ANY_CAPACITY, TRAINING) is None
     assert begin(table, leader, "secret", enough=3) == 3
     beats = [table.beat_gang(each, LONG) for each in (leader, first.member, second)]
-    assert beats == [GangBeat("go", number, "secret") for number in range(3)]
+    assert beats == [GangBeat("go", number, "secret", 3) for number in range(3)]
     assert jobs.redis.hgetall("kd:devices:local") == {leader.id: "3"}
     assert table.view(leader.id) is None, "a job shows no capture"
 
@@ -149,7 +149,7 @@ def test_a_gang_with_fewer_hosts_than_it_wants_grows_once_a_worker_idles(
     assert begin(table, leader) == "wait"
     assert begin(table, leader, enough=1) == 1
     assert table.help("idle", LONG, ANY_CAPACITY, TRAINING) is None
-    assert table.beat_gang(leader, LONG) == GangBeat("go", 0, "k"), "it has just begun"
+    assert table.beat_gang(leader, LONG) == GangBeat("go", 0, "k", 1), "it has just begun"
     jobs.redis.hset(f"kd:job:{job_id}:ranges", "began", 0)
     jobs.redis.sadd(f"kd:job:{job_id}:ranges:refused", "unfit")
     assert table.help("unfit", LONG, ANY_CAPACITY, TRAINING) is None
