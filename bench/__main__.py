@@ -126,6 +126,11 @@ BENCHES = {
         "what two and four ranks gain on this machine, and what their exchange costs",
         "minutes",
     ),
+    "hosts": Bench(
+        "bench/devices/hosts.py --scaling",
+        "bytes and speed of a training on two and four hosts, beside the formulas; needs root",
+        "7 minutes",
+    ),
     "forecast": Bench(
         "bench/forecast.py",
         "what kd estimate and kd plan tell, beside what some jobs take",

@@ -2,15 +2,19 @@
 
     python bench/devices/hosts.py [--faults 30] [--seed 1]
     python bench/devices/hosts.py --training [--steps 200] [--faults 10]
+    python bench/devices/hosts.py --scaling [--quick] [--out FILE]
 
 Job store, API and three workers run in network namespaces of this machine, with one file system and
-clocks that differ by up to half an hour. Links are cut and slowed, hosts are frozen and killed, the
+clocks that are wrong by up to an hour. Links are cut and slowed, hosts are frozen and killed, the
 job store is killed, clocks jump. At the end every job must have succeeded, every shard, step and
 student must equal those of an undisturbed run, nothing may have been done twice, and no process may
 be left over. Exits with code 1 if not. Needs root on Linux, `ip` and `tc`.
 
 With ``--training`` a student is trained on two of the three hosts, by each strategy, while ranks,
 children and workers are killed, hosts are cut off, and the job store is killed.
+
+With ``--scaling`` it prints the bytes that hosts send in a training step, and the speed of two and
+four hosts over slow links, beside the formulas (``bench.devices.host_scaling``).
 """
 
 from __future__ import annotations
@@ -19,11 +23,14 @@ import argparse
 import random
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.devices.host_scaling import print_tables
+from bench.speed import name_machine
 from bench.support.hosts import GANG_FAULTS, run_faults, run_gang
 
 
@@ -49,6 +56,16 @@ def print_training(folder: Path, steps: int, faults: tuple[str, ...]) -> None:
         print(f"| {kind} | {len(all_of)} | {median(all_of):.1f} | {max(all_of):.1f} |")
 
 
+def print_scaling(quick: bool, out: Path | None) -> None:
+    """Print the tables of bytes and speed, and also write them to ``out``."""
+    lines = []
+    for line in chain((f"Machine: {name_machine()}", ""), print_tables(quick)):
+        print(line, flush=True)
+        lines.append(line)
+    if out is not None:
+        out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
@@ -58,7 +75,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="small tables in seconds")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
     arguments = parser.parse_args()
+    if arguments.scaling:
+        print_scaling(arguments.quick, arguments.out)
+        return 0
     folder = Path(tempfile.mkdtemp(prefix="potstill-hosts-"))
     say(f"data and logs: {folder}")
     if arguments.training:

@@ -1,6 +1,7 @@
 """Measure what several ranks gain on this machine, and what their exchange costs.
 
     python bench/devices/scale.py [--rounds 5] [--steps 4] [--quick | --large] [--out FILE]
+    python bench/devices/scale.py --planned
 
 The steps are those of ``kd.training``, on a cache of profile threshold, with as many sequences
 whatever the number of ranks. Every rank is a process with one arithmetic thread, and exchanges
@@ -16,6 +17,8 @@ through gloo on the loopback. One rank of strategy single is the reference; the 
     training the same from then on
 
 ``--large`` takes a student whose weights are larger than all else, to see what is held of them.
+``--planned`` measures nothing: it prints what is expected of 8 to 1,024 devices, by the arithmetic
+of ``kd plan`` (``bench.devices.planned``).
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from accelerate import init_empty_weights
 from transformers import PreTrainedModel
 
 import kd.training.prepare
+from bench.devices.planned import print_planned
 from bench.speed import (
     BenchmarkSizes,
     make_frozen_llama,
@@ -46,6 +50,7 @@ from bench.speed import (
 from bench.support.ranks import run_ranks
 from bench.support.training import step_by_hand
 from cache.store import open_cache
+from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.memory.step_memory import read_peak_memory, read_resident_memory, reset_peak_memory
 from kd.parallel.group import ALONE, Group
@@ -87,18 +92,7 @@ def measure_rank(
     before = read_resident_memory()
     shared = strategy in SHARED
     parts = 1 if shared else group.size
-    layers, width = sizes.student
-    config = parse_config({
-        "kind": "train",
-        "student": {"init": {"layers": layers, "hidden_size": width, "tokenizer": "the teacher's"}},
-        "data": {"sequence_length": sizes.length},
-        "cache": {"fingerprint": Path(cache).name},
-        "train": {
-            "max_steps": 1000, "logging_steps": 1000, "batch_size": sizes.batch,
-            "gradient_accumulation_steps": MICRO_BATCHES // parts,
-            "strategy": strategy if shared else "auto",
-        },
-    })  # fmt: skip
+    config = make_config(sizes, cache, strategy if shared else "auto", MICRO_BATCHES // parts)
     team = group if shared else ALONE
     student = make_student(sizes, hollow=not team.leads)
     place = Path(folder) / f"{strategy}-{group.size}-{time.time_ns() if shared else os.getpid()}"
@@ -120,6 +114,21 @@ def measure_rank(
         "loading": float(max(peaks) - before),
         "training": float(training - before),
     }
+
+
+def make_config(sizes: BenchmarkSizes, cache: str, strategy: str, micro_batches: int) -> JobConfig:
+    """Make the job of a training whose step has so many micro-batches, on all ranks together."""
+    layers, width = sizes.student
+    return parse_config({
+        "kind": "train",
+        "student": {"init": {"layers": layers, "hidden_size": width, "tokenizer": "the teacher's"}},
+        "data": {"sequence_length": sizes.length},
+        "cache": {"fingerprint": Path(cache).name},
+        "train": {
+            "max_steps": 1000, "logging_steps": 1000, "batch_size": sizes.batch,
+            "gradient_accumulation_steps": micro_batches, "strategy": strategy,
+        },
+    })  # fmt: skip
 
 
 def make_student(sizes: BenchmarkSizes, hollow: bool) -> PreTrainedModel:
@@ -149,15 +158,20 @@ def watching_loading() -> Iterator[list[int]]:
         module.reset_peak_memory = own
 
 
+def seal_documents(sizes: BenchmarkSizes, folder: Path) -> str:
+    """Seal a cache of profile threshold of random text in ``folder``; returns its own folder."""
+    documents = make_random_documents(sizes, SEQUENCES)
+    cached = replace(sizes, batch=len(documents))
+    return str(seal_cache(cached, folder, documents, "threshold").folder)
+
+
 def measure(
     sizes: BenchmarkSizes, rounds: int, steps: int, variants: Sequence[tuple[int, str]] = VARIANTS
 ) -> dict[tuple[int, str], list[dict[str, float]]]:
     """Measure every variant once a round: its slowest rank, and the memory of rank 0 and others."""
     found: dict[tuple[int, str], list[dict[str, float]]] = {each: [] for each in variants}
     with tempfile.TemporaryDirectory() as name:
-        documents = make_random_documents(sizes, SEQUENCES)
-        cached = replace(sizes, batch=len(documents))
-        cache = str(seal_cache(cached, Path(name), documents, "threshold").folder)
+        cache = seal_documents(sizes, Path(name))
         for turn in range(rounds + 1):
             for count, strategy in variants:
                 ranks = run_ranks(count, measure_rank, sizes, cache, name, strategy, steps)
@@ -225,11 +239,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a variant in a round")
     parser.add_argument("--quick", action="store_true", help="a tiny student, to try the bench")
     parser.add_argument("--large", action="store_true", help="a student that memory depends on")
+    parser.add_argument(
+        "--planned", action="store_true", help="compute 1,024 devices; no measuring"
+    )
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args(arguments)
     sizes: Any = QUICK if options.quick else LARGE if options.large else SIZES
     variants = LARGE_VARIANTS if options.large else VARIANTS
-    table = render(measure(sizes, options.rounds, options.steps, variants), sizes)
+    if options.planned:
+        table = "\n".join(print_planned()) + "\n"
+    else:
+        table = render(measure(sizes, options.rounds, options.steps, variants), sizes)
     sys.stdout.write(table)
     if options.out:
         options.out.write_text(table, encoding="utf-8")

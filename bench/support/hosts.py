@@ -19,7 +19,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,10 @@ PATIENCE_SECONDS = 900.0
 class Net:
     """Namespaces that are joined by a bridge. Their names hold this process's id."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: Sequence[str] = HOSTS) -> None:
         self.hub = f"kd-hub-{os.getpid()}"
-        self.names = {host: f"kd-{host}-{os.getpid()}" for host in HOSTS}
-        self.address = {host: f"10.78.0.{number}" for number, host in enumerate(HOSTS, 1)}
+        self.names = {host: f"kd-{host}-{os.getpid()}" for host in hosts}
+        self.address = {host: f"10.78.0.{number}" for number, host in enumerate(hosts, 1)}
         for name in (self.hub, *self.names.values()):
             run_command("ip", "netns", "add", name)
         self._hub("link", "add", "bridge0", "type", "bridge")
@@ -82,13 +82,18 @@ class Net:
     def slow(self, host: str) -> None:
         """Let 32 kbit/s through to a host, and drop what waits longer than 0.4 s."""
         limits = ("rate", "32kbit", "burst", "4kb", "latency", "400ms")
-        device = ("dev", f"to-{host}", "root")
-        run_command("ip", "netns", "exec", self.hub, "tc", "qdisc", "add", *device, "tbf", *limits)
+        _shape(self.hub, f"to-{host}", "add", "tbf", *limits)
 
     def unslow(self, host: str) -> None:
         """Undo ``slow``."""
-        device = ("dev", f"to-{host}", "root")
-        run_command("ip", "netns", "exec", self.hub, "tc", "qdisc", "del", *device)
+        _shape(self.hub, f"to-{host}", "del")
+
+    def set_rate(self, host: str, mbits: float) -> None:
+        """Let so many Mbit/s through to a host, and as many from it."""
+        # A burst holds a packet as large as TCP hands them to the interface.
+        limits = ("rate", f"{mbits:g}mbit", "burst", "128kb", "latency", "50ms")
+        for namespace, device in ((self.hub, f"to-{host}"), (self.names[host], "net0")):
+            _shape(namespace, device, "replace", "tbf", *limits)
 
     def list_pids(self, host: str) -> list[int]:
         """List the processes of a host."""
@@ -99,10 +104,16 @@ class Net:
 
     def close(self) -> None:
         """End the processes of all hosts and remove the namespaces."""
-        for host in HOSTS:
+        for host in self.names:
             _send(self.list_pids(host), signal.SIGKILL)
         for name in (self.hub, *self.names.values()):
             run_command("ip", "netns", "del", name)
+
+
+def _shape(namespace: str, device: str, verb: str, *words: str) -> None:
+    """Change what ``device`` lets out: ``tc qdisc VERB``."""
+    call = ("tc", "qdisc", verb, "dev", device, "root", *words)
+    run_command("ip", "netns", "exec", namespace, *call)
 
 
 def _send(pids: list[int], number: int) -> None:
@@ -167,8 +178,8 @@ class HostedService:
             self.processes[host] = self.parts.start(module, KD_REDIS_URL=url, **clock)
 
     def set_clock(self, host: str) -> int:
-        """Set a worker's clock wrong by up to a quarter of an hour; returns the seconds."""
-        seconds = self.dice.randint(-900, 900)
+        """Set a worker's clock wrong by up to an hour; returns the seconds."""
+        seconds = self.dice.randint(-3600, 3600)
         self.clocks[host].write_text(f"{seconds:+d}")
         return seconds
 

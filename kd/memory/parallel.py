@@ -7,11 +7,12 @@
     hsdp       fsdp on the N ranks of each of H hosts, and a ring all-reduces each rank's gradients
     pipeline   each rank holds some consecutive layers; micro-batches pass from rank to rank
 
-With G the bytes of the gradients, W those of the weights in the precision of the products, P the
-trained parameters and M the micro-batches of a rank, a rank sends in a step
+With G the bytes of the gradients, W those of the layers' weights in the precision of the products,
+E those of embeddings and LM head in their own, P the trained parameters and M the micro-batches of
+a rank, a rank sends in a step
 
     ddp        2 (N - 1) / N G
-    fsdp       M (2 (N - 1) / N W + (N - 1) / N 4 P)
+    fsdp       M (N - 1) / N (2 W + E + 4 P)
     hsdp       the same, and each host sends M 2 (H - 1) / H 4 P to the next
 
 FSDP reduces in every micro-batch: otherwise each rank would hold the gradients of all weights. The
@@ -142,9 +143,11 @@ def count_traffic(step: StepShape, strategy: ParallelStrategy, ranks: int) -> fl
     ring = (ranks - 1) / ranks
     if strategy == "ddp":
         return 2 * ring * count_trained_bytes(step.student.trained_numbers, step.options)
-    weights = step.student.numbers * step.item
-    reduced = step.student.trained_numbers * _REDUCED_BYTES
-    return step.options.gradient_accumulation_steps * ring * (2 * weights + reduced)
+    student, own = step.student, count_trained_bytes(1, step.options)
+    # What lies outside of the layers stays whole, and in its own type.
+    gathered = 2 * student.in_layers * step.item + (student.numbers - student.in_layers) * own
+    reduced = student.trained_numbers * _REDUCED_BYTES
+    return step.options.gradient_accumulation_steps * ring * (gathered + reduced)
 
 
 def count_between_hosts(step: StepShape, hosts: int) -> float:
@@ -168,7 +171,6 @@ def count_waiting(
     all passes; only what takes longer is waited for. By hsdp the ``ranks`` are those of a host,
     which sends ``between`` bytes to the next.
     """
-    seconds = traffic / (LINK_SHARE * rates.find_ring_rate(ranks))
-    seconds += between / (LINK_SHARE * rates.network)
+    seconds = (traffic / rates.find_ring_rate(ranks) + between / rates.network) / LINK_SHARE
     hidden = work * (_BACKWARD_SHARE / micro_batches if strategy == "ddp" else 1.0)
     return max(seconds - hidden, 0.0)

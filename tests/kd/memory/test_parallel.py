@@ -152,6 +152,14 @@ def test_fsdp_gathers_twice_and_scatters_once_in_each_micro_batch() -> None:
     assert count_traffic(make_step(), "fsdp", 4) == 4 * (gathered + scattered)
 
 
+def test_fsdp_gathers_once_and_in_its_own_type_what_lies_outside_of_the_layers() -> None:
+    """4,000 numbers are in the layers, 410 outside."""
+    found = count_traffic(make_step(item=4), "fsdp", 4)
+    assert found == 4 * 3 / 4 * (2 * 4000 * 4 + 410 * 4 + NUMBERS * 4)
+    pure = make_step(precision="bf16_pure")
+    assert count_traffic(pure, "fsdp", 4) == 4 * 3 / 4 * (2 * 4000 * 2 + 410 * 2 + NUMBERS * 4)
+
+
 # ---------------------------------------------------------------------- time
 
 #: Devices of a host send 80 bytes/s to each other after LINK_SHARE, hosts 8.
