@@ -27,5 +27,5 @@ class ChecksConfig(Section):
     """Warn if the training looks wrong; the alarms change nothing in it. They are about a first
     loss of a new student that is not near ln(vocabulary), a trained parameter without a gradient, a
     layer whose gradient explodes or vanishes, dead channels of an MLP, steps that are mostly
-    clipped or wait for data, a loss scale of fp16 that keeps falling, and a student that drifts
-    away from its teacher."""
+    clipped or wait for data, a rank for which the others wait, a loss scale of fp16 that keeps
+    falling, and a student that drifts away from its teacher."""

@@ -61,6 +61,12 @@ class Group:
         return self.size == 1
 
     @property
+    def devices(self) -> str:
+        """How many devices the ranks have, and on how many hosts if there are several."""
+        hosts = self.size // self.per_host
+        return f"{self.size} devices" + (f" of {hosts} hosts" if hosts > 1 else "")
+
+    @property
     def readers(self) -> Group:
         """The ranks among which sequences are dealt: all, or this one alone where it is a stage."""
         return ALONE if self.staged else self

@@ -11,7 +11,7 @@ Shapes: B sequences of a micro-batch, L positions of a sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -57,14 +57,24 @@ class Stage(Protocol):
 
 
 class StageLoss(nn.Module):
-    """A stage of a student and its loss, in the place of ``kd.parallel.strategies.WholeLoss``."""
+    """A stage of a student and its loss, in the place of ``kd.parallel.strategies.WholeLoss``.
 
-    def __init__(self, stage: Stage, group: Group, device: torch.device) -> None:
+    Each forward pass of the stage runs in a context ``measured()``.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        group: Group,
+        device: torch.device,
+        measured: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         super().__init__()
         self.parts = nn.ModuleList([stage.student])
         self._stage = stage
         self._group = group
         self._device = device
+        self._measured = measured
         self._task = _Task(stage.student, group)
         self._prepared: dict[tuple[Any, ...], PipelineScheduleSingle] = {}
         # All ranks call it, as torch asks.
@@ -131,7 +141,7 @@ class StageLoss(nn.Module):
     ) -> None:
         def work(given: Tensor | None, number: int) -> Tensor:
             batch = batches[number]
-            with self._stage.receiving(given):
+            with self._measured(), self._stage.receiving(given):
                 return compute(batch) if self.is_last else self._stage.pass_on(batch)
 
         self._task.work = work

@@ -9,6 +9,7 @@
     memory/peak_bytes                the most so far: on the GPU, else of this process
     memory/allocated_bytes           on the GPU, in tensors
     memory/reserved_bytes            on the GPU, in torch's allocator
+    rank_seconds/RANK                what a rank works alone in a step (kd.checks.slow_rank)
     grad_norm/NAME                   the norm of the gradient before clipping
     learning_rate/NAME
 

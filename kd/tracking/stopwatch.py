@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from kd.memory.devices import find_device_kind
 from kd.memory.model_work import count_model_work
+
+#: The phase of what a rank does between two exchanges with others. It is a part of other phases.
+ALONE = "alone"
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Stopwatch:
     device: torch.device
     _phases: dict[str, tuple[int, float]] = field(default_factory=dict)
     _pending: list[tuple[str, Any, Any]] = field(default_factory=list)
+    _before: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -51,6 +56,16 @@ class Stopwatch:
             began = time.perf_counter()
             yield
             self.add(name, time.perf_counter() - began)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Measure the block, which exchanges nothing with other ranks, where gradients follow."""
+        return self.phase(ALONE) if torch.is_grad_enabled() else nullcontext()
+
+    def measure_calls(self, module: nn.Module) -> None:
+        """Measure the calls of ``module``, as ``alone`` does, without the hooks that it has."""
+        running = ExitStack()
+        module.register_forward_pre_hook(lambda *_: running.enter_context(self.alone()))
+        module.register_forward_hook(lambda *_: running.close())
 
     def add(self, name: str, seconds: float) -> None:
         """Add ``seconds`` that the caller measured with the host's clock."""
@@ -72,14 +87,29 @@ class Stopwatch:
     def restore(self, phases: Mapping[str, Sequence[float]]) -> None:
         """Go on from what ``dump`` returned in the process before."""
         self._phases |= {name: (int(count), seconds) for name, (count, seconds) in phases.items()}
+        self._before = dict(self._phases)
+
+    def lap(self, names: Sequence[str]) -> float:
+        """Return the seconds of the phases ``names`` since the last call, per entry of the first.
+
+        It also counts from ``restore``. Pending events are not read.
+        """
+        none = (0, 0.0)
+        now, before = (
+            [each.get(name, none) for name in names] for each in (self._phases, self._before)
+        )
+        self._before = dict(self._phases)
+        seconds = sum(own[1] for own in now) - sum(own[1] for own in before)
+        return seconds / max(now[0][0] - before[0][0], 1)
 
     def table(self) -> list[Phase]:
         """The phases, longest first."""
         self.read_pending()
-        total = sum(seconds for _, seconds in self._phases.values()) or 1.0
+        whole = {name: phase for name, phase in self._phases.items() if name != ALONE}
+        total = sum(seconds for _, seconds in whole.values()) or 1.0
         rows = [
             Phase(name, count, seconds, 1e3 * seconds / count, seconds / total)
-            for name, (count, seconds) in self._phases.items()
+            for name, (count, seconds) in whole.items()
         ]
         return sorted(rows, key=lambda row: -row.seconds)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from cache.errors import PotstillError
 from cache.perplexity import raise_e
 from kd.checks.dead_units import UnitWatch, watching_units
+from kd.checks.slow_rank import RANK_SECONDS
 from kd.checks.watch import StepSeconds
 from kd.errors import Interrupted
 from kd.models.layers import stopping_forward
@@ -106,7 +107,7 @@ def report_metrics(run: Run, step: Step) -> None:
 
 
 def report_scalars(run: Run, step: Step) -> None:
-    """Write the step's speed and memory, and the rate and the gradient's norm of each layer."""
+    """Write the step's speed and memory, each layer's rate and gradient norm, each rank's time."""
     rates = {
         id(parameter): rate
         for (_, parameters), rate in zip(run.groups, step.learning_rates, strict=True)
@@ -115,16 +116,25 @@ def report_scalars(run: Run, step: Step) -> None:
     named = {name: rates[id(parameters[0])] for name, parameters in run.layers}
     named |= {name: rate for (name, _), rate in zip(run.groups, step.learning_rates, strict=True)}
     named = join_stages(run, named)
+    seconds = {} if run.group.alone else gather_seconds(run)
     scale = {"scale": step.loss_scale, "overflowed_steps": run.scale_watch.skipped}
     run.log.write_line(
         "scalars",
         run.progress.step,
         **run.speed.report(),
         **measure_memory(run.device),
+        **name_scalars(RANK_SECONDS, seconds),
         **name_scalars("grad_norm", step.layer_norms | step.group_norms),
         **name_scalars("learning_rate", named),
         **name_scalars("loss_scale", scale if run.loss.precision.scales_loss else {}),
     )
+    run.log.write_verdicts(run.progress.step, run.rank_watch.observe(seconds))
+
+
+def gather_seconds(run: Run) -> dict[str, float]:
+    """Return the seconds of a step that each rank did alone, a mean since the last report."""
+    own = run.clock.lap(run.rank_watch.phases)
+    return run.rank_watch.name(run.group.gather(own))
 
 
 def report_compilation(run: Run) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from kd.checks.slow_disk import DiskWatch
+from kd.checks.slow_rank import RankWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.job import JobConfig
 from kd.config.train import SHARDED, TrainConfig
@@ -85,6 +87,7 @@ def prepare(
     state = restore_state(setting, options, config.resume, identity, parts)
     watch = TrainingWatch(config.checks, options)
     watch.restore(state.progress.watch)
+    hosts = group.gather(platform.node())
     flops = count_flops_per_token(student, lm_head.vocabulary, config.data.sequence_length)
     run = Run(
         options=_fit_micro_batch(setting, options, state, parts.loss),
@@ -103,6 +106,7 @@ def prepare(
         look_ahead=_make_look_ahead(setting, options, parts.loss),
         watch=watch,
         disk_watch=DiskWatch(options, source.disk_reads if config.checks.alarms else None),
+        rank_watch=RankWatch(hosts, strategy, options.logging_steps, config.checks.alarms),
         scale_watch=ScalerWatch(**state.progress.scale_watch),
         log=_open_log(setting, state),
         meter=ProgressMeter(parts.loss.steps, "steps", done=state.progress.step),

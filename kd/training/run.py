@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kd.checks.slow_disk import DiskWatch
+from kd.checks.slow_rank import RankWatch
 from kd.checks.watch import TrainingWatch
 from kd.config.checks import ChecksConfig
 from kd.config.train import TrainConfig
@@ -65,6 +66,7 @@ class Run:
     look_ahead: LookAhead | None
     watch: TrainingWatch
     disk_watch: DiskWatch
+    rank_watch: RankWatch
     scale_watch: ScalerWatch
     log: MetricsLog
     meter: ProgressMeter

@@ -66,23 +66,18 @@ function bars(title, { counts, edges }, total, said) {
   const rangeOf = (at) => `${number(edges[at], 3)} to ${number(edges[at + 1], 3)}`;
   const shapes = counts.map((count, at) => {
     const height = count && Math.max((count / most) * (floor - 4), 1.5);
-    const bar = svg("rect", {
+    return svg("rect", {
       x: at * width + 0.5, y: floor - height, width: Math.max(width - 1, 0.5), height, class: "bar",
-    });
-    bar.append(svg("title", {},
-      `${rangeOf(at)}: ${number(count)} records, ${percent(count / total, 1)}`));
-    return bar;
+    }, svg("title", {}, `${rangeOf(at)}: ${number(count)} records, ${percent(count / total, 1)}`));
   });
   const ends = [
     svg("text", { x: 0, y: HEIGHT - 5 }, number(edges[0], 3)),
-    svg("text", { x: WIDTH / 2, y: HEIGHT - 5, "text-anchor": "middle" },
-      number((edges[0] + edges.at(-1)) / 2, 3)),
+    svg("text", { x: WIDTH / 2, y: HEIGHT - 5, "text-anchor": "middle" }, number((edges[0] + edges.at(-1)) / 2, 3)),
     svg("text", { x: WIDTH, y: HEIGHT - 5, "text-anchor": "end" }, number(edges.at(-1), 3)),
   ];
   const peak = counts.indexOf(most);
   return svg("svg", {
     viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "histogram", role: "img",
-    "aria-label": `${title}: ${said}; most often ${rangeOf(peak)}, in `
-      + `${percent(most / total)} of the records.`,
+    "aria-label": `${title}: ${said}; most often ${rangeOf(peak)}, in ${percent(most / total)} of the records.`,
   }, svg("line", { x1: 0, y1: floor, x2: WIDTH, y2: floor, class: "axis" }), ...shapes, ...ends);
 }

@@ -14,6 +14,7 @@ const CHARTS = [
   { title: "Tokens per second", names: ["throughput/tokens_per_second"] },
   { title: "Memory, GiB", names: ["memory/*"], unit: 2 ** 30 },
   { title: "Waiting for data, share of the time", names: ["loader/waited_share"] },
+  { title: "Seconds that a rank works alone in a step", names: ["rank_seconds/*"] },
   { title: "Loss scale of float16", names: ["loss_scale/scale"], log: true },
   { title: "Steps skipped after an overflow", names: ["loss_scale/overflowed_steps"] },
   {
@@ -60,8 +61,7 @@ function axes() {
     grid: { stroke: colour("--line"), width: 1 },
     ticks: { show: false },
   };
-  const label = (value) => (value == null ? "" : number(value, 3));
-  return [{ ...axis, size: 32 }, { ...axis, size: 64, values: (_, values) => values.map(label) }];
+  return [{ ...axis, size: 32 }, { ...axis, size: 64, values: (_, values) => values.map((value) => number(value, 3) ?? "") }];
 }
 
 /**

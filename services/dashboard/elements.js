@@ -84,10 +84,8 @@ export const ENDED = ["succeeded", "failed", "cancelled"];
 export const chip = (status) => h("span", { class: `chip ${status}` }, status);
 
 /** Make a progress bar with its share beside it; nothing if the share is unknown. */
-export function bar(progress) {
-  if (progress?.fraction == null) return null;
-  return shareBar(progress.fraction, percent(progress.fraction));
-}
+export const bar = (progress) =>
+  (progress?.fraction == null ? null : shareBar(progress.fraction, percent(progress.fraction)));
 
 /** Make a bar of a share, with its text beside it. */
 export const shareBar = (share, text) => h("span", { class: "progress" },
@@ -113,9 +111,8 @@ export function itemAfter(key, at, count, width) {
 
 const missing = (value) => value == null || !Number.isFinite(value);
 
-export function percent(value, digits = 0) {
-  return missing(value) ? null : `${(100 * value).toFixed(digits)}%`;
-}
+export const percent = (value, digits = 0) =>
+  (missing(value) ? null : `${(100 * value).toFixed(digits)}%`);
 
 export function number(value, digits = 4) {
   if (missing(value)) return null;
@@ -165,7 +162,5 @@ export function time(text) {
 }
 
 /** The seconds from a job's first start to its end; null until it has ended. */
-export function secondsOf({ started_at, finished_at }) {
-  if (!started_at || !finished_at) return null;
-  return (Date.parse(finished_at) - Date.parse(started_at)) / 1000;
-}
+export const secondsOf = ({ started_at, finished_at }) => (started_at && finished_at
+  ? (Date.parse(finished_at) - Date.parse(started_at)) / 1000 : null);

@@ -153,10 +153,9 @@ export function jobPage(redraw, id) {
       fill(parts.config, configOf(job, found?.data));
     }
     if (files.some((file) => file.name === "report.md")) {
-      const attributes = { class: "report", "aria-label": "Report" };
       const text = await getText(`/jobs/${id}/artifacts/report.md`);
       fill(parts.verdict, warnings(text));
-      fill(parts.report, h("section", attributes, await report(id, files, text)));
+      fill(parts.report, h("section", { class: "report", "aria-label": "Report" }, await report(id, files, text)));
     }
     if (files.some((file) => file.name === "report.json")) {
       const found = JSON.parse(await getText(`/jobs/${id}/artifacts/report.json`));
@@ -255,8 +254,7 @@ function workersOf({ ranges, ranges_done, ranges_untaken, workers }) {
   const titles = ["Worker", "Ranges now", "Sequences done", "Tokens per second", "Since"];
   return h("section", { class: "capture" },
     h("h2", {}, "Workers of the capture"),
-    h("p", {}, `${ranges_done} of ${ranges} ranges of shards are done, `
-      + `${ranges_untaken} wait for a worker.`),
+    h("p", {}, `${ranges_done} of ${ranges} ranges of shards are done, ${ranges_untaken} wait for a worker.`),
     table("Workers of the capture", titles, rows));
 }
 
@@ -284,9 +282,8 @@ async function report(id, files, markdown) {
 }
 
 function fileTable(files, save) {
-  const linkOf = (file) =>
-    h("button", { type: "button", class: "link", onclick: () => save(file) }, file.name);
-  const rows = files.map((file) => [linkOf(file), bytes(file.bytes), file.media_type]);
+  const rows = files.map((file) => [
+    h("button", { type: "button", class: "link", onclick: () => save(file) }, file.name), bytes(file.bytes), file.media_type]);
   return h("section", {}, h("h2", {}, "Files"), table("Files", ["Name", "Size", "Type"], rows));
 }
 

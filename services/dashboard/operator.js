@@ -14,8 +14,7 @@ const PAGES = [["health", "Health"], ["storage", "Storage"], ["keys", "Keys"]];
 export function answerPage(path, title, every, draw) {
   const box = h("div");
   const element = h("div", {}, h("h1", {}, title), box);
-  const refresh = async () => fill(box, await draw(await get(path)));
-  return { title, element, refresh, every };
+  return { title, element, refresh: async () => fill(box, await draw(await get(path))), every };
 }
 
 function page(...args) {

@@ -10,6 +10,7 @@ from rich.table import Column
 from rich.text import Text
 
 from cache.json_object import Json
+from kd.checks.slow_rank import RANK_SECONDS, compare_ranks, count_by_host
 from kd.client.wire.history import JobEvent
 from kd.client.wire.jobs import TERMINAL_STATUSES
 from kd.progress import Event
@@ -36,6 +37,7 @@ class Display:
         self._bars: dict[str, TaskID] = {}
         self._stage = ""
         self._metrics: Json = {}
+        self._ranks = ""
         self._line_at = 0.0
 
     def __enter__(self) -> Display:
@@ -67,6 +69,20 @@ class Display:
 
     def _on_metrics(self, data: Json) -> None:
         self._metrics |= data
+
+    def _on_scalars(self, data: Json) -> None:
+        head = f"{RANK_SECONDS}/"
+        named = {name.removeprefix(head): data[name] for name in data if name.startswith(head)}
+        if not named:
+            return
+        self._metrics["slowest"] = next(iter(compare_ranks(named).items()))
+        if (ranks := f"{len(named)} ranks: {count_by_host(named)}") != self._ranks:
+            self._ranks = ranks
+            self._print(ranks)
+
+    def _on_check(self, data: Json) -> None:
+        if not data["ok"]:
+            self._on_warning({"message": f"{data['message']} {data['remedy']}".strip()})
 
     def _on_evaluation(self, data: Json) -> None:
         parts = [
@@ -131,6 +147,7 @@ def _format_progress(progress: Json, metrics: Json) -> str:
     parts += [
         _format_number("loss", metrics.get("loss"), ".3f"),
         _format_number("train ppl", metrics.get("train_perplexity"), ".1f"),
+        "slowest {} ({:.2f} x)".format(*metrics["slowest"]) if "slowest" in metrics else "",
     ]
     return "  ".join(filter(None, parts))
 

@@ -55,9 +55,9 @@ class StepParts:
             keep_owned(optimizer, stage.owned)
             bubble = compute_bubble(group.size, options.gradient_accumulation_steps)
             phase = f"pipeline; each waits for {bubble:.0%} of a step"
-            phase = f"training on {group.size} devices ({phase})"
+            phase = f"training on {group.devices} ({phase})"
             setting.monitor.emit("stage", stage="train", phase=phase)
-            loss_module = StageLoss(stage, group, loss.device)
+            loss_module = StageLoss(stage, group, loss.device, loss.clock.alone)
         average = Averager(student, options.ema_decay) if options.ema_decay is not None else None
         return cls(loss, loss_module, optimizer, average)
 
@@ -73,7 +73,7 @@ def _make_loss_module(
         receive_values(whole, loss.device)
     if group.alone or group.staged:
         return whole
-    phase = f"training on {group.size} devices ({strategy})"
+    phase = f"training on {group.devices} ({strategy})"
     setting.monitor.emit("stage", stage="train", phase=phase)
     if strategy == "ddp":
         return replicate(whole)
@@ -82,4 +82,7 @@ def _make_loss_module(
     taken = {layer for each in together for layer in each}
     groups = [*together, *([layer] for layer in layers if layer not in taken)]
     mesh = (group.size // group.per_host, group.per_host) if strategy == "hsdp" else (group.size,)
-    return shard(whole, groups, loss.precision.dtype, loss.device, mesh, options.fsdp_offload)
+    sharded = shard(whole, groups, loss.precision.dtype, loss.device, mesh, options.fsdp_offload)
+    for layer in layers:
+        loss.clock.measure_calls(layer)  # now that it is gathered before each call
+    return sharded

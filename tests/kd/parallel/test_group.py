@@ -31,3 +31,8 @@ def test_gpus_do_not_train_together_without_nccl(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(TrainingError, match="was built without NCCL"):
         join_group()
+
+
+def test_devices_are_counted_with_their_hosts() -> None:
+    assert Group(0, 2, 2).devices == "2 devices"
+    assert Group(3, 4, 2).devices == "4 devices of 2 hosts"

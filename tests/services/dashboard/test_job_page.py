@@ -219,3 +219,32 @@ def test_resources_are_told_from_what_the_metrics_carry(page: Page, api: Parts) 
     expect(facts).to_contain_text("GPU memory of tensors1.0 GiBPeak memory3.0 GiB")
     expect(facts).to_contain_text("Waiting for data12.5%Steps that waited over 1 ms50.0%")
     api.jobs.hide_worker("test")
+
+
+def test_ranks_are_told_by_host_with_the_slowest_and_its_alarm(
+    api: Parts, new_tab: Callable[..., AbstractContextManager[Page]]
+) -> None:
+    claim = claim_job(api, "two-hosts")
+    ranks = [f"rank {rank} on gpu-{'ab'[rank // 2]}" for rank in range(4)]
+    # An earlier attempt had another host.
+    tell(api, claim, ("scalars", {"step": 10, "rank_seconds/rank 0 on gpu-c": 9.0}))
+    for step in range(20, 120, 10):
+        train(api, claim, step, step)
+        slow = 0.5 if step < 60 else 0.8
+        seconds = zip(ranks, (0.5, 0.51, 0.49, slow), strict=True)
+        named = {f"rank_seconds/{name}": each for name, each in seconds}
+        tell(api, claim, ("scalars", {"step": step, **named}))
+    alarm = {"step": 110, "check": "slow_rank", "ok": False, "remedy": "Look at its host."}
+    message = "The other ranks wait for rank 3 on gpu-b (1.60 times the median)."
+    tell(api, claim, ("check", {**alarm, "message": message}))
+    for width in (1440, 360):
+        with new_tab(viewport={"width": width, "height": 900}) as tab:
+            tab.goto(f"{api.settings.server}/jobs/{claim.id}")
+            facts = tab.locator("h2:text('Resources') + dl")
+            expect(facts).to_contain_text("Ranks2 on gpu-a, 2 on gpu-b")
+            expect(facts).to_contain_text("Slowest rankrank 3 on gpu-b, 1.6 times the median")
+            chart = tab.get_by_role("img", name="Seconds that a rank works alone in a step")
+            expect(chart).to_have_accessible_name(re.compile("rank 3 on gpu-b 0.8 at step 110"))
+            expect(tab.locator("ol.events li.bad")).to_contain_text(f"slow_rank: {message}")
+            require_fit(tab)
+            take_picture(tab, f"ranks-{width}")

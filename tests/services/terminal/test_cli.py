@@ -684,6 +684,31 @@ def test_a_terminal_gets_bars_and_a_pipe_gets_lines() -> None:
         assert words in screen.getvalue()
 
 
+def test_the_ranks_of_each_host_are_shown_with_the_slowest_and_its_alarm() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    lines = StringIO()
+    hosts = {0: "gpu-a", 1: "gpu-a", 2: "gpu-b", 3: "gpu-b"}
+    usual = {f"rank_seconds/rank {rank} on {host}": 0.5 for rank, host in hosts.items()}
+    slow = usual | {"rank_seconds/rank 3 on gpu-b": 0.75}
+    done = {"done": 4, "total": 4, "unit": "steps"}
+    alarm = {"ok": False, "message": "The other ranks wait.", "remedy": "Look at its host."}
+    with Display(Console(file=lines, width=120)) as display:
+        display.show(Event("scalars", {"step": 2, "memory/peak_bytes": 1.0}))
+        display.show(Event("scalars", {"step": 2, **usual}))
+        display.show(Event("scalars", {"step": 4, **slow}))
+        display.show(Event("progress", done))
+        display.show(Event("check", {"check": "parity", "ok": True, "message": "", "remedy": ""}))
+        display.show(Event("check", {"check": "slow_rank", **alarm}))
+    assert lines.getvalue().splitlines() == [
+        "4 ranks: 2 on gpu-a, 2 on gpu-b",
+        "4/4 steps  slowest rank 3 on gpu-b (1.50 x)",
+        "warning: The other ranks wait. Look at its host.",
+    ]
+
+
 def test_a_line_without_a_stage_has_no_prefix() -> None:
     from io import StringIO
 
