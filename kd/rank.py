@@ -60,7 +60,7 @@ def run_job_with_others() -> int:
         parser.error(
             "torchrun starts it: torchrun --nnodes 2 --nproc-per-node 8 ... -m kd.rank JOB"
         )
-    from kd.parallel.group import join_group
+    from kd.parallel.group import join_group, require_same_time
     from kd.parallel.standing import StandingRanks
     from kd.python.calls import run_job
     from kd.python.jobs import load_job
@@ -72,7 +72,9 @@ def run_job_with_others() -> int:
     try:
         job = load_job(given.job, set=given.set)
         software = f"Potstill {read_version()}, "
-        ranks = StandingRanks(join_group(lasting=True, software=software), run_here)
+        group = join_group(lasting=True, software=software)
+        require_same_time(group)
+        ranks = StandingRanks(group, run_here)
         if ranks.group.leads:
             with ranks.leading():
                 run_job(job)

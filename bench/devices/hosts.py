@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--training", action="store_true")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--quick", action="store_true", help="small tables in seconds")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")

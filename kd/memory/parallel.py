@@ -13,11 +13,11 @@ a rank, a rank sends in a step
 
     ddp        2 (N - 1) / N G
     fsdp       M (N - 1) / N (2 W + E + 4 P)
-    hsdp       the same, and each host sends M 2 (H - 1) / H 4 P to the next
+    hsdp       the same, and each host sends 2 (H - 1) / H 4 P to the next
 
-FSDP reduces in every micro-batch: otherwise each rank would hold the gradients of all weights. The
-formulas of the rings are those of Patarasuk and Yuan 2009, those of FSDP are of Rajbhandari et al.
-2020 (ZeRO, stage 3).
+FSDP reduces in every micro-batch: otherwise each rank would hold the gradients of all weights. By
+hsdp hosts exchange the sums of all micro-batches, once. The formulas of the rings are those of
+Patarasuk and Yuan 2009, those of FSDP are of Rajbhandari et al. 2020 (ZeRO, stage 3).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def count_traffic(step: StepShape, strategy: ParallelStrategy, ranks: int) -> fl
 def count_between_hosts(step: StepShape, hosts: int) -> float:
     """The bytes that each host sends to the next in a step by hsdp."""
     reduced = step.student.trained_numbers * _REDUCED_BYTES
-    return step.options.gradient_accumulation_steps * 2 * (hosts - 1) / hosts * reduced
+    return 2 * (hosts - 1) / hosts * reduced
 
 
 def count_waiting(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,8 @@ from kd.errors import TrainingError
 #: How long a rank waits for the others. A rank that has died is found by torchrun within a second,
 #: so this is for long work of one rank, such as writing a checkpoint to a slow disk.
 PATIENCE = timedelta(hours=2)
+#: Seconds by which clocks of hosts may differ: torch drops a host after 15.
+CLOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,16 @@ def join_group(lasting: bool = False, software: str = "") -> Group:
     group = Group(dist.get_rank(), dist.get_world_size(), per_host, lasting=lasting)
     require_alike(group, f"{software}torch {torch.__version__} on {device}")
     return group
+
+
+def require_same_time(group: Group) -> None:
+    """Raise ``TrainingError`` if clocks of hosts differ: c10d of torchrun would never end."""
+    clocks = group.gather(time.time())
+    if (apart := max(clocks) - min(clocks)) > CLOCK_SECONDS:
+        raise TrainingError(
+            f"The clocks of the hosts differ by {apart:,.0f} s.",
+            "Set them, for instance by NTP, and start the same command again.",
+        )
 
 
 def require_alike(group: Group, own: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ class RankError(Exception):
 
 def write_failure(folder: Path, rank: int, error: BaseException) -> None:
     """Write the error of ``rank`` into ``folder``."""
-    content: Json = {"at": time.time(), "name": type(error).__name__}
+    content: Json = {"name": type(error).__name__}
     if isinstance(error, ConfigError):
         content["problems"] = [each.to_json() for each in error.problems]
     elif isinstance(error, PotstillError):
@@ -34,8 +33,10 @@ def read_first_failure(folder: Path) -> Exception | None:
     It is the earliest one. Later ones are mostly of ranks that had lost the first, and the errors
     of a lost connection are unexpected, so one of ours comes before them.
     """
-    found = [read_json(path) for path in sorted(folder.glob("error-*.json"))]
-    found.sort(key=lambda each: ("unexpected" in each, each["name"] == "Interrupted", each["at"]))
+    # By the clock of the disk: those of hosts may differ.
+    paths = sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    found = [read_json(path) for path in paths]
+    found.sort(key=lambda each: ("unexpected" in each, each["name"] == "Interrupted"))
     if not found:
         return None
     content = found[0]

@@ -107,10 +107,12 @@ def synchronising(loss: nn.Module, last: bool) -> AbstractContextManager[Any]:
     """Return the context of a micro-batch: replicas exchange gradients in the ``last`` one alone.
 
     Sharded gradients are exchanged in each one, because whole ones of all parameters would take the
-    memory that sharding saves.
+    memory that sharding saves. By hsdp that is among the ranks of a host.
     """
     if isinstance(loss, DistributedDataParallel) and not last:
         return loss.no_sync()
+    if isinstance(loss, fsdp.FSDPModule):
+        loss.set_requires_all_reduce(last)
     return nullcontext()
 
 
