@@ -489,7 +489,7 @@ def _hurt(trial: GangTrial, faults: tuple[str, ...], say: Callable[[str], None])
     for kind in faults:
         pause = trial.count_steps(job_id) + dice.randint(2, PAUSE_STEPS)
         if pause >= trial.steps:
-            raise RuntimeError(f"The training is over before {kind}: give it more than {pause} steps.")
+            raise RuntimeError(f"It is over before {kind}: give it more than {pause} steps.")
         wait_until(lambda least=pause: trial.count_steps(job_id) > least, TRAINING_SECONDS)
         restarts.append((kind, trial.strike(job_id, kind)))
         say(f"{kind}: {restarts[-1][1]:.1f} s, step {trial.count_steps(job_id)}")

@@ -135,9 +135,9 @@ class SilenceTimer:
         return min(silence_seconds, max(STEP_SECONDS, STEPS_OF_SILENCE * self.longest_step))
 
     def has_stuck(self, seconds: float) -> bool:
-        """Whether a run in a loop has taken no step for ``seconds``, nor for ten of its steps."""
+        """Whether a run has been silent for ``seconds``, and for ten of its steps."""
         patience = max(seconds, STEPS_OF_SILENCE * self.longest_step)
-        return self.stepping and time.monotonic() - self.at > patience
+        return time.monotonic() - self.at > patience
 
     def is_silent(self, silence_seconds: float) -> bool:
         """Whether the run has been silent for too long."""

@@ -46,7 +46,7 @@ from services.worker.together.range_server import RangeServer, count_workers, fi
 
 #: Time between two turns of the supervisor at most.
 TURN_SECONDS = 0.25
-#: Leases without Redis and without a step after which the leader of a gang counts as cut off.
+#: Leases without Redis and without an event after which the leader of a gang counts as cut off.
 CUT_OFF_LEASES = 3
 
 #: What a child must do: go on, save its state and end, or end at once.
@@ -190,7 +190,8 @@ class Attempt:
     def _is_cut_off(self, outage: float) -> bool:
         """Whether this host reaches neither Redis nor, as it seems, the other hosts of its gang.
 
-        They go on without it, and need the run folder, which its child holds.
+        They go on without it, and need the run folder, which its child holds. If only Redis is away
+        while it saves or evaluates for long, it ends in vain: the next attempt does that again.
         """
         limit = CUT_OFF_LEASES * self._settings.lease_seconds
         child = self._child
