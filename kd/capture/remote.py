@@ -243,12 +243,13 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
                     "Set teacher.tokenizer to the tokenizer of the model that the server runs.",
                 )
             context = answer.get("max_model_len")
+            field = "teacher.max_length" if self.config.has_context else "data.sequence_length"
             if isinstance(context, int) and context <= length:
                 # It must have room for one more token
                 raise ModelError(
                     f"{find_server_url(self.config)} has a context of {context} tokens, "
-                    f"but it must read {length} (data.sequence_length, or teacher.max_length).",
-                    f"Set that to {context - 1} or less, "
+                    f"but {field} is {length}.",
+                    f"Set {field} to {context - 1} or less, "
                     "or start vLLM with a longer --max-model-len.",
                 )
 

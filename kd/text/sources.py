@@ -76,7 +76,7 @@ def find_documents(
         spec = source if isinstance(source, DatasetSpec) else DatasetSpec(path=source)
         if found is None:
             table = map(drop_absent_fields, open_dataset(spec, config.streaming))
-            yield from _read_cells(_Rows(table, spec.path, config, context), begin, notes)
+            yield from _read_cells(_OpenedRows(table, spec.path, config, context), begin, notes)
             continue
         for each in found.list_notices():
             notes.add(each, TextPlace(number))
@@ -96,7 +96,7 @@ def find_documents(
                     continue
                 place = place._replace(row=max(place.row, first))
                 with closing(open_rows(file, config)) as opened:
-                    rows = _Rows(islice(opened, end), str(file), config, context)
+                    rows = _OpenedRows(islice(opened, end), str(file), config, context)
                     yield from _read_cells(rows, place, notes)
             note(file.stat().st_size)
 
@@ -255,7 +255,7 @@ def tell(found: FoundDocument, cells: Row, context: TeacherContext | None) -> Fo
     return found._replace(content=content, told=told)
 
 
-class _Rows(NamedTuple):
+class _OpenedRows(NamedTuple):
     """The rows of a file or dataset, its name, and how they are read."""
 
     rows: Iterable[Row]
@@ -264,7 +264,7 @@ class _Rows(NamedTuple):
     context: TeacherContext | None
 
 
-def _read_cells(opened: _Rows, start: TextPlace, notes: TextNotes) -> Iterator[FoundDocument]:
+def _read_cells(opened: _OpenedRows, start: TextPlace, notes: TextNotes) -> Iterator[FoundDocument]:
     """Yield the documents of ``rows`` from ``start`` on; those before it are only passed over.
 
     Rows without text are left out. Raises ``DataError`` if there are more of them than others.

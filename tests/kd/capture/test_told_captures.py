@@ -19,10 +19,11 @@ from kd.cached.opening import open_cache as open_for_torch
 from kd.capture.fidelity.live import TeacherLocation
 from kd.config.jobfile import parse_config
 from kd.config.loss import Divergence
-from kd.errors import ConfigError, FidelityError
+from kd.errors import ConfigError, FidelityError, ModelError
 from kd.models.layers import compute_hidden_states
 from kd.progress import Interrupted, Monitor
 from kd.stages.capture import run_precompute
+from tests.support.remote_server import RemoteServer
 
 ROWS = [
     {
@@ -120,6 +121,32 @@ def test_the_prompt_alone_as_context_gives_the_bytes_of_no_context(
     assert read_bytes(empty) == read_bytes(plain) == read_bytes(same)
     assert "context_sha256" not in plain.identity.to_json()["data"]
     assert plain.manifest.fidelity == same.manifest.fidelity != ()
+
+
+def test_a_server_gets_the_tokens_of_the_teachers_own_sequence(
+    tiny_teacher: Path, tokenizer: Any, rows: Path, tmp_path: Path
+) -> None:
+    options = {"profile": "topk", "k": 6}
+    local = capture(tiny_teacher, rows, tmp_path, options, **CONTEXT)
+    with RemoteServer(tiny_teacher, len(tokenizer)) as server:
+        served = {
+            "backend": "http", "url": server.url, "model": "teacher", "revision": None,
+            "tokenizer": str(tiny_teacher), "concurrency": 2,
+        }  # fmt: skip
+        remote = capture(tiny_teacher, rows, tmp_path, options, **CONTEXT | served)
+        asked = {tuple(body["prompt"]) for body in server.asked}
+    for row in ROWS:
+        prompt = CONTEXT["context"].format(**row)  # type: ignore[attr-defined]
+        whole = tuple(tokenizer(prompt + row["completion"])["input_ids"])
+        assert any(each[: len(whole)] == whole for each in asked)
+    (sequences, own), (same, theirs) = (each.read(range(len(local))) for each in (local, remote))
+    assert all(map(np.array_equal, sequences.arrays, same.arrays))
+    assert own is not None and theirs is not None
+    np.testing.assert_array_equal(own["top_ids"], theirs["top_ids"])
+    with RemoteServer(tiny_teacher, len(tokenizer)) as server:
+        server.max_model_len = 96
+        with pytest.raises(ModelError, match=r"of 96 tokens, but teacher\.max_length is 96"):
+            capture(tiny_teacher, rows, tmp_path, options, **CONTEXT | served | {"url": server.url})
 
 
 def compute_loss(folder: Path, teacher: Path, divergence: Divergence) -> tuple[float, float]:
