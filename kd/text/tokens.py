@@ -77,8 +77,9 @@ class DocumentEncoder:
         """Tokenize a document; ``known`` is what it was tokenized to in its group."""
         try:
             for part in self._encode_parts(found, known):
-                if self.size is not None:
-                    _require_known_ids(part, found.where, self.size, self.tokenizer)
+                for read in (part,) if part.prompt is None else (part, part.tell()):
+                    if self.size is not None:
+                        _require_known_ids(read, found.where, self.size, self.tokenizer)
                 if len(part) > (1 if part.begins else 0):
                     yield part
         except PotstillError:

@@ -298,6 +298,20 @@ def test_a_row_that_the_teacher_cannot_read_is_named(
     assert "rows.jsonl: row " in caught.value.detail and caught.value.remedy
 
 
+def test_an_id_that_the_teacher_does_not_know_is_refused_in_its_prompt(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    rows = write_rows(tmp_path, [{"prompt": "?", "completion": "!", "fact": " universally"}])
+    config = DataConfig(
+        train=rows, validation_fraction=0, format="prompt_completion", packing=False
+    )
+    size = 1 + max(tokenizer("?!")["input_ids"])
+    for context, message in (("{prompt}{prompt}", ""), ("{fact}{prompt}", "has the id")):
+        told = TeacherContext.of(TeacherConfig(model="t", context=context), config)
+        with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
+            load_corpus(config, tokenizer, Monitor(), size, told)
+
+
 def test_a_text_file_has_no_columns_for_a_context(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "a.txt").write_text("It was a dark night. " * 9, encoding="utf-8")
     source = str(tmp_path / "a.txt")
