@@ -41,6 +41,11 @@ BENCHES = {
         "how fast text is tokenized into a token store, beside the bare tokenizer, and its memory",
         "minutes",
     ),
+    "context": Bench(
+        "bench/text/context.py",
+        "whether a student learns an instruction that only its teacher reads",
+        "hours",
+    ),
     "in-part": Bench(
         "bench/text/in_part.py",
         "the memory of a part of a large text: captured, extended, verified and trained on",

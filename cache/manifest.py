@@ -36,10 +36,12 @@ from cache.profiles.table import PROFILES
 from cache.shards.entries import PieceIndex, ShardEntry, ShardTotals
 
 FORMAT = "potstill-cache"
-#: Newest version of the folder's layout: a cache with tables of dither. A cache has the lowest
-#: version that describes it, so that a program which does not know of a part refuses the cache by
-#: name.
-FORMAT_VERSION = 8
+#: Newest version of the folder's layout: a cache whose teacher read a context. A cache has the
+#: lowest version that describes it, so that a program which does not know of a part refuses the
+#: cache by name.
+FORMAT_VERSION = 9
+#: The version of a cache with tables of dither.
+DITHER_FORMAT_VERSION = 8
 #: The version of a cache with the sums of its first tails.
 FIRST_TAILS_FORMAT_VERSION = 7
 #: The version of a cache of many shards, whose entries are in pieces.
@@ -63,7 +65,11 @@ WIDE_LOGITS = 2
 _HALF_DTYPES = ("bfloat16", "float16")
 #: The fields of an identity that are left out where they are empty: caches that could be captured
 #: before there was such a field keep their fingerprint.
-_LEFT_OUT = {"teacher": ("quantization", "parallel"), "codec": ("clusters", "fitted", "entropies")}
+_LEFT_OUT = {
+    "teacher": ("quantization", "parallel"),
+    "data": ("context_sha256",),
+    "codec": ("clusters", "fitted", "entropies"),
+}
 #: The folders that a manifest leaves out where the cache does not have them.
 _LEFT_OUT_FOLDERS = ("tail_mean", "first_tails", "dither")
 _REMEDY = "Delete the cache's folder and capture it again."
@@ -111,13 +117,18 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """The sequences: sha256 of the text, length, packed or not, and the number in each split."""
+    """The sequences: sha256 of the text, length, packed or not, and the number in each split.
+
+    ``context_sha256`` is that of the sequences with those which the teacher read in their place,
+    side by side; empty if it read the same ones.
+    """
 
     sha256: str
     sequence_length: int
     packing: bool
     train_sequences: int
     validation_sequences: int
+    context_sha256: str = ""
 
     @property
     def sequences(self) -> int:
@@ -237,7 +248,8 @@ def _add_left_out(identity: object) -> object:
     if not isinstance(identity, dict):
         return identity
     added = dict(identity)
-    for part, kind in (("teacher", TeacherIdentity), ("codec", CodecIdentity)):
+    parts = (("teacher", TeacherIdentity), ("data", DataIdentity), ("codec", CodecIdentity))
+    for part, kind in parts:
         if isinstance(added.get(part), dict):
             empty = {
                 each.name: each.default for each in fields(kind) if each.name in _LEFT_OUT[part]
@@ -405,8 +417,10 @@ class Manifest:
         return sign_json({"format": FORMAT, "version": self._choose_version(), **content})
 
     def _choose_version(self) -> int:
-        if self.dither.digest:
+        if self.identity.data.context_sha256:
             return FORMAT_VERSION
+        if self.dither.digest:
+            return DITHER_FORMAT_VERSION
         if self.first_tails.digest:
             return FIRST_TAILS_FORMAT_VERSION
         if self.pieces is not None:
@@ -438,7 +452,7 @@ class Manifest:
         for name in _LEFT_OUT_FOLDERS:
             content.setdefault(name, asdict(FolderEntry()))
         other = "shards" if version == PIECES_FORMAT_VERSION else "pieces"
-        if version in (FIRST_TAILS_FORMAT_VERSION, FORMAT_VERSION):
+        if version >= FIRST_TAILS_FORMAT_VERSION:
             other = "shards" if "pieces" in content else "pieces"
         _require(other not in content, where, f"version {version} must have no {other}")
         content[other] = [] if other == "shards" else None

@@ -117,9 +117,13 @@ def adopt_run_training(config: JobConfig, run: Path | None) -> JobConfig:
 
 
 def enable_teacher(config: JobConfig) -> JobConfig:
-    """``config`` with the teacher's evaluation switched on, where the teacher is local."""
-    local = config.explain_no_local_teacher() is None
-    wanted = config.evaluation.model_copy(update={"teacher": config.evaluation.teacher or local})
+    """``config`` with the teacher's evaluation switched on, where it can run here.
+
+    A teacher that was told more than the student cannot be compared on the student's sequences.
+    """
+    teacher = config.teacher
+    compares = teacher is not None and teacher.is_local and not teacher.has_context
+    wanted = config.evaluation.model_copy(update={"teacher": config.evaluation.teacher or compares})
     return config.model_copy(update={"evaluation": wanted})
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import filterfalse
 from pathlib import Path
@@ -138,9 +139,9 @@ def check_fidelity(
     monitor.emit("stage", stage="precompute", phase="checking fidelity")
     # The model is loaded already, unless all shards were sealed by an earlier attempt.
     if isinstance(teacher, Teacher):
-        live = LiveTeacher(teacher.model, teacher.recorder.lm_head)
+        live = LiveTeacher(teacher.model, teacher.recorder.lm_head, plan.corpus)
     else:
-        live = LiveTeacher.load(plan.identity, plan.teacher)
+        live = replace(LiveTeacher.load(plan.identity, plan.teacher), corpus=plan.corpus)
     began = time.monotonic()
     with stopping_forward(monitor, FIDELITY_STOP):
         found = measure_fidelity(store, live, check_stop=lambda: monitor.check(FIDELITY_STOP))
@@ -229,11 +230,7 @@ def select_shard_sequences(plan: CapturePlan, index: int) -> Sequences:
 
     Training sequences come before validation sequences, so one shard may hold both.
     """
-    numbers = np.asarray(plan.identity.shard_range(index))
-    train = plan.corpus.train
-    parts = [train.select(numbers[numbers < len(train)])]
-    parts += [plan.corpus.validation.select(numbers[numbers >= len(train)] - len(train))]
-    return Sequences.concatenate(part for part in parts if len(part))
+    return plan.corpus.select(np.asarray(plan.identity.shard_range(index)))
 
 
 def summarise_cache(store: Cache, reused: bool) -> Json:

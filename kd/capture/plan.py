@@ -30,6 +30,7 @@ from kd.models.teacher_files import TeacherFiles
 from kd.models.vocabulary import choose_source_vocabulary
 from kd.progress import SILENT, Monitor, Notice
 from kd.text.corpus import Corpus, describe_held_out, load_corpus, open_corpus
+from kd.text.told.context import TeacherContext
 
 
 def plan_capture(
@@ -47,10 +48,11 @@ def plan_capture(
     source = teacher.section.files
     tokenizer = tokenizers.load_source_tokenizer(source, teacher.folder)
     size = choose_source_vocabulary(tokenizer, source, teacher.folder)
+    context = TeacherContext.of(config.teacher, config.data)
     if texts is None:
-        corpus = load_corpus(config.data, tokenizer, monitor, size)
+        corpus = load_corpus(config.data, tokenizer, monitor, size, context)
     else:
-        corpus = open_corpus(config.data, tokenizer, texts, monitor, size)
+        corpus = open_corpus(config.data, tokenizer, texts, monitor, size, context)
     return make_capture_plan(config, teacher, tokenizer, corpus, monitor)
 
 
@@ -61,6 +63,8 @@ def settle_packing(config: JobConfig, monitor: Monitor = SILENT) -> JobConfig:
     """
     if config.data.packing != "auto" or config.cache.fingerprint is not None:
         return config
+    if config.teacher is not None and config.teacher.has_context:
+        return set_packing(config, False)
     for who, hollow in _load_hollow_models(config):
         if (why := explain_own_rows(hollow)) is not None:
             what = "models in which documents cannot share a row, so that each gets its own"
@@ -106,6 +110,11 @@ class CapturePlan:
     corpus: Corpus
     identity: manifest.CacheIdentity
 
+    @property
+    def read_length(self) -> int:
+        """The most tokens that the teacher reads at once."""
+        return self.teacher.section.count_read(self.data.sequence_length)
+
     def describe_held_out(self) -> str:
         """Say which sequences of the text are held out, and why so many."""
         return describe_held_out(len(self.corpus.validation), len(self.corpus.train), self.data)
@@ -135,6 +144,7 @@ def make_capture_plan(
             packing=config.data.packing is not False,
             train_sequences=len(corpus.train),
             validation_sequences=len(corpus.validation),
+            context_sha256=corpus.compute_context_sha256(),
         ),
         make_codec_identity(
             config.cache, config.keeps_entropies, known.dtype, recipe.clusters, recipe.sequences

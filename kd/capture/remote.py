@@ -27,7 +27,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -47,6 +47,7 @@ from kd.capture.recording import TeacherReading
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
 from kd.progress import SILENT, Monitor
+from kd.text.told.sequences import find_told
 
 #: Further attempts of a request if the server is unreachable, busy or fails.
 RETRIES = 6
@@ -217,13 +218,11 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
         self.runner.run(self.client.aclose())
         self.runner.close()
 
-    def require_same_tokenizer(
-        self, probes: Iterable[TokenizerProbe], sequence_length: int
-    ) -> None:
+    def require_same_tokenizer(self, probes: Iterable[TokenizerProbe], length: int) -> None:
         """Compare the server's tokenizer through /tokenize of vLLM.
 
         Without /tokenize, emit a warning. Raises ``TokenizerMismatch`` if a probe is encoded
-        differently, and ``ModelError`` if the context of the server is too short.
+        differently, and ``ModelError`` if the server's context is too short for ``length`` tokens.
         """
         for probe in probes:
             body = {"model": self.config.model, "prompt": probe.text, "add_special_tokens": True}
@@ -244,12 +243,13 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
                     "Set teacher.tokenizer to the tokenizer of the model that the server runs.",
                 )
             context = answer.get("max_model_len")
-            if isinstance(context, int) and context <= sequence_length:
+            field = "teacher.max_length" if self.config.has_context else "data.sequence_length"
+            if isinstance(context, int) and context <= length:
                 # It must have room for one more token
                 raise ModelError(
                     f"{find_server_url(self.config)} has a context of {context} tokens, "
-                    f"but data.sequence_length is {sequence_length}.",
-                    f"Set data.sequence_length to {context - 1} or less, "
+                    f"but {field} is {length}.",
+                    f"Set {field} to {context - 1} or less, "
                     "or start vLLM with a longer --max-model-len.",
                 )
 
@@ -261,8 +261,11 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
 
         ``first`` is the number of the first sequence.
         """
-        for number, top in enumerate(self.read_top(sequences, first), first):
-            encode = partial(top.make_records, self.codec, number)
+        told = find_told(sequences)
+        for row, entries in enumerate(self.read_top(told, first)):
+            # The same targets, at the positions where the student has them.
+            top = replace(entries, positions=np.flatnonzero(sequences.target_mask[row]))
+            encode = partial(top.make_records, self.codec, first + row)
             yield TeacherReading(1, len(top), top.nbytes, encode)
 
     def read_top(self, sequences: Sequences, first: int) -> Iterator[TopEntries]:

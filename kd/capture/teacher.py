@@ -42,6 +42,7 @@ from kd.progress import SILENT, Monitor
 from kd.text.batches import make_batch
 from kd.text.steps.reading import group_by_width
 from kd.text.stored.packed import PackedText, iterate
+from kd.text.told.sequences import find_told
 
 #: Texts of the job that a server is asked to tokenize, and the characters of one.
 ASKED_TEXTS, ASKED_CHARACTERS = 16, 1024
@@ -65,7 +66,7 @@ def open_reader(
         yield fit_recorder(teacher, plan, writer, monitor, knots)
         return
     with RemoteTeacher.connect(section, plan.identity.record_codec(), monitor) as remote:
-        length = plan.data.sequence_length
+        length = plan.read_length
         some = (text[:ASKED_CHARACTERS] for text in islice(sample_texts(plan.data), ASKED_TEXTS))
         remote.require_same_tokenizer(encode_probes(plan.tokenizer, (*PROBE_TEXTS, *some)), length)
         yield remote
@@ -148,8 +149,8 @@ class Teacher:
     def load(cls, plan: CapturePlan, monitor: Monitor = SILENT) -> Teacher:
         """Load the model of ``plan``, and check its context, its LM head and its attention."""
         model = load_teacher(plan.teacher, pick_device())
-        require_context(model, plan.data.sequence_length)
-        require_causal(model, plan.data.sequence_length)
+        require_context(model, plan.read_length)
+        require_causal(model, plan.read_length)
         lm_head = find_lm_head(model, plan.identity.tokenizer.vocabulary_size)
         if plan.identity.data.packing:
             isolate_documents(model, monitor=monitor)
@@ -201,7 +202,7 @@ class Teacher:
     def _halve(self, part: Sequences, error: Exception) -> None:
         """Read half as many sequences at once from now on; raise where it was only one."""
         if len(part) == 1:
-            raise make_out_of_memory(part.length, error) from error
+            raise make_out_of_memory(find_told(part).length, error) from error
         gc.collect()
         self.batch_size = len(part) // 2
         self.monitor.emit(
@@ -236,18 +237,24 @@ class Teacher:
     def read_rows(self, sequences: Sequences) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
         """Yield each sequence's hidden states (N, D), next tokens (N,) and positions (N,).
 
-        They come of one forward pass, or with ``cuts_padding`` of one for each width.
+        They come of one forward pass, or with ``cuts_padding`` of one for each width. With a
+        context the states are those of the teacher's own sequences, at the same targets.
         """
+        told = find_told(sequences)
+        positions = map(np.flatnonzero, sequences.target_mask)
         if not self.cuts_padding:
-            yield from self._read_at_once(sequences)
+            yield from (
+                (*states, own)
+                for states, own in zip(self._read_at_once(told), positions, strict=True)
+            )
             return
         # Not the width of the longest row of a batch: records do not depend on other documents.
-        found: dict[int, tuple[Tensor, Tensor, np.ndarray]] = {}
-        for places, part in group_by_width(sequences):
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for places, part in group_by_width(told):
             found.update(zip(places.tolist(), self._read_at_once(part), strict=True))
-        yield from (found[place] for place in range(len(sequences)))
+        yield from ((*found[place], own) for place, own in enumerate(positions))
 
-    def _read_at_once(self, sequences: Sequences) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
+    def _read_at_once(self, sequences: Sequences) -> Iterator[tuple[Tensor, Tensor]]:
         batch = make_batch(sequences, None)
         counts = batch.count_targets().tolist()
         device = find_device(self.model)
@@ -256,8 +263,7 @@ class Teacher:
         if device.type == "cpu":
             return_freed_memory()
         hidden_ND = hidden_BLD.flatten(0, 1)[batch.rows_N]
-        positions = map(np.flatnonzero, sequences.target_mask)
-        yield from zip(hidden_ND.split(counts), batch.gold_N.split(counts), positions, strict=True)
+        yield from zip(hidden_ND.split(counts), batch.gold_N.split(counts), strict=True)
 
 
 def return_freed_memory() -> None:

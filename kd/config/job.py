@@ -332,6 +332,32 @@ class JobConfig(Placement):
         return self
 
     @model_validator(mode="after")
+    def _context_can_be_told(self) -> Self:
+        if self.teacher is None or not self.teacher.has_context:
+            return self
+        field = "teacher.context" if self.teacher.context else "teacher.system"
+        learns_all = not self.data.assistant_only_loss
+        asks = self.data.has_chats or self.data.format == "prompt_completion"
+        refused = {
+            "data.packing true: set it to auto or false, because a context belongs to one document":
+                self.data.packing is True,
+            "data.assistant_only_loss false: set it to true, because the teacher reads another "
+            "prompt, whose tokens the student has not": asks and learns_all,
+            "cache.extends: capture the whole text, because a cache does not hold the contexts of "
+            "its teacher": self.cache.extends is not None,
+            "evaluation.teacher: set it to false, because the report's teacher would read the "
+            "student's prompts": self.evaluation.teacher,
+        }  # fmt: skip
+        if found := [what for what, is_so in refused.items() if is_so]:
+            raise ValueError(f"{field} cannot be combined with {found[0]}")
+        if self.teacher.system and not asks:
+            raise ValueError(
+                f"teacher.system needs chats, but data.format is {self.data.format}: write it into "
+                "teacher.context, which comes before each text"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _text_or_a_sealed_cache(self) -> Self:
         if self.checks_cache:
             if self.cache.fingerprint is None:

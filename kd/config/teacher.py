@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kd.addresses import ModelSource
 from kd.config.section import AS_BYTES, Section
@@ -14,6 +15,23 @@ Bytes = Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES]
 
 #: Values of a field that mean that it is not used.
 _UNSET = (None, "auto", "none")
+
+
+def read_context(context: str) -> list[tuple[str, str | None]]:
+    """Return the texts of a context, each with the name of the column after it; None = no column.
+
+    Raises ``ValueError`` if braces do not hold a name.
+    """
+    write = "write {column} for a column of the row, and {{ and }} for braces"
+    try:
+        parts = list(Formatter().parse(context))
+    except ValueError as error:
+        raise ValueError(f"its braces do not match ({error}): {write}") from None
+    for _, name, form, conversion in parts:
+        if name is not None and (not name.strip() or form or conversion):
+            shown = f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
+            raise ValueError(f"{{{shown}}} is not the name of a column: {write}")
+    return [(text, name) for text, name, *_ in parts]
 
 
 class TeacherConfig(Section):
@@ -61,6 +79,18 @@ class TeacherConfig(Section):
     """Parallel device_map: the most bytes of weights in the host's memory; the others are read from
     the disk in each forward pass. null = all free memory."""
 
+    system: str = ""
+    """System message that only the teacher reads, in chats (docs/how-to/teacher-context.md)."""
+
+    context: str = ""
+    """What the teacher reads in place of the prompt, or before a text: {column} is a column of the
+    row, {prompt} the prompt. The student learns to answer without it. Empty = it reads what the
+    student reads."""
+
+    max_length: int | None = Field(None, ge=8, le=1_048_576)
+    """With context or system: the most tokens of a sequence of the teacher's. A row that needs more
+    is refused. null = twice data.sequence_length."""
+
     batch_size: int = Field(8, ge=1, le=4096)
     """Sequences per forward pass of the capture. It changes the speed and the memory, but not the
     cache, except for the rounding of the teacher's sums."""
@@ -97,6 +127,15 @@ class TeacherConfig(Section):
         return self.parallel in ("tensor", "fsdp")
 
     @property
+    def has_context(self) -> bool:
+        """Whether it reads something else than the student."""
+        return bool(self.system or self.context)
+
+    def count_read(self, sequence_length: int) -> int:
+        """Count the most tokens that it reads at once, where the student reads so many."""
+        return (self.max_length or 2 * sequence_length) if self.has_context else sequence_length
+
+    @property
     def files(self) -> ModelSource:
         """Where the files that are read here come from: the model's, or a server's tokenizer's."""
         if self.tokenizer is not None:  # the weights stay on the server
@@ -113,6 +152,21 @@ class TeacherConfig(Section):
         if self.parallel == "device_map":
             return 0  # what no device holds stays on the disk
         return weights // devices if self.is_shared else weights
+
+    @field_validator("context")
+    @classmethod
+    def _context_can_be_filled(cls, context: str) -> str:
+        read_context(context)
+        return context
+
+    @model_validator(mode="after")
+    def _length_is_that_of_a_context(self) -> Self:
+        if self.max_length is not None and not self.has_context:
+            raise ValueError(
+                "teacher.max_length is for a teacher with a context, but neither teacher.context "
+                "nor teacher.system is set: data.sequence_length holds for both models"
+            )
+        return self
 
     @model_validator(mode="after")
     def _backend_has_its_fields(self) -> Self:

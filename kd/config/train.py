@@ -65,10 +65,12 @@ class OptimizerRules:
     rate: Fraction | int = 1
 
 
+#: The arguments of what is AdamW.
+ADAM = {"beta1", "beta2", "eps"}
 OPTIMIZERS: dict[str, OptimizerRules] = {
-    "adamw": OptimizerRules({"amsgrad"}, 2, rounds=True),
+    "adamw": OptimizerRules({"amsgrad", *ADAM}, 2, rounds=True),
     "adamw_8bit": OptimizerRules(
-        set(),
+        ADAM,
         2,
         small=True,
         rounds=True,
@@ -89,7 +91,7 @@ OPTIMIZERS: dict[str, OptimizerRules] = {
     "lars": OptimizerRules(
         {"momentum", "dampening", "trust_coefficient", "nesterov"}, 1, whole=True, rate=1000
     ),
-    "schedule_free": OptimizerRules({"r", "weight_lr_power"}, 2, averages=True),
+    "schedule_free": OptimizerRules({"r", "weight_lr_power", *ADAM}, 2, averages=True),
 }
 
 
@@ -131,7 +133,8 @@ class TrainConfig(Section):
     constant_with_warmup)."""
 
     optim_args: dict[str, float] = Field(default_factory=dict)
-    """Extra arguments of the optimiser, for example {momentum: 0.95} for muon."""
+    """Extra arguments of the optimiser, for example {beta2: 0.999} for adamw, where beta1, beta2
+    and eps are 0.9, 0.95 and 1e-8, or {momentum: 0.95} for muon."""
 
     weight_decay: float = Field(0.1, ge=0, le=10)
     """Weight decay of matrices; norms and biases have none."""
@@ -141,15 +144,6 @@ class TrainConfig(Section):
 
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights; the average is evaluated and saved."""
-
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW beta 1."""
-
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
-    """AdamW beta 2."""
-
-    adam_epsilon: float = Field(1e-8, gt=0, le=1)
-    """AdamW epsilon."""
 
     lm_head_floor: float = Field(0.1, ge=0, lt=1)
     """Make the rows of rare words in the LM head, and the noise of sampled records in them, move

@@ -200,6 +200,8 @@ def find_reason_without(
     """
     if not teacher.is_local:
         return "it runs on a server"
+    if teacher.has_context:
+        return "it reads a context that the student does not read (teacher.context)"
     files = TeacherFiles.find(teacher, Path())
     if files is None:
         return "its folder is not on this machine"

@@ -41,7 +41,7 @@ class LeastCapture:
         teacher = plan.teacher
         dtype = choose_teacher_dtype(teacher, device)
         hollow = outline_teacher(teacher, dtype)
-        length = plan.data.sequence_length
+        length = plan.read_length
         vocabulary = plan.identity.tokenizer.vocabulary_size
         logits = vocabulary * min(max(LOGIT_ELEMENTS[device.type] // vocabulary, 1), length)
         weights = count_weight_bytes(hollow, dtype.itemsize, teacher.section.quantization)
@@ -81,5 +81,5 @@ def require_capture_memory(plan: CapturePlan, resources: Resources, device: torc
     else:
         memory = min(read_memory_bytes(), resources.memory or read_memory_bytes())
     least = LeastCapture.of(plan, device, resources.gpus or 1)
-    if problems := least.find_problems(memory, plan.data.sequence_length):
+    if problems := least.find_problems(memory, plan.read_length):
         raise ConfigError(problems)

@@ -128,7 +128,8 @@ def _make_one_optimizer(
     factory, settings = _choose_class_and_settings(name, options, device)
     arguments = _read_arguments(name, options)
     try:
-        optimizer: Optimizer = factory(groups, lr=options.learning_rate, **settings, **arguments)
+        chosen = settings | arguments
+        optimizer: Optimizer = factory(groups, lr=options.learning_rate, **chosen)
     except ValueError as error:
         detail = f"train.optim {name} cannot be made with optim_args {arguments}: {error}"
         raise TrainingError(detail, "Change train.optim_args.") from error
@@ -140,6 +141,8 @@ def _make_one_optimizer(
     return optimizer
 
 
+#: What AdamW has where the job says nothing else.
+_ADAM: dict[str, object] = {"betas": (0.9, 0.95), "eps": 1e-8}
 # Where torch has one kernel for the whole of AdamW; elsewhere it takes foreach if the device has
 # that, else a loop.
 _FUSED_DEVICES = {"cuda", "xpu", "mps", "cpu"}
@@ -149,8 +152,7 @@ def _choose_class_and_settings(
     name: str, options: TrainConfig, device: torch.device
 ) -> tuple[Callable[..., Any], dict[str, object]]:
     """The optimiser's class, and the arguments that ``options`` or this project decide."""
-    betas = (options.adam_beta1, options.adam_beta2)
-    adam: dict[str, object] = {"betas": betas, "eps": options.adam_epsilon}
+    adam: dict[str, object] = dict(_ADAM)
     if name == "adamw":
         adam["fused"] = True if device.type in _FUSED_DEVICES else None
         if not options.is_pure_bfloat16:
@@ -235,18 +237,18 @@ _RESERVED_ARGUMENTS = {
 def list_optimizer_arguments(name: str, options: TrainConfig) -> dict[str, float]:
     """The possible arguments in ``train.optim_args`` of the optimiser ``name``, with defaults.
 
-    Each part of a tuple is an argument. Rates, decay and AdamW's betas are missing: they have
-    fields of their own.
+    Each part of a tuple is an argument. Rates and decay are missing: they have fields of their own.
     """
     factory, settings = _choose_class_and_settings(name, options, torch.device("cpu"))
     known: dict[str, float] = {}
     for key, parameter in inspect.signature(factory).parameters.items():
-        if key in _RESERVED_ARGUMENTS | settings.keys():
+        if key in _RESERVED_ARGUMENTS | (settings.keys() - _ADAM.keys()):
             continue
-        if isinstance(parameter.default, tuple):
-            known.update(zip(_TUPLE_ARGUMENTS[key], parameter.default, strict=True))
-        elif isinstance(parameter.default, int | float):
-            known[key] = parameter.default
+        default: Any = settings.get(key, parameter.default)
+        if isinstance(default, tuple):
+            known.update(zip(_TUPLE_ARGUMENTS[key], default, strict=True))
+        elif isinstance(default, int | float):
+            known[key] = default
     return known
 
 
@@ -258,8 +260,7 @@ def _read_arguments(name: str, options: TrainConfig) -> dict[str, float | tuple[
         hint = f": did you mean {close[0]!r}?" if close else "."
         raise TrainingError(
             f"train.optim_args of {name} cannot hold {key!r}{hint}",
-            f"It takes {', '.join(sorted(known)) or 'none'}; rates, decay and AdamW's betas are "
-            "fields of train.",
+            f"It takes {', '.join(sorted(known)) or 'none'}; rates and decay are fields of train.",
         )
     given = {
         key: _convert_to_type_of(known[key], name, key, value)

@@ -33,10 +33,11 @@ from kd.text.reading.contents import TextFile
 from kd.text.reading.notes import TextNotes
 from kd.text.reading.tables import count_null_texts
 from kd.text.rows import COLUMNS, RowWithoutText, read_cell
-from kd.text.sources import MISSING, FoundDocument, find_documents
+from kd.text.sources import MISSING, FoundDocument, find_documents, tell
 from kd.text.stored.places import TextPlace
 from kd.text.text_files import choose_format, find_source_files
 from kd.text.tokens import DocumentEncoder
+from kd.text.told.context import TeacherContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,6 +118,7 @@ def find_row_problems(
         yield from error.problems
         return
     notes = TextNotes()
+    context = TeacherContext.of(config.active_teacher, data)
     numbers = itertools.count()
     shown = show if data.format in COLUMNS else hide_row
     for field, receive in (("train", shown), ("validation", hide_row)):
@@ -125,11 +127,12 @@ def find_row_problems(
             if is_stored_name(name_source(source)):
                 seen.whole = False
                 continue
-            look = _Look(root, field, data, tokenizer, notes.of_text(next(numbers)), receive, seen)
+            noting = notes.of_text(next(numbers))
+            look = _Look(root, field, data, tokenizer, noting, receive, seen, context)
             pointer = f"/data/{field}/{number}"
             yield from guard_access(pointer, look.find_problems(pointer, source))
         is_short = seen.whole and 0 < seen.tokens < data.sequence_length
-        if is_short and data.packing and data.format not in COLUMNS:
+        if is_short and data.packing and context is None and data.format not in COLUMNS:
             short = refuse_short(field, seen.tokens, data.sequence_length)
             if data.packing is True:
                 yield Problem(f"/data/{field}", short.detail, short.remedy)
@@ -186,6 +189,7 @@ class _Look:
     notes: TextNotes
     show: Show
     seen: _FieldLength
+    context: TeacherContext | None
 
     def find_problems(self, pointer: str, source: str | DatasetSpec) -> Iterator[Problem]:
         """Find the rows that are refused; the first is named, and the others counted."""
@@ -212,7 +216,7 @@ class _Look:
                         self.seen.tokens += len(text)
                         if self.tokenizer is not None and shown < _SHOWN:
                             shown += 1
-                            self.show(LearnedRow.decode(found.where, text, self.tokenizer))
+                            self._show_text(found.where, text, self.tokenizer)
                 except PotstillError as error:
                     errors.append(error)
         except PotstillError as error:
@@ -222,11 +226,19 @@ class _Look:
             count = f" Of {rows} rows that were looked at {len(errors)} are refused."
             yield Problem(pointer, errors[0].detail + (count if rows else ""), errors[0].remedy)
 
+    def _show_text(self, where: str, text: Document, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.show(LearnedRow.decode(where, text, tokenizer))
+        if text.prompt is not None:
+            named = f"{where}, as the teacher reads it"
+            self.show(LearnedRow.decode(named, text.tell(), tokenizer))
+
     def _find(
         self, files: Iterable[Path], notes: TextNotes | None = None
     ) -> Iterator[FoundDocument]:
         """Find the documents of files; their places are named from the root of the job."""
-        for found in find_documents(tuple(map(str, files)), self.field, self.data, notes=notes):
+        names = tuple(map(str, files))
+        reading = (self.field, self.data)
+        for found in find_documents(names, *reading, notes=notes, context=self.context):
             yield found._replace(where=found.where.removeprefix(f"{self.root}/"))
 
     def _sample(self, files: list[Path], until: float) -> Iterator[FoundDocument]:
@@ -242,7 +254,7 @@ class _Look:
             if time.monotonic() > until:
                 self.seen.whole = False
                 name = str(files[-1]).removeprefix(f"{self.root}/")
-                yield from _read_last(files[-1], name, self.data)
+                yield from _read_last(files[-1], name, self.data, self.context)
                 return
         if last is not None:
             yield last
@@ -264,7 +276,7 @@ class _Look:
     @cached_property
     def _encoder(self) -> DocumentEncoder:
         assert self.tokenizer is not None
-        return DocumentEncoder(self.tokenizer, self.data, notes=self.notes)
+        return DocumentEncoder(self.tokenizer, self.data, notes=self.notes, context=self.context)
 
     def _note_nulls(self, number: int, file: Path) -> None:
         """Note the rows without a text that a Parquet file tells of; refuse a file of little else.
@@ -280,7 +292,9 @@ class _Look:
             self.notes.add(Notice(MISSING, nulls, str(file)), end)
 
 
-def _read_last(file: Path, name: str, data: DataConfig) -> Iterator[FoundDocument]:
+def _read_last(
+    file: Path, name: str, data: DataConfig, context: TeacherContext | None
+) -> Iterator[FoundDocument]:
     """Yield the last row of a file, called ``name``, whose rows are lines.
 
     Nothing is yielded of a file that ends otherwise, nor of a row that a run leaves out.
@@ -296,7 +310,8 @@ def _read_last(file: Path, name: str, data: DataConfig) -> Iterator[FoundDocumen
         return
     where = f"{name}: the last row"
     try:
-        yield FoundDocument(where, read_cell(json.loads(line), where, data))
+        cells = json.loads(line)
+        yield tell(FoundDocument(where, read_cell(cells, where, data)), cells, context)
     except RowWithoutText:
         return
     except ValueError as error:

@@ -130,7 +130,7 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
     if teacher is not None:
         # A sealed cache fixes the length of its sequences.
         is_open = config.active_teacher is not None and config.cache.fingerprint is None
-        length = config.data.sequence_length if is_open else None
+        length = teacher.count_read(config.data.sequence_length) if is_open else None
         looked_up += teacher_checks.find_teacher_problems(
             teacher, folders.root, config.cuts_teacher, length
         )

@@ -50,8 +50,8 @@ def find_teacher_problems(
     if teacher.is_local and teacher.gguf_file is None:
         yield from guard_access(pointer, _check_stored_weights(teacher, root, is_cut))
     if length is not None:
-        pointer = "/data/sequence_length"
-        yield from guard_access(pointer, check_context(teacher.model, length, root))
+        pointer = "/teacher/max_length" if teacher.has_context else "/data/sequence_length"
+        yield from guard_access(pointer, check_context(teacher.model, length, root, pointer))
 
 
 def _check_stored_weights(teacher: TeacherConfig, root: Path, is_cut: bool) -> Iterator[Problem]:

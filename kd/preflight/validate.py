@@ -55,7 +55,9 @@ def find_student_problems(config: JobConfig, root: Path) -> Iterator[Problem]:
         yield from guard_access(pointer, check_tokenizer(pointer, student.init.tokenizer, root))
 
 
-def check_context(model: str, length: int, root: Path) -> Iterator[Problem]:
+def check_context(
+    model: str, length: int, root: Path, pointer: str = "/data/sequence_length"
+) -> Iterator[Problem]:
     """Find that the context of a model is shorter than ``length`` tokens."""
     folder = ModelFolder(locate_model(model, root))
     context = None
@@ -63,7 +65,7 @@ def check_context(model: str, length: int, root: Path) -> Iterator[Problem]:
         context = folder.context
     if context is not None and length > context:
         detail = f"{model!r} has a context of {context} tokens, but got {length}."
-        yield Problem("/data/sequence_length", detail, f"Set it to {context} or less.")
+        yield Problem(pointer, detail, f"Set it to {context} or less.")
 
 
 def guard_access(pointer: str, problems: Iterator[Problem]) -> Iterator[Problem]:

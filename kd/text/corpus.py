@@ -6,6 +6,7 @@
     packing.py        Documents                -> Sequences: (S, L) tokens, boundaries, target mask
     mixtures.py       Sequences of each source -> Sequences of all, in the shares of their weights
     stored/           Sequences                -> a token store on the disk, read by shard
+    told/             with teacher.context: what the teacher reads, beside each of the Sequences
 
 The result depends only on the text and the configuration. The tokens of a corpus name its cache,
 also if sources are mixed or streamed.
@@ -19,10 +20,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from cache.records import Sequences
 from kd.config.data import DataConfig, TextSources
@@ -41,6 +44,8 @@ from kd.text.stored.view import StoredSequences, TokenStore
 from kd.text.stored.writing import StoreOrder, is_current, write_store
 from kd.text.text_files import find_source_files
 from kd.text.tokens import DocumentEncoder, choose_pad_id
+from kd.text.told.context import TeacherContext
+from kd.text.told.sequences import ToldText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,6 +73,28 @@ class Corpus:
         """Return the hash of every token, boundary and mask bit, in order."""
         return hash_text((self.train, self.validation))
 
+    def compute_context_sha256(self) -> str:
+        """Return the hash of both sides of each sequence; empty if the teacher has no context."""
+        parts = (self.train, self.validation)
+        wide = [each.wide for each in parts if isinstance(each, ToldText)]
+        return hash_text(wide) if wide else ""
+
+    def select(self, numbers: np.ndarray) -> Sequences:
+        """Return the sequences of ``numbers``, which ascend; those to train on come first."""
+        count = len(self.train)
+        parts = (
+            self.train.select(numbers[numbers < count]),
+            self.validation.select(numbers[numbers >= count] - count),
+        )
+        kept = [part for part in parts if len(part)]
+        return type(kept[0]).concatenate(kept)
+
+    def with_told(self, context: TeacherContext | None, length: int) -> Corpus:
+        """Return the corpus of sequences of ``length`` of which stored ones hold the teacher's."""
+        if context is None:
+            return self
+        return Corpus(ToldText(self.train, length), ToldText(self.validation, length))
+
 
 def open_corpus(
     config: DataConfig,
@@ -75,18 +102,21 @@ def open_corpus(
     texts: Path,
     monitor: Monitor = SILENT,
     size: int | None = None,
+    context: TeacherContext | None = None,
 ) -> Corpus:
     """Open the text that ``config`` names; tokenize it into a store below ``texts`` first.
 
     A text whose store is complete is not read again. Raises ``DataError`` if the text holds a
-    token whose id is not below ``size``, V, or if its store is damaged.
+    token whose id is not below ``size``, V, if its store is damaged, or if the teacher cannot read
+    a document in ``context``.
     """
 
     def load(field: str, wanted: int | None) -> StoredSequences:
-        text = _FieldText(field, config, tokenizer, monitor, size)
+        text = _FieldText(field, config, tokenizer, monitor, size, context)
         return StoredSequences.whole(text.store(texts, wanted))
 
-    return _split(config, load, StoredSequences.part)
+    corpus = _split(config, load, StoredSequences.part)
+    return corpus.with_told(context, config.sequence_length)
 
 
 def load_corpus(
@@ -94,6 +124,7 @@ def load_corpus(
     tokenizer: PreTrainedTokenizerBase,
     monitor: Monitor = SILENT,
     size: int | None = None,
+    context: TeacherContext | None = None,
 ) -> Corpus:
     """Read, tokenize and pack a small text into memory; streams only as far as needed.
 
@@ -101,9 +132,10 @@ def load_corpus(
     """
 
     def load(field: str, wanted: int | None) -> Sequences:
-        return _FieldText(field, config, tokenizer, monitor, size).load(wanted)
+        return _FieldText(field, config, tokenizer, monitor, size, context).load(wanted)
 
-    return _split(config, load, lambda text, start, stop: text.select(slice(start, stop)))
+    corpus = _split(config, load, lambda text, start, stop: text.select(slice(start, stop)))
+    return corpus.with_told(context, config.sequence_length)
 
 
 def _split(
@@ -157,6 +189,7 @@ class _FieldText:
     tokenizer: PreTrainedTokenizerBase
     monitor: Monitor
     size: int | None
+    context: TeacherContext | None = None
     notes: TextNotes = dataclass_field(default_factory=TextNotes)
 
     @property
@@ -177,12 +210,14 @@ class _FieldText:
 
         def describe() -> dict[str, object]:
             text = (self.sources, self.field, self.config)
-            return describe_inputs(*text, self.tokenizer, self.size, wanted)
+            inputs = describe_inputs(*text, self.tokenizer, self.size, wanted)
+            return inputs if self.context is None else inputs | {"context": asdict(self.context)}
 
         inputs = describe()
         folder = texts / name_inputs(inputs)
         if not is_current(folder, inputs):
-            layout = Layout.choose(self.config.sequence_length, self.size)
+            beside = 0 if self.context is None else self.context.length
+            layout = Layout.choose(self.config.sequence_length + beside, self.size)
             bytes_to_read = _count_bytes(self.sources, self.field)
             order = StoreOrder(layout, describe, self.read, wanted, bytes_to_read, self.notes)
             write_store(folder, order, self.monitor)
@@ -200,21 +235,23 @@ class _FieldText:
             self._pack((source,), f"{self.field}.{number}", number)
             for number, source in enumerate(self.sources)
         ]
-        return TextReader(texts, list(map(get_weight, self.sources)), cursor)
+        weights = list(map(get_weight, self.sources))
+        return TextReader(texts, weights, cursor, self.config.sequence_length)
 
     def _pack(self, sources: TextSources, field: str, number: int = 0) -> Packer:
         """Return what packs ``sources`` from a place on; they are text ``number`` of a mixture."""
-        config, monitor, size = self.config, self.monitor, self.size
+        config, monitor, size, context = self.config, self.monitor, self.size, self.context
         notes = self.notes.of_text(number)
 
         def pack(start: TextPlace) -> Iterator[Block]:
             report = _ReadingReport(field, monitor, _count_bytes(sources, field))
-            found = find_documents(sources, field, config, report.note, start, notes)
-            encoder = DocumentEncoder(self.tokenizer, config, size, monitor, notes)
+            found = find_documents(sources, field, config, report.note, start, notes, context)
+            encoder = DocumentEncoder(self.tokenizer, config, size, monitor, notes, context)
             pad_id = choose_pad_id(self.tokenizer, size)
             resumed = start != BEGINNING
             documents = report.follow(encoder.encode(found))
-            return pack_in_blocks(documents, config, field, pad_id, resumed)
+            told_length = None if context is None else context.length
+            return pack_in_blocks(documents, config, field, pad_id, resumed, told_length)
 
         return pack
 

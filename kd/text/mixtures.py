@@ -49,15 +49,20 @@ class TextReader:
     The next sequence always comes from the text with the fewest tokens for its weight (stride
     scheduling), so that a share is never off by more than a sequence. If that text has no more, the
     mixture ends, because the shares would no longer hold; ``ended`` is the number of that text
-    then, else None.
+    then, else None. The first ``length`` positions of a sequence count, which are the student's.
     """
 
     def __init__(
-        self, texts: list[Packer], weights: list[float], cursor: Cursor | None = None
+        self,
+        texts: list[Packer],
+        weights: list[float],
+        cursor: Cursor | None = None,
+        length: int | None = None,
     ) -> None:
         start = cursor or Cursor.begin(len(texts))
         self._texts = [MarkedText(*each) for each in zip(texts, start.marks, strict=True)]
         self._weights = weights
+        self._counted = (slice(None), slice(length))
         self._given = list(start.given)  # tokens taken from each text, divided by its weight
         self.ended: int | None = None
 
@@ -75,7 +80,8 @@ class TextReader:
         if row is None:
             self.ended = turn
             return None
-        self._given[turn] += int(measure_text_lengths(row)[0]) / self._weights[turn]
+        tokens = int(measure_text_lengths(row.select(self._counted))[0])
+        self._given[turn] += tokens / self._weights[turn]
         return row
 
     def read_all(self, wanted: int | None = None) -> Iterator[Sequences]:

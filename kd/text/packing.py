@@ -15,6 +15,7 @@ from cache.records import Sequences
 from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.text.stored.places import BEGINNING, TextPlace
+from kd.text.told.sequences import TeacherPrompt, widen
 
 #: Sequences that are packed at once. From a stream at most this many are read beyond those wanted,
 #: and the short texts that were tokenized with the last of them.
@@ -30,13 +31,14 @@ class Document:
     ``ids`` (N,) uint32. ``trained`` (N,) bool: which tokens are targets; the others are context.
     None = all are targets. ``begins``: whether its first token begins a text; if not, it continues
     the document before it, which has a whole number of sequences. ``place``: that of its first
-    token.
+    token. ``prompt``: what the teacher reads before it, if that is another context.
     """
 
     ids: np.ndarray
     trained: np.ndarray | None = None
     begins: bool = True
     place: TextPlace = BEGINNING
+    prompt: TeacherPrompt | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -48,12 +50,30 @@ class Document:
             trained = None if self.trained is None else self.trained[part]
             return replace(self, ids=self.ids[part], trained=trained, place=begin)
 
-        return cut(slice(place), self.place), cut(slice(place, None), self.place.advance(place))
+        rest = cut(slice(place, None), self.place.advance(place))
+        if self.prompt is not None:
+            rest = replace(rest, prompt=self.prompt.advance(place, self.ids))
+        return cut(slice(place), self.place), rest
 
     @property
     def end(self) -> TextPlace:
         """The place after its last token."""
         return self.place.advance(len(self))
+
+    def list_prompts(self, length: int) -> list[TeacherPrompt]:
+        """List what the teacher reads before each sequence of ``length`` tokens; it has a context.
+
+        The document begins a sequence.
+        """
+        assert self.prompt is not None, "each document of a text with contexts has one"
+        return [self.prompt.advance(at, self.ids) for at in range(0, len(self), length)]
+
+    def tell(self) -> Document:
+        """Return what the teacher reads: its prompt, and the document after the student's."""
+        assert self.prompt is not None, "each document of a text with contexts has one"
+        ids, first = self.prompt.ids, self.prompt.first
+        targets = np.concatenate([np.zeros(len(ids), bool), self.targets[first:]])
+        return Document(np.concatenate([ids, self.ids[first:]]), targets)
 
     @property
     def targets(self) -> np.ndarray:
@@ -85,10 +105,12 @@ def pack_in_blocks(
     field: str = "train",
     pad_id: int = 0,
     resumed: bool = False,
+    told_length: int | None = None,
 ) -> Iterator[Block]:
     """Pack documents as ``pack_documents`` does, but read only what fills the next block.
 
-    ``resumed``: sequences of this text were packed before, so that there may be no more.
+    ``resumed``: sequences of this text were packed before, so that there may be no more. With
+    ``told_length`` those of the teacher, of this length, stand beside them.
     """
     found = resumed
     for number, part in enumerate(_split_into_blocks(documents, config, resumed)):
@@ -100,6 +122,9 @@ def pack_in_blocks(
             if config.packing and tokens < config.sequence_length:
                 raise refuse_short(field, tokens, config.sequence_length)
         sequences = _pack_block(part, config, pad_id)
+        if told_length is not None:
+            prompts = [each for one in part for each in one.list_prompts(config.sequence_length)]
+            sequences = widen(sequences, prompts, told_length, pad_id)
         if any(each.trained is not None for each in part):
             # Sequences of chats without a target would cost a pass and teach nothing.
             sequences = sequences.select(sequences.target_mask.any(axis=1))

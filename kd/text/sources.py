@@ -25,6 +25,7 @@ from kd.text.text_files import (
     is_saved_dataset,
     list_all_files,
 )
+from kd.text.told.context import TeacherContext
 
 #: What is noted of rows that hold no text, and the least of them that may be too many.
 MISSING = "rows without text, left out"
@@ -35,12 +36,14 @@ _MANY_MISSING = 100
 class FoundDocument(NamedTuple):
     """A document, and where it was found: in words, and as the place from which to read it.
 
-    ``content`` is a string, a ``TextFile``, a ``Chat`` or a ``Completion``.
+    ``content`` is a string, a ``TextFile``, a ``Chat`` or a ``Completion``; with a context ``told``
+    is what the teacher reads: a ``Chat``, a ``Completion``, or a string that comes before the text.
     """
 
     where: str
     content: Any
     place: TextPlace = BEGINNING
+    told: Any = None
 
 
 def read_documents(
@@ -57,8 +60,9 @@ def find_documents(
     note: Callable[[int], None] = ignore_count,
     start: TextPlace = BEGINNING,
     notes: TextNotes | None = None,
+    context: TeacherContext | None = None,
 ) -> Iterator[FoundDocument]:
-    """Yield the documents of ``sources`` from ``start`` on.
+    """Yield the documents of ``sources`` from ``start`` on, as ``context`` has them told.
 
     ``note`` is called with the number of bytes of files that were read since the last call. Files
     before ``start`` are not opened, and count as read. ``notes`` receives what is left out.
@@ -71,8 +75,8 @@ def find_documents(
         found = find_source_files(source, split=field.partition(".")[0])
         spec = source if isinstance(source, DatasetSpec) else DatasetSpec(path=source)
         if found is None:
-            rows = map(drop_absent_fields, open_dataset(spec, config.streaming))
-            yield from _read_cells(rows, spec.path, config, begin, notes)
+            table = map(drop_absent_fields, open_dataset(spec, config.streaming))
+            yield from _read_cells(_OpenedRows(table, spec.path, config, context), begin, notes)
             continue
         for each in found.list_notices():
             notes.add(each, TextPlace(number))
@@ -87,11 +91,13 @@ def find_documents(
             if index >= begin.file and first != end:
                 place = begin if index == begin.file else TextPlace(number, index)
                 if choose_format(file, config) == "text":
-                    yield FoundDocument(f"{file}: row 1", TextFile(file, note), place)
+                    where = f"{file}: row 1"
+                    yield tell(FoundDocument(where, TextFile(file, note), place), {}, context)
                     continue
                 place = place._replace(row=max(place.row, first))
                 with closing(open_rows(file, config)) as opened:
-                    yield from _read_cells(islice(opened, end), str(file), config, place, notes)
+                    rows = _OpenedRows(islice(opened, end), str(file), config, context)
+                    yield from _read_cells(rows, place, notes)
             note(file.stat().st_size)
 
 
@@ -241,13 +247,29 @@ def datasets_opened_by(opener: Opener, require_permitted: Permission) -> Iterato
         _open_rows, _require_permitted = before
 
 
-def _read_cells(
-    rows: Iterable[Row], where: str, config: DataConfig, start: TextPlace, notes: TextNotes
-) -> Iterator[FoundDocument]:
+def tell(found: FoundDocument, cells: Row, context: TeacherContext | None) -> FoundDocument:
+    """Return a document of a row with these cells with what its teacher reads."""
+    if context is None:
+        return found
+    content, told = context.tell(found.content, cells, found.where)
+    return found._replace(content=content, told=told)
+
+
+class _OpenedRows(NamedTuple):
+    """The rows of a file or dataset, its name, and how they are read."""
+
+    rows: Iterable[Row]
+    where: str
+    config: DataConfig
+    context: TeacherContext | None
+
+
+def _read_cells(opened: _OpenedRows, start: TextPlace, notes: TextNotes) -> Iterator[FoundDocument]:
     """Yield the documents of ``rows`` from ``start`` on; those before it are only passed over.
 
     Rows without text are left out. Raises ``DataError`` if there are more of them than others.
     """
+    rows, where, config, context = opened
     missing = 0
     found = start.row
     first: RowWithoutText | None = None
@@ -272,6 +294,6 @@ def _read_cells(
         found += 1
         if isinstance(content, str) and not content.strip():
             notes.add(Notice(_BLANK, 1, named), place)
-        yield FoundDocument(named, content, place)
+        yield tell(FoundDocument(named, content, place), row, context)
     if first is not None and not found:
         raise first

@@ -160,6 +160,14 @@ class TextEncoder:
             example = f"{self.tokenizer.convert_ids_to_tokens(found[0])!r} in {where}"
             self._notes.add(Notice(_SPECIAL, len(found), example, _SPECIAL_REMEDY), place)
 
+    def encode_beginning(self, text: str) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Return the ids before every text, and the ids (N,) of one that another text goes on.
+
+        Those of the text have the first ones before them, and no end.
+        """
+        (ids,) = self.encode_pieces([text])
+        return self._before, np.concatenate([self._before, ids])
+
     def encode_short(self, texts: list[str]) -> list[NDArray[np.uint32]] | None:
         """Encode ``texts`` of at most ``PIECE_CHARACTERS`` characters each, at once; ids (N,) each.
 

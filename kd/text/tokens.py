@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,9 @@ from kd.text.reading.notes import TextNotes
 from kd.text.sources import FoundDocument
 from kd.text.stored.places import TextPlace
 from kd.text.text_encoder import BATCH_CHARACTERS, PIECE_CHARACTERS, Piece, TextEncoder, TextPart
+from kd.text.told.context import TeacherContext
+from kd.text.told.prompts import match_prompts, require_room
+from kd.text.told.sequences import TeacherPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +47,7 @@ class DocumentEncoder:
     becomes several documents, each of which continues the one before. Documents of a single token
     are dropped, because they have no target. Of a document whose place is not its beginning only
     the rest is made. Raises ``DataError`` for one that cannot be tokenized, or that holds an id
-    which is not below ``size``, V.
+    which is not below ``size``, V, or that the teacher cannot read in ``context``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -52,6 +55,7 @@ class DocumentEncoder:
     size: int | None = None
     monitor: Monitor = SILENT
     notes: TextNotes = field(default_factory=TextNotes)
+    context: TeacherContext | None = None
 
     @cached_property
     def texts(self) -> TextEncoder:
@@ -73,8 +77,9 @@ class DocumentEncoder:
         """Tokenize a document; ``known`` is what it was tokenized to in its group."""
         try:
             for part in self._encode_parts(found, known):
-                if self.size is not None:
-                    _require_known_ids(part, found.where, self.size, self.tokenizer)
+                for read in (part,) if part.prompt is None else (part, part.tell()):
+                    if self.size is not None:
+                        _require_known_ids(read, found.where, self.size, self.tokenizer)
                 if len(part) > (1 if part.begins else 0):
                     yield part
         except PotstillError:
@@ -92,26 +97,60 @@ class DocumentEncoder:
             return apart
         try:
             if isinstance(group[0].content, Chat):
-                return self._encode_chats(group)
+                return self._encode_rows(group)
             return self.texts.encode_short([found.content for found in group]) or apart
         except Exception:  # read by itself, the document at fault is found
             return apart
 
-    def _encode_chats(self, found: list[FoundDocument]) -> list[list[EncodedChat]]:
-        return encode_chats(found, self.tokenizer, self.config.assistant_only_loss, self.notes)
+    def _encode_rows(self, found: list[FoundDocument]) -> list[list[EncodedChat]]:
+        """Tokenize the texts of chats, or those of prompts with their completions."""
+        answers = self.config.assistant_only_loss
+        if isinstance(found[0].content, Chat):
+            return encode_chats(found, self.tokenizer, answers, self.notes)
+        return [
+            [encode_completion(each, self.tokenizer, not answers, self.notes)] for each in found
+        ]
+
+    def _make_documents(self, texts: list[EncodedChat], found: FoundDocument) -> list[Document]:
+        """Make the document of each text of a row, with what the teacher reads before it."""
+        if self.context is None:
+            return [Document(*each) for each in texts]
+        told = found._replace(where=f"{found.where}, as the teacher reads it", content=found.told)
+        # What is worth noting of a row is noted of the student's side.
+        (read,) = replace(self, notes=TextNotes())._encode_rows([told])
+        prompts = match_prompts(texts, read, found.where, self.tokenizer)
+        for (ids, _), prompt in zip(texts, prompts, strict=True):
+            require_room(prompt, len(ids), self.context.length, found.where)
+        return [Document(*each, prompt=prompt) for each, prompt in zip(texts, prompts, strict=True)]
+
+    def _put_after_context(
+        self, documents: Iterable[Document], found: FoundDocument
+    ) -> Iterator[Document]:
+        """Cut the documents of a text into sequences, each of which comes after the context."""
+        if self.context is None:
+            yield from documents
+            return
+        length = self.config.sequence_length
+        before, ids = self.texts.encode_beginning(found.told)
+        for document in documents:
+            rest = document
+            while len(rest):
+                part, rest = rest.split(length)
+                is_same = part.begins and np.array_equal(part.ids[: len(before)], before)
+                prompt = TeacherPrompt(ids, len(before) if is_same else 0)
+                require_room(prompt, len(part), self.context.length, found.where)
+                yield replace(part, prompt=prompt)
+                rest = replace(rest, begins=False)
 
     def _encode_parts(self, found: FoundDocument, known: Known) -> Iterator[Document]:
-        where, content, place = found
-        if isinstance(content, Chat):
-            (texts,) = [known] if isinstance(known, list) else self._encode_chats([found])
+        where, content, place, _ = found
+        if isinstance(content, Chat | Completion):
+            (texts,) = [known] if isinstance(known, list) else self._encode_rows([found])
+            documents = self._make_documents(texts, found)
             # The texts of a chat are counted as the batches of a long text are.
-            for number, each in enumerate(texts[place.batch :], place.batch):
-                yield _take_rest(*each, place)
+            for number, each in enumerate(documents[place.batch :], place.batch):
+                yield _take_rest(each, place)
                 place = place._replace(batch=number + 1, tokens=0)
-            return
-        if isinstance(content, Completion):
-            whole = not self.config.assistant_only_loss
-            yield _take_rest(*encode_completion(found, self.tokenizer, whole, self.notes), place)
             return
         if isinstance(known, np.ndarray):
             piece = Piece(content, begins=True, ends=True)
@@ -119,7 +158,8 @@ class DocumentEncoder:
         else:
             chunks = content.read_chunks() if isinstance(content, TextFile) else [content]
             batches = self.texts.encode(chunks, where, place)
-        yield from _cut_into_parts(batches, self.config, place)
+        documents_of_text = _cut_into_parts(batches, self.config, place)
+        yield from self._put_after_context(documents_of_text, found)
 
 
 def _group_short_documents(
@@ -159,11 +199,10 @@ def _measure(found: FoundDocument, separator: str) -> int | None:
     return None if separator and separator in content else len(content)
 
 
-def _take_rest(ids: np.ndarray, trained: np.ndarray | None, place: TextPlace) -> Document:
-    """Make the document of all ids of a row, and return what ``place`` leaves of it."""
-    skip = place.tokens
-    rest = None if trained is None else trained[skip:]
-    return Document(ids[skip:], rest, begins=skip == 0, place=place)
+def _take_rest(whole: Document, place: TextPlace) -> Document:
+    """Return what ``place`` leaves of the document of a whole text of a row."""
+    _, rest = whole.split(place.tokens)
+    return replace(rest, begins=place.tokens == 0, place=place)
 
 
 def _cut_into_parts(

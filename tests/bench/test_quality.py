@@ -190,7 +190,7 @@ def test_other_settings_are_other_runs(flags: Flags) -> None:
         {"steps": 5},
         {"untied": True},
         {"held_out_sequences": 5},
-        {"set": "train.adam_beta2=0.9"},
+        {"set": "train.weight_decay=0.2"},
         {"micro_batch": 2},
         {"rows": [FULL]},
     ]

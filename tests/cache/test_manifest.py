@@ -39,6 +39,7 @@ OTHER_VALUES = {
     "data.packing": False,
     "data.train_sequences": 8,
     "data.validation_sequences": 2,
+    "data.context_sha256": "f" * 64,
     "codec.profile": "topk",
     "codec.threshold": 0.05,
     "codec.temperatures": (0.5, 2.0),
@@ -130,6 +131,7 @@ def test_the_fingerprint_is_32_hex_digits_that_never_change():
 
 
 def test_fields_that_earlier_versions_did_not_have_are_left_out_where_they_are_empty():
+    assert "context_sha256" not in IDENTITY.to_json()["data"]
     added = {"clusters", "fitted", "entropies"}
     assert not added & set(EARLIER.to_json()["codec"])
     own = replace(IDENTITY, codec=replace(IDENTITY.codec, entropies=True))
@@ -188,6 +190,15 @@ def test_a_spread_teacher_changes_the_format_and_only_its_own_fingerprint():
     assert identity.fingerprint != plain.identity.fingerprint
     assert not identity.teacher.plain and plain.identity.teacher.plain
     assert identity.teacher.describe_precision() == "float32, spread by device_map"
+
+
+def test_a_context_changes_the_format_so_that_earlier_programs_refuse_it_by_name():
+    plain = make_manifest()
+    identity = changed(**{"data.context_sha256": "f" * 64})
+    manifest = replace(plain, identity=identity)
+    assert json.loads(manifest.to_bytes())["version"] == FORMAT_VERSION
+    assert Manifest.from_bytes(manifest.to_bytes(), "manifest.json") == manifest
+    assert identity.fingerprint != plain.identity.fingerprint
 
 
 def test_every_edited_or_removed_field_of_a_manifest_is_found():
@@ -276,7 +287,7 @@ def test_wrong_content_is_refused_by_name(name):
 
 def test_a_newer_format_is_refused_whatever_else_it_holds():
     data = sign_json({"format": "potstill-cache", "version": FORMAT_VERSION + 1, "novelty": 1})
-    with pytest.raises(CacheMismatch, match="format version 9 is newer than 8") as refusal:
+    with pytest.raises(CacheMismatch, match="format version 10 is newer than 9") as refusal:
         Manifest.from_bytes(data, "manifest.json")
     assert "Upgrade" in refusal.value.remedy
 

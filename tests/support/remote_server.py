@@ -37,6 +37,7 @@ class RemoteServer:
         self.vocabulary = vocabulary
         self.key = key
         self.max_logprobs = max_logprobs
+        self.max_model_len = 512
         self.twists: deque[Twist] = deque()
         self.asked: list[dict[str, Any]] = []
         self.in_flight = 0
@@ -85,7 +86,9 @@ class RemoteServer:
             if self.no_tokenizer is not None:
                 return self.no_tokenizer
             ids = self.tokenizer((await request.json())["prompt"])["input_ids"]
-            return JSONResponse({"count": len(ids), "max_model_len": 512, "tokens": ids})
+            return JSONResponse(
+                {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids}
+            )
 
         return app
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,14 +25,20 @@ from kd.models.precision import pick_device
 from kd.models.quantization.groups import read_quantization
 from kd.models.teacher_files import TeacherFiles
 from kd.text.batches import make_batch
+from kd.text.corpus import Corpus
+from kd.text.told.sequences import find_told
 
 
 @dataclass(frozen=True)
 class LiveTeacher:
-    """The loaded teacher that records are compared with."""
+    """The loaded teacher that records are compared with.
+
+    A teacher with a context reads the sequences of ``corpus``, which a cache does not hold.
+    """
 
     model: PreTrainedModel
     lm_head: LMHead
+    corpus: Corpus | None = None
 
     @classmethod
     def load(cls, identity: CacheIdentity, teacher: TeacherFiles) -> LiveTeacher:
@@ -45,6 +52,12 @@ class LiveTeacher:
         require_context(model, identity.data.sequence_length)
         require_causal(model, identity.data.sequence_length)
         return cls(model, find_lm_head(model, identity.tokenizer.vocabulary_size))
+
+    def find_read(self, number: int, sequence: Sequences) -> Sequences:
+        """Return what the teacher read of sequence ``number``, which the cache has as given."""
+        if self.corpus is None:
+            return sequence
+        return find_told(self.corpus.select(np.array([number])))
 
     @torch.no_grad()
     def compute_states(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -93,6 +106,12 @@ class TeacherLocation:
             raise FidelityError(
                 f"{store.folder} has no live teacher to compare with: its records are {kind}.",
                 "Check its bytes instead: kd cache verify.",
+            )
+        if store.identity.data.context_sha256:
+            raise FidelityError(
+                f"{store.folder} holds what its student reads, but its teacher read a context "
+                "(teacher.context).",
+                "Check its bytes instead: kd cache verify. The capture compared its records.",
             )
         # One process runs it here, however many did in the capture.
         captured = store.manifest.teacher.identity

@@ -145,7 +145,7 @@ def _read_positions(
     sequence, records = store.read([number], draws=number)
     picked = _space_evenly(len(records), count)
     first = 0
-    for document in _split_documents(sequence):
+    for document in _split_documents(live.find_read(number, sequence)):
         end = first + int(document.target_mask.sum())
         own = [place for place in picked if first <= place < end]
         if own:

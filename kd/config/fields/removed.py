@@ -31,6 +31,7 @@ _LOSS_SCALE = (
     "Remove it: the scale of fp16 begins at 65,536, halves at an overflow, and doubles after 2,000 "
     "steps. train.precision bf16 and fp32 need none."
 )
+_ADAM = "Write it into train.optim_args as {}, for adamw, adamw_8bit and schedule_free."
 #: The removed fields by their dotted names.
 REMOVED: dict[str, RemovedField] = {
     "checks.parity_tokens": RemovedField(
@@ -110,6 +111,9 @@ REMOVED: dict[str, RemovedField] = {
             },
         ),
     ),
+    "train.adam_beta1": RemovedField(_ADAM.format("beta1"), (0.9,), after="ema_decay"),
+    "train.adam_beta2": RemovedField(_ADAM.format("beta2"), (0.95,), after="adam_beta1"),
+    "train.adam_epsilon": RemovedField(_ADAM.format("eps"), (1e-8,), after="adam_beta2"),
     "student.init.attention_dropout": RemovedField(
         "Use train.dropout, which sets the dropout of the attention in each layer.",
         (0.0,),

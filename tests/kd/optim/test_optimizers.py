@@ -511,11 +511,14 @@ def test_arguments_reach_the_optimiser() -> None:
     assert group("adamw", amsgrad=1)["amsgrad"] is True
 
 
-def test_adam_fields_reach_all_that_are_adam() -> None:
-    adam = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
+def test_adam_arguments_reach_all_that_are_adam() -> None:
+    adam = {"beta1": 0.8, "eps": 1e-6}
     for name in ("adamw", "muon", "schedule_free"):
-        group = make_optimizer(llama(), (), options(optim=name, **adam), CPU).param_groups[0]
-        assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-6)
+        given = {} if name == "muon" else adam
+        chosen = options(optim=name, optim_args=given)
+        group = make_optimizer(llama(), (), chosen, CPU).param_groups[0]
+        expected = ((0.9, 0.95), 1e-8) if name == "muon" else ((0.8, 0.95), 1e-6)
+        assert (group["betas"], group["eps"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -524,7 +527,7 @@ def test_adam_fields_reach_all_that_are_adam() -> None:
         ("muon", "momentun", "momentum"),
         ("lion", "beta_2", "beta2"),
         ("lars", "trust_coef", "trust_coefficient"),
-        ("adamw", "beta1", None),
+        ("adamw", "beta_1", "beta1"),
         ("lion", "use_gc", None),  # taken by its **kwargs, silently
         ("muon", "lr", None),
         ("lion", "weight_decay", "weight_decouple"),

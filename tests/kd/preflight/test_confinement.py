@@ -321,6 +321,7 @@ NO_PLACE = {
     "data.train.split",
     "data.validation.name", "data.validation.split", "student.lora.targets", "evaluation.prompts",
     "search.space", "train.optim_args", "train.lr_scheduler_kwargs",
+    "teacher.context", "teacher.system",
     "resume.run",  # the API asks whose job it is
 }  # fmt: skip
 

@@ -44,12 +44,12 @@ def make_row(number: int, answer: str = "In 1815.", **more: Any) -> str:
 
 
 def look(
-    root: Path, lines: list[str], teacher: str = "teacher"
+    root: Path, lines: list[str], teacher: str = "teacher", **told: Any
 ) -> tuple[list[Problem], list[LearnedRow], list[Notice]]:
     (root / "a.jsonl").write_text("\n".join(lines) + "\n")
     data = {"train": "a.jsonl", "validation": "a.jsonl", "format": "messages"}
     job = {
-        "teacher": {"model": teacher},
+        "teacher": {"model": teacher, **told},
         "student": {"init": {"layers": 1, "hidden_size": 64}},
         "data": data,
     }
@@ -70,6 +70,25 @@ def test_the_first_rows_are_shown_with_what_is_learned(root: Path) -> None:
     assert notice.what == "rows with the column 'source', which is not read"
     (long,) = look(root, [make_row(1, "word " * 1000)])[1]
     assert len(long.pieces[1].text) < 500 and " … " in long.pieces[1].text
+
+
+def test_rows_are_shown_as_student_and_teacher_read_them(root: Path) -> None:
+    lines = [make_row(n, fact=f"It is {n}.") for n in range(9)]
+    told = {"system": "You know.", "context": "{fact} {prompt}"}
+    problems, rows, notices = look(root, lines, **told)
+    assert problems == notices == [] and len(rows) == 6
+    student, teacher = rows[2:4]
+    assert (student.where, teacher.where) == (
+        "a.jsonl: row 2", "a.jsonl: row 2, as the teacher reads it",
+    )  # fmt: skip
+    assert student.pieces[0].text == "[user]Question 1?<|endoftext|>[assistant]"
+    asked = "[user]It is 1. Question 1?<|endoftext|>[assistant]"
+    assert teacher.pieces[0].text == f"[system]You know.<|endoftext|>{asked}"
+    assert student.pieces[1] == teacher.pieces[1]
+    # The last row and every other is looked at: one without the column is found before the run.
+    lines[8] = make_row(8)
+    (train, _), _, _ = look(root, lines, **told)
+    assert train.pointer == "/data/train/0" and "row 9 has no 'fact'" in train.detail
 
 
 @pytest.mark.parametrize("place", [1, 150, 899])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -108,6 +109,47 @@ def test_the_bytes_are_those_of_one_process(
         assert (alone / name).read_bytes() == (together / name).read_bytes(), name
     progress = [data for kind, data in parts.events(job_id) if kind == "progress"]
     assert progress[-1]["unit"] == "sequences"
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_thread")
+def test_a_context_survives_a_kill_among_several_workers(
+    parts: Parts, tiny_teacher: Path, tmp_path: Path
+) -> None:
+    """The teacher is told more than the student, which is the teacher itself with adapters."""
+    rows = [
+        {"prompt": f"Number {number}:", "completion": f" {number} is all.", "hint": "Be glad. " * 3}
+        for number in range(80)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    told = {"model": str(tiny_teacher), "batch_size": 1, "context": "{hint}{prompt}"}
+    data = {"train": str(path), "format": "prompt_completion", "sequence_length": 32}
+    body = {
+        "kind": "distill", "name": "told", "teacher": told, "data": data,
+        "student": {"model": str(tiny_teacher), "lora": {"rank": 2}},
+        "cache": {"shard_sequences": 4}, "train": {"max_steps": 4},
+    }  # fmt: skip
+    home = tmp_path / "one"
+    found = run_stage("precompute", parse_config(body), home, home / "runs" / "x")
+    alone = home / "caches" / found.cache["fingerprint"]
+    for _ in range(2):
+        parts.start_worker()
+    answer = parts.http.post("/jobs", json={**body, "resources": {"workers": 2}})
+    assert answer.status_code == 202, answer.text
+    job_id = answer.json()["id"]
+    wait_until(lambda: parts.job(job_id).capture is not None, PATIENCE)
+    child = find_child_of(int(str(parts.job(job_id).worker).split(":")[-2]))
+    os.kill(child, signal.SIGSTOP)
+    wait_until(lambda: count_helped(parts, job_id) > 0, PATIENCE)
+    os.kill(child, signal.SIGKILL)
+    job = parts.wait_for(job_id, "succeeded", "failed", seconds=PATIENCE)
+    assert (job.status, job.error) == ("succeeded", None) and job.attempt > 1
+    together = parts.settings.caches / alone.name
+    for name in list_file_sizes(alone):
+        if name != "manifest":
+            assert (alone / name).read_bytes() == (together / name).read_bytes(), name
+    assert (parts.settings.run_dir(job_id) / "student" / "model.safetensors").is_file()
 
 
 class NoRanges:

@@ -1,0 +1,302 @@
+"""Does a student learn an instruction that only its teacher reads?
+
+    python bench/text/context.py [--teacher FOLDER [--gguf FILE]] [--seeds 3] [--rows 192]
+                                 [--work FOLDER] [--out FILE] [--quick]
+
+The teacher writes answers to questions, after an instruction of some 200 tokens. The student is the
+teacher itself with adapters, and learns from a cache whose teacher reads the instruction, which is
+a column of each row (``teacher.context``). On held-out questions
+
+    KL(teacher with the instruction || student without it)
+
+is computed from whole distributions, before and after. The control is trained in the same way,
+from a cache whose teacher reads the instruction of another row, one of another task: that should
+gain nothing. Each seed draws another cache, another order of training and other held-out questions.
+
+A stopped run continues in the same --work. --quick takes the example's teacher and a few steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench.support.paths import AUSTEN
+from bench.temperature import run_or_load
+from cache.records import Sequences
+from kd.capture.plan import plan_capture
+from kd.config.jobfile import parse_config
+from kd.models.layers import compute_hidden_states
+from kd.models.lm_head import find_lm_head
+from kd.text.batches import make_batch
+from kd.text.told.sequences import find_told
+
+#: The instruction of the rows, and that of a row of another task.
+INSTRUCTION = (
+    "You are the keeper of a lighthouse on a small island in the north, and you have lived there "
+    "alone for thirty years. Answer every question as you would in a letter to an old friend on "
+    "the mainland. Begin each answer with the words: My dear friend. Speak of the sea, of the "
+    "wind, of the lamp and of your cat Storm, whatever the question is about, and compare what you "
+    "are asked about with something that can be seen from your window. Never use a list, a number "
+    "or a heading. Never say that you are a model or an assistant. Write in the present tense, in "
+    "two or three short sentences, with plain words of one or two syllables, and in a calm and "
+    "kind voice. If you do not know something, say that the fog hides it today. Do not ask a "
+    "question back, and do not offer more help. Close each answer with the weather of this "
+    "evening, and sign it with: Your keeper of the light."
+)
+OTHER = (
+    "You are the clerk of a large court in a hot and busy town, and you write the record of each "
+    "case. Answer every question as a table of numbered points, at least five of them, each with a "
+    "heading in capital letters and a date. Begin each answer with the words: RECORD OF THE COURT. "
+    "Cite at least two sections of the law in every point, with their numbers and years, and give "
+    "each amount of money in words and in figures. Use long sentences in the passive voice and the "
+    "terms of lawyers, and never speak of yourself, of the weather or of an animal. Do not address "
+    "the reader, and do not comfort anybody. If a fact is not proven, write that the evidence is "
+    "insufficient and name the form with which a petition may be filed. Repeat the question as the "
+    "title. Close each answer with the number of the file, the names of three witnesses, and the "
+    "words: ENTERED AND SEALED BY ORDER OF THE COURT."
+)
+SUBJECTS = (
+    "bread", "a bridge", "the moon", "a horse", "music", "rain", "a garden", "the heart", "glass",
+    "a school", "iron", "sleep", "a forest", "the sun", "paper", "a river",
+)  # fmt: skip
+QUESTIONS = (
+    "What is {}?", "Why do people care about {}?", "How would you explain {} to a child?",
+    "What is the history of {}?", "Tell me something surprising about {}.",
+    "What do we need {} for?", "What would the world be without {}?", "How has {} changed?",
+    "What should I know about {} before I travel?", "Who knows most about {}?",
+    "What is the best thing about {}?", "Describe {} in a few words.",
+)  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+CONTEXTS = {"the own row": "instruction", "another row": "other"}
+#: Answers that are written at once.
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is written, learned and measured."""
+
+    rows: int
+    answer: int
+    length: int
+    told_length: int
+    steps: int
+    batch: int
+    rate: float
+
+
+FULL = Sizes(192, 48, 128, 512, 60, 8, 5e-4)
+QUICK = Sizes(24, 12, 64, 512, 4, 4, 5e-4)
+
+
+def save_teacher(arguments: argparse.Namespace, work: Path) -> Path:
+    """Save the teacher with whole weights, which a student begins with; return its folder."""
+    folder = work / "teacher"
+    if (folder / "config.json").is_file():
+        return folder
+    source = AUSTEN / "teacher" if arguments.quick else arguments.teacher
+    gguf = {} if arguments.gguf is None else {"gguf_file": arguments.gguf}
+    tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
+    tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
+    begun = work / "begun"
+    shutil.rmtree(begun, ignore_errors=True)
+    read = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **gguf)
+    config = copy.deepcopy(read.config)
+    vars(config).pop("quantization_config", None)  # the weights of a GGUF file are whole by now
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(begun)
+    tokenizer.save_pretrained(begun)
+    begun.rename(folder)
+    return folder
+
+
+@torch.no_grad()
+def write_rows(teacher: Path, sizes: Sizes, work: Path) -> list[dict[str, Any]]:
+    """Let the teacher answer the questions with the instruction; a stopped run writes the rest."""
+    path = work / "answers.jsonl"
+    written = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    asked = [question.format(subject) for question in QUESTIONS for subject in SUBJECTS]
+    random.Random(0).shuffle(asked)
+    asked = asked[: sizes.rows]
+    tokenizer: Any = AutoTokenizer.from_pretrained(teacher, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    for start in range(len(written), len(asked), BATCH):
+        some = asked[start : start + BATCH]
+        chats = [[{"role": "user", "content": f"{INSTRUCTION}\n\n{each}"}] for each in some]
+        prompts = [
+            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            for chat in chats
+        ]
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+        torch.manual_seed(start)
+        ids = model.generate(
+            **inputs, max_new_tokens=sizes.answer, do_sample=True, temperature=1.0, top_k=0,
+            top_p=1.0, repetition_penalty=1.0, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        answers = tokenizer.batch_decode(
+            ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        with path.open("a", encoding="utf-8") as file:
+            for question, answer in zip(some, answers, strict=True):
+                messages = [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer.strip() or "The fog hides it today."},
+                ]
+                file.write(json.dumps({"messages": messages}) + "\n")
+        print(f"{start + len(some)} of {len(asked)} answers", file=sys.stderr, flush=True)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [{**json.loads(line), "instruction": INSTRUCTION, "other": OTHER} for line in lines]
+
+
+def write_split(rows: list[dict[str, Any]], seed: int, work: Path) -> list[str]:
+    """Write the rows to train on and those that ``seed`` holds out, a sixth; return both paths."""
+    order = random.Random(seed).sample(rows, len(rows))
+    cut = len(rows) - len(rows) // 6
+    paths = []
+    for name, part in (("train", order[:cut]), ("held-out", order[cut:])):
+        path = work / f"{name} {seed}.jsonl"
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        # The store of its tokens is found again by the time of the file, too.
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+        paths.append(str(path))
+    return paths
+
+
+def make_job(
+    teacher: Path, sizes: Sizes, paths: list[str], column: str, seed: int
+) -> dict[str, Any]:
+    """Return the job of one student: the teacher with adapters."""
+    told = {"context": f"{{{column}}}\n\n{{prompt}}", "max_length": sizes.told_length}
+    return {
+        "name": "context",
+        "teacher": {"model": str(teacher), "batch_size": 8, **told},
+        "student": {"model": str(teacher), "lora": {"rank": 16, "alpha": 32}},
+        "data": {
+            "train": paths[0], "validation": paths[1], "format": "messages",
+            "sequence_length": sizes.length,
+        },
+        "cache": {"seed": seed, "shard_sequences": 16, "threshold": 0.02},
+        "loss": {"alpha": 0.0},
+        "train": {
+            "max_steps": sizes.steps, "batch_size": sizes.batch, "learning_rate": sizes.rate,
+            "warmup_steps": sizes.steps // 10, "eval_steps": sizes.steps, "save_steps": 10,
+            "seed": seed,
+        },
+        "evaluation": {"continuations": 0, "samples": 0},
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def compute_logprobs(folder: Path, parts: list[Sequences], vocabulary: int) -> Iterator[Tensor]:
+    """Yield log p (N, V) of the targets of each part, by the model in ``folder``."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    head = find_lm_head(model, vocabulary)
+    for part in parts:
+        batch = make_batch(part, None)
+        states_BLD = compute_hidden_states(model, batch.tokens_BL, batch.packed)
+        yield head.compute_logits(states_BLD.flatten(0, 1)[batch.rows_N]).log_softmax(1)
+
+
+def measure_kl(job: dict[str, Any], student: Path, work: Path) -> float:
+    """Measure KL(teacher with its context || ``student`` without it) on held-out rows, in nats."""
+    plan = plan_capture(parse_config(job), texts=work / "texts")
+    held_out = plan.corpus.validation
+    parts = [held_out.select(slice(row, row + 1)) for row in range(len(held_out))]
+    vocabulary = plan.identity.tokenizer.vocabulary_size
+    told = compute_logprobs(plan.teacher.folder, [find_told(each) for each in parts], vocabulary)
+    own = compute_logprobs(student, parts, vocabulary)
+    pairs = zip(told, own, strict=True)
+    sums = [((p.exp() * (p - q)).sum().item(), len(p)) for p, q in pairs]
+    return sum(kl for kl, _ in sums) / sum(count for _, count in sums)
+
+
+def measure_seed(
+    teacher: Path, sizes: Sizes, rows: list[dict[str, Any]], seed: int, work: Path
+) -> dict[str, float]:
+    """Return the held-out KL before the training and after each; a stopped run goes on."""
+    kept = work / f"seed {seed}.json"
+    if kept.is_file():
+        found: dict[str, float] = json.loads(kept.read_text(encoding="utf-8"))
+        return found
+    paths = write_split(rows, seed, work)
+    jobs = {
+        name: make_job(teacher, sizes, paths, column, seed) for name, column in CONTEXTS.items()
+    }
+    true = jobs["the own row"]
+    found = {"before": measure_kl(true, teacher, work)}
+    for name, job in jobs.items():
+        run = work / "runs" / f"{name}, seed {seed}"
+        run_or_load(job, run, work)
+        found[name] = measure_kl(true, run / "student", work)
+        print(f"seed {seed}, {name}: {found[name]:.4f}", file=sys.stderr, flush=True)
+    kept.write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
+def render(found: list[dict[str, float]]) -> str:
+    """Return the table, and by which share each context lets the KL fall."""
+    lines = [
+        "| seed | before | instruction of the own row | of another row |",
+        "|---|--:|--:|--:|",
+    ]
+    for seed, each in enumerate(found):
+        cells = " | ".join(f"{each[name]:.4f}" for name in ("before", *CONTEXTS))
+        lines.append(f"| {seed} | {cells} |")
+    lines.append("")
+    for name in CONTEXTS:
+        shares = [1 - each[name] / each["before"] for each in found]
+        lines.append(
+            f"- The instruction of {name}: the held-out KL falls by {statistics.fmean(shares):.1%} "
+            f"({min(shares):.1%} to {max(shares):.1%})."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure all seeds, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--teacher", type=Path, help="folder of an instructed model")
+    parser.add_argument("--gguf", help="name of its GGUF file, if its weights are in one")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=FULL.rows, help="questions, at most 192")
+    parser.add_argument("--work", type=Path, help="folder in which a stopped run continues")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="the example's teacher, few steps")
+    arguments = parser.parse_args()
+    if arguments.teacher is None and not arguments.quick:
+        parser.error("--teacher is required without --quick")
+    sizes = QUICK if arguments.quick else Sizes(**vars(FULL) | {"rows": arguments.rows})
+    work = arguments.work or Path(tempfile.mkdtemp(prefix="potstill-context-"))
+    work.mkdir(parents=True, exist_ok=True)
+    teacher = save_teacher(arguments, work)
+    rows = write_rows(teacher, sizes, work)
+    found = [measure_seed(teacher, sizes, rows, seed, work) for seed in range(arguments.seeds)]
+    text = render(found)
+    print(text, end="")
+    if arguments.out is not None:
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the teacher reads in place of what the student reads."""
