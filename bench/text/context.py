@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import random
 import shutil
 import statistics
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.speed import read_cpu_name
 from bench.support.paths import AUSTEN
 from bench.temperature import run_or_load
 from cache.records import Sequences
@@ -257,6 +259,8 @@ def measure_seed(
 def render(found: list[dict[str, float]]) -> str:
     """Return the table, and by which share each context lets the KL fall."""
     lines = [
+        f"Machine: {read_cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "",
         "| seed | before | instruction of the own row | of another row |",
         "|---|--:|--:|--:|",
     ]
