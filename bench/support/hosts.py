@@ -407,21 +407,25 @@ class GangTrial:
         curve = [each["loss"] for each in lines if each["type"] == "metrics"]
         return curve, load_file(run_dir / "student" / "model.safetensors")
 
-    def find_hosts(self, job_id: str) -> tuple[str, str]:
-        """The host that leads, and the other one."""
+    def find_hosts(self, job_id: str) -> tuple[str, str] | None:
+        """The host that leads, and the other one; None if they are not there now.
+
+        A host that was cut off may name the job for a while, but it has no child.
+        """
         workers = {each.pid: each for each in self.parts.jobs.list_workers()}
         leader = self.parts.job(job_id).worker
         found = {"leader": "", "member": ""}
         for host in WORKERS:
             worker = workers.get(self.service.processes[host].pid)
-            if worker is not None and worker.job == job_id:
+            works = self._list_processes(host, VICTIMS["child"])
+            if worker is not None and worker.job == job_id and works:
                 found["leader" if worker.id == leader else "member"] = host
-        return found["leader"], found["member"]
+        return (found["leader"], found["member"]) if all(found.values()) else None
 
     def strike(self, job_id: str, kind: str) -> float:
         """Hurt the training; returns the seconds until it is further on than before."""
         before, steps = self.parts.job(job_id), self.count_steps(job_id)
-        leader, member = self.find_hosts(job_id)
+        leader, member = wait_until(lambda: self.find_hosts(job_id), TRAINING_SECONDS)
         host = leader if kind == "leader cut off" else member
         begin = time.monotonic()
         if kind == "job store":
