@@ -32,6 +32,8 @@ OTHER_VALUES = {
     "teacher.dtype": "bfloat16",
     "teacher.quantization": "int8",
     "teacher.parallel": "tensor",
+    "teacher.server": "vllm 0.33.0",
+    "teacher.proposal": "f" * 64,
     "tokenizer.vocabulary_size": 301,
     "tokenizer.sha256": "f" * 64,
     "data.sha256": "f" * 64,
@@ -276,7 +278,7 @@ def test_wrong_content_is_refused_by_name(name):
 
 def test_a_newer_format_is_refused_whatever_else_it_holds():
     data = sign_json({"format": "potstill-cache", "version": FORMAT_VERSION + 1, "novelty": 1})
-    with pytest.raises(CacheMismatch, match="format version 9 is newer than 8") as refusal:
+    with pytest.raises(CacheMismatch, match="format version 10 is newer than 9") as refusal:
         Manifest.from_bytes(data, "manifest.json")
     assert "Upgrade" in refusal.value.remedy
 

@@ -20,7 +20,7 @@ from bench.support.small.caches import (
 from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheIncomplete
 from cache.manifest import (
-    FORMAT_VERSION,
+    DITHER_FORMAT_VERSION,
     PLAIN_FORMAT_VERSION,
     TAIL_MEAN_FORMAT_VERSION,
     CacheIdentity,
@@ -76,7 +76,7 @@ def test_a_cache_holds_the_mean_of_the_sums_of_its_shards(tmp_path: Path) -> Non
     assert found["share"][0] == 0
     assert verify_cache(store.folder) == []
     assert not (store.folder / TAIL_SUMS).exists()
-    assert read_version(store) == FORMAT_VERSION
+    assert read_version(store) == DITHER_FORMAT_VERSION
     assert read_version(write_cache(tmp_path, identity=EARLIER)) == TAIL_MEAN_FORMAT_VERSION
 
 
@@ -100,7 +100,10 @@ def test_without_the_sums_of_a_shard_there_is_no_mean(tmp_path: Path) -> None:
     assert store.tail_mean() is None
     assert verify_cache(store.folder) == []
     earlier = write_cache(tmp_path, without=1, identity=EARLIER)
-    assert (read_version(store), read_version(earlier)) == (FORMAT_VERSION, PLAIN_FORMAT_VERSION)
+    assert (read_version(store), read_version(earlier)) == (
+        DITHER_FORMAT_VERSION,
+        PLAIN_FORMAT_VERSION,
+    )
     assert "tail_mean" not in json.loads((store.folder / "manifest.json").read_bytes())
 
 

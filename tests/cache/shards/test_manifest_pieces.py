@@ -23,6 +23,7 @@ from cache.checking.verify import find_extras, verify_cache
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch
 from cache.inspection import compare_caches, compute_cache_stats
 from cache.manifest import (
+    DITHER_FORMAT_VERSION,
     FORMAT_VERSION,
     PIECES_FORMAT_VERSION,
     PLAIN_FORMAT_VERSION,
@@ -67,7 +68,7 @@ def test_only_the_manifest_of_many_shards_has_pieces(listed: Path, pieced: Path)
     }
     plain = json.loads(theirs.pop(MANIFEST))
     document = json.loads(ours.pop(MANIFEST))
-    assert (plain["version"], document["version"]) == (FORMAT_VERSION, FORMAT_VERSION)
+    assert (plain["version"], document["version"]) == (DITHER_FORMAT_VERSION,) * 2
     assert "pieces" not in plain and "shards" not in document
     assert {name: ours[name] for name in theirs} == theirs, "everything else is the same"
 

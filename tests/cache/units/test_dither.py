@@ -22,7 +22,7 @@ from bench.support.small.caches import (
 )
 from cache.checking.verify import verify_cache
 from cache.errors import CacheCorrupt, CacheIncomplete, CacheMismatch
-from cache.manifest import FORMAT_VERSION, Manifest, sign_json
+from cache.manifest import DITHER_FORMAT_VERSION, Manifest, sign_json
 from cache.store import open_cache
 from cache.units.dither import (
     LEADING,
@@ -227,7 +227,7 @@ def test_only_caches_of_records_in_units_have_the_folder(all_pristine, tmp_path)
     for name, folder in folders.items():
         document = json.loads((folder / "manifest.json").read_bytes())
         assert ("dither" in document) == (folder / "dither").exists() == (name == "threshold")
-        assert (document["version"] == FORMAT_VERSION) == (name == "threshold")
+        assert (document["version"] == DITHER_FORMAT_VERSION) == (name == "threshold")
 
 
 def test_every_flipped_bit_of_the_tables_is_refused(copy):
@@ -348,7 +348,7 @@ def test_a_program_of_version_020_calls_these_caches_newer(copy, monkeypatch):
     with pytest.raises(CacheMismatch, match="format version 8 is newer than 7") as refusal:
         open_cache(copy)
     assert "Upgrade" in refusal.value.remedy
-    newer = sign_json({"format": "potstill-cache", "version": 9})
+    newer = sign_json({"format": "potstill-cache", "version": 10})
     monkeypatch.undo()
-    with pytest.raises(CacheMismatch, match="format version 9 is newer than 8"):
+    with pytest.raises(CacheMismatch, match="format version 10 is newer than 9"):
         Manifest.from_bytes(newer, "manifest.json")
