@@ -148,9 +148,6 @@ class TrainConfig(Section):
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     """AdamW beta 2."""
 
-    adam_epsilon: float = Field(1e-8, gt=0, le=1)
-    """AdamW epsilon."""
-
     lm_head_floor: float = Field(0.1, ge=0, lt=1)
     """Make the rows of rare words in the LM head, and the noise of sampled records in them, move
     little. Weights whose gradients are below this share of the root mean square of all gradients

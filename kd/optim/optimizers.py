@@ -140,6 +140,8 @@ def _make_one_optimizer(
     return optimizer
 
 
+#: AdamW's epsilon.
+EPSILON = 1e-8
 # Where torch has one kernel for the whole of AdamW; elsewhere it takes foreach if the device has
 # that, else a loop.
 _FUSED_DEVICES = {"cuda", "xpu", "mps", "cpu"}
@@ -150,7 +152,7 @@ def _choose_class_and_settings(
 ) -> tuple[Callable[..., Any], dict[str, object]]:
     """The optimiser's class, and the arguments that ``options`` or this project decide."""
     betas = (options.adam_beta1, options.adam_beta2)
-    adam: dict[str, object] = {"betas": betas, "eps": options.adam_epsilon}
+    adam: dict[str, object] = {"betas": betas, "eps": EPSILON}
     if name == "adamw":
         adam["fused"] = True if device.type in _FUSED_DEVICES else None
         if not options.is_pure_bfloat16:

@@ -115,6 +115,7 @@ REMOVED: dict[str, RemovedField] = {
         (0.0,),
         after="num_key_value_heads",
     ),
+    "train.adam_epsilon": RemovedField("Remove it: it is always 1e-8.", (1e-8,), "adam_beta2"),
     "search.seed": RemovedField(
         "Remove it: the sampler has a fixed seed, and the same job tries the same values again.",
         (0,),
