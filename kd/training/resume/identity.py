@@ -26,7 +26,7 @@ FREE_FIELDS = {
     "fsdp_offload",
 }  # fmt: skip
 #: Fields of the teacher section that shape its records alone, and a cache's identity has them.
-TEACHER_FREE_FIELDS = ("parallel", "gpu_memory", "host_memory")
+TEACHER_FREE_FIELDS = ("parallel", "gpu_memory", "host_memory", "proposal")
 #: Fields that are newer than the first checkpoints, with the values that mean what was done before
 #: they existed: then a checkpoint's identity does not have them.
 NEWER_FIELDS: dict[str, float | None] = {
