@@ -96,6 +96,11 @@ BENCHES = {
         "the bias of sampled records on real text, by decade of probability",
         "minutes",
     ),
+    "served": Bench(
+        "bench/teachers/served.py",
+        "noise and bias of records of a served teacher, for several proposals and numbers of ids",
+        "90 minutes",
+    ),
     "quality": Bench(
         "bench/quality.py",
         "students of each kind of record, and their shares of full distillation",

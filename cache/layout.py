@@ -41,7 +41,7 @@ def encode_arrays(
     """
     if codec.rules.dithered:
         assert tables is not None, "a writer makes the tables before the first shard"
-        offsets, arrays = encode_units(records, positions, tables)
+        offsets, arrays = encode_units(records, positions, codec, tables)
         return {"offsets": _narrow_offsets(offsets), **arrays}
     if not codec.rules.sampled:
         return {"offsets": _narrow_offsets(positions[:, None]), **records.columns}
@@ -111,7 +111,7 @@ def list_arrays(codec: Codec, draw: int) -> dict[str, tuple[str, int]]:
     Each comes with the column of ``offsets`` that cuts it into sequences.
     """
     if codec.rules.dithered:
-        return list_unit_arrays()
+        return list_unit_arrays(codec)
     found = {name: (name, _POSITIONS) for name in _list_plain_columns(codec)}
     if not codec.rules.sampled:
         return found

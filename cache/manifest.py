@@ -16,7 +16,8 @@ Manifest
 ├── tail_mean          FolderEntry         the mean tail of profile threshold; from format 5 on
 ├── pieces             PieceIndex          files with the entries of many shards; from format 6 on
 ├── first_tails        FolderEntry         sums for a cache that extends this one; from format 7 on
-└── dither             FolderEntry         the tables of profile threshold; from format 8 on
+├── dither             FolderEntry         the tables of profile threshold; from format 8 on
+└── served             ServedTest          the test of a teacher's server; from format 9 on
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from cache.profiles.table import PROFILES
 from cache.shards.entries import PieceIndex, ShardEntry, ShardTotals
 
 FORMAT = "potstill-cache"
-#: Newest version of the folder's layout: a cache whose teacher read a context. A cache has the
-#: lowest version that describes it, so that a program which does not know of a part refuses the
-#: cache by name.
+#: Newest version of the folder's layout: a cache whose teacher read a context, or whose server was
+#: tested. A cache has the lowest version that describes it, so a program which does not know of
+#: a part refuses the cache by name.
 FORMAT_VERSION = 9
 #: The version of a cache with tables of dither.
 DITHER_FORMAT_VERSION = 8
@@ -66,12 +67,14 @@ _HALF_DTYPES = ("bfloat16", "float16")
 #: The fields of an identity that are left out where they are empty: caches that could be captured
 #: before there was such a field keep their fingerprint.
 _LEFT_OUT = {
-    "teacher": ("quantization", "parallel"),
+    "teacher": ("quantization", "parallel", "server", "proposal"),
     "data": ("context_sha256",),
     "codec": ("clusters", "fitted", "entropies"),
 }
 #: The folders that a manifest leaves out where the cache does not have them.
 _LEFT_OUT_FOLDERS = ("tail_mean", "first_tails", "dither")
+#: The results of checks that it leaves out where there are none.
+_LEFT_OUT_VERDICTS = ("overruled", "served")
 _REMEDY = "Delete the cache's folder and capture it again."
 
 
@@ -88,13 +91,16 @@ class TeacherIdentity:
 
     ``quantization`` names how its weights were quantised when they were loaded
     (docs/formats.md), and ``parallel`` says how they were spread over several
-    devices; each is empty if they were not.
+    devices; each is empty if they were not. If a server scored ids, ``server`` is its kind and
+    version, and ``proposal`` the sha256 and the dtype of the model that drew them.
     """
 
     model_sha256: str
     dtype: str
     quantization: str = ""
     parallel: str = ""
+    server: str = ""
+    proposal: str = ""
 
     @property
     def plain(self) -> bool:
@@ -142,11 +148,11 @@ class CodecIdentity:
 
     ``threshold`` is a probability; ``temperatures`` the range (T min, T max) of profile tempered;
     ``always_keep`` the ids that every record keeps; ``draws`` the number of tail samples of each
-    position; ``k`` the entries of topk; ``bits`` the precision of dense and hidden. ``clusters`` is
-    the number of the tables of profile threshold, which the first ``fitted`` sequences make, and
-    ``entropies`` says that it keeps the entropy of each position. A ``version`` of 0 becomes the
-    present one. Raises ``ValueError`` for a profile that does not exist or a
-    number out of range.
+    position; ``k`` the entries of topk, or the ids that a server scored; ``bits`` the precision of
+    dense and hidden. ``clusters`` is the number of the tables of profile threshold, which the first
+    ``fitted`` sequences make, and ``entropies`` says that it keeps the entropy of each position. A
+    ``version`` of 0 becomes the present one. Raises ``ValueError`` for a profile that does not
+    exist or a number out of range.
     """
 
     profile: str
@@ -364,6 +370,18 @@ class FidelityOverride:
 
 
 @dataclass(frozen=True)
+class ServedTest:
+    """The test of a teacher's server before the capture.
+
+    ``requests`` equal ones gave log-probabilities that differ by ``spread`` nats at most, a root
+    mean square under the teacher's p.
+    """
+
+    requests: int
+    spread: float
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The description of a complete cache. It is written last, so with it every shard exists.
 
@@ -382,6 +400,7 @@ class Manifest:
     pieces: PieceIndex | None = None
     first_tails: FolderEntry = FolderEntry()
     dither: FolderEntry = FolderEntry()
+    served: ServedTest | None = None
 
     @property
     def teacher(self) -> RecordedTeacher:
@@ -408,8 +427,9 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Encode the manifest's file, with a digest of itself; ``from_bytes`` is the inverse."""
         content = {**asdict(self), "identity": self.identity.to_json()}
-        if self.overruled is None:
-            del content["overruled"]
+        for name in _LEFT_OUT_VERDICTS:
+            if content[name] is None:
+                del content[name]
         for name in _LEFT_OUT_FOLDERS:
             if not content[name]["digest"]:
                 del content[name]
@@ -417,7 +437,8 @@ class Manifest:
         return sign_json({"format": FORMAT, "version": self._choose_version(), **content})
 
     def _choose_version(self) -> int:
-        if self.identity.data.context_sha256:
+        newest = (self.identity.data.context_sha256, self.identity.teacher.proposal, self.served)
+        if any(newest):
             return FORMAT_VERSION
         if self.dither.digest:
             return DITHER_FORMAT_VERSION
@@ -447,8 +468,9 @@ class Manifest:
         _require(type(version) is int and version > 0, where, f"version must be {FORMAT_VERSION}")
         if version == OLDEST_FORMAT_VERSION:
             content["token_map"] = asdict(FolderEntry())
-        if version != OVERRULED_FORMAT_VERSION:
-            content.setdefault("overruled", None)
+        for name in _LEFT_OUT_VERDICTS:
+            if name != "overruled" or version != OVERRULED_FORMAT_VERSION:
+                content.setdefault(name, None)
         for name in _LEFT_OUT_FOLDERS:
             content.setdefault(name, asdict(FolderEntry()))
         other = "shards" if version == PIECES_FORMAT_VERSION else "pieces"

@@ -27,6 +27,8 @@ PURPOSE_KNOWN_ROUNDING = 3
 PURPOSE_ENTROPY_ROUNDING = 4
 #: Stochastic rounding of tail log-probabilities.
 PURPOSE_TAIL_ROUNDING = 5
+#: Start of the systematic sample of the ids that a server scores.
+PURPOSE_PROPOSAL = 6
 
 #: Sequences that have random numbers of their own: a counter has 32 bits.
 SEQUENCES = 1 << 32

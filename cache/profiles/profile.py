@@ -41,6 +41,7 @@ class Reading:
 class CodecNumbers:
     """The numbers of a cache's records; a field that the profile lacks is 0 or empty.
 
+    ``k`` is the entries of topk, or the ids that a server scored for profile threshold.
     ``clusters`` is 0 too in caches of profile threshold that an earlier version captured.
     """
 
@@ -99,6 +100,8 @@ class Profile(ABC):
     sums_tails: ClassVar[bool] = False
     #: Heads and tails are counted in units, and ids of tails are coded by ``cache.units.dither``.
     dithered: ClassVar[bool] = False
+    #: A record counts its units, because its weights sum to 1 only in the mean.
+    counts_units: ClassVar[bool] = False
     #: A record is a hidden state, so that the cache keeps the teacher's LM head.
     needs_lm_head: ClassVar[bool] = False
     #: The fields of a job's section ``cache`` that the profile has.

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,8 @@ from cache.rounding import KNOWN_STEP, UNKNOWN, RecordPositions, choose_id_dtype
 KNOWN_STEPS = 8
 #: The mass of a record, in the integers in which reader and writer count units alike.
 WHOLE = 1 << 40
+#: The most probable tokens that a server returns beside the ids that it scores.
+SCORED_TOP = 20
 #: The largest number of clusters: a position keeps its cluster in one byte.
 MOST_CLUSTERS = 256
 #: The clusters of a cache, and the bits by which an entry is longer than with 16 of them.
@@ -92,8 +94,8 @@ class Threshold(Sampled):
     dithered = True
     shard_bytes = 9_000
     gold_steps = 1
-    options = frozenset({"threshold", "always_keep"})
-    measured = ("entropy", "known", "head_count", "head_units")
+    options = frozenset({"threshold", "always_keep", "k"})
+    measured: ClassVar[tuple[str, ...]] = ("entropy", "known", "head_count", "head_units")
     #: Measured with 16 clusters, on 2,044 positions in sequences of 512.
     measured_bytes = {  # noqa: RUF012 (a constant)
         0.25: (3.9, 2.2, 3.1),
@@ -107,8 +109,10 @@ class Threshold(Sampled):
     }
 
     def choose(self, numbers: CodecNumbers) -> Profile:
-        """Return the rules of earlier caches where there is no cluster."""
-        return self if numbers.clusters else ExactHeads()
+        """Return the rules of earlier caches where there is no cluster, or those of scored ids."""
+        if not numbers.clusters:
+            return ExactHeads()
+        return Scored() if numbers.k else self
 
     def look_up_bytes(self, numbers: CodecNumbers) -> tuple[float, float, float]:
         """Correct the measured bytes for the number of clusters."""
@@ -187,6 +191,33 @@ class Threshold(Sampled):
         ids_E = np.concatenate([ids, records["head_ids"][head].astype(np.int64)])
         p_K = decode_masses(KNOWN_STEP, known_1K[counted_1K])
         return ids_E, np.concatenate([p_K, records["head_units"][head] // 2 * share])
+
+
+@dataclass(frozen=True)
+class Scored(Threshold):
+    """Records of a served teacher that scored ``k`` ids, which were drawn before it was asked.
+
+    The weights of such ids sum to 1 only in the mean, and so do those of a record: the number of
+    its units is random, and ``tail_count`` is stored.
+    """
+
+    counts_units = True
+    measured = (*Threshold.measured, "tail_count")
+
+    def schema(self, numbers: CodecNumbers) -> Schema:
+        """Return the columns with types that hold any number of units."""
+        counts = dict.fromkeys(("head_count", "tail_count"), (WORD, 1))
+        return {**super().schema(numbers), **counts, "head_units": (np.dtype(np.uint32), 1)}
+
+    def measure(self, numbers: CodecNumbers, read: ReadColumn) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Count the drawn tokens by their column."""
+        mass_N, _ = super().measure(numbers, read)
+        heads_N = read("head_count").astype(np.int64)
+        return mass_N, 1 + heads_N + read("tail_count")
+
+    def bound_entries(self, numbers: CodecNumbers) -> int:
+        """Bound them by the ids that are scored, and the most probable tokens of an answer."""
+        return 1 + SCORED_TOP + numbers.k
 
 
 def find_counted(

@@ -8,9 +8,10 @@ head_units      one a head         in the order of the ranks
 gap_symbols     one a candidate    gaps between accepted candidates, with gap_bits
 other_symbols   one a token        gaps between the ranks of tokens without a candidate, with
                                    other_bits
+tail_count         one a position     only if records count their units (``Profile.counts_units``)
 
 Gaps are coded as in ``cache.idcode``. The number of accepted candidates is not stored: each of the
-units that heads and other tokens leave is one.
+units that heads and other tokens leave is one, unless records count their units.
 
 N   positions      S   sequences      H, E, O   heads, accepted candidates and other tokens
 """
@@ -37,9 +38,10 @@ _PLAIN = ("known", "entropy", "cluster", "head_count")
 _TOGETHER = 16_384
 
 
-def list_unit_arrays() -> dict[str, tuple[str, int]]:
+def list_unit_arrays(codec: Codec) -> dict[str, tuple[str, int]]:
     """List the stored arrays, each with the column of ``offsets`` that cuts it into sequences."""
-    found = {name: (name, 0) for name in (*_PLAIN, "other_count")}
+    counts = ("other_count", "tail_count") if codec.rules.counts_units else ("other_count",)
+    found = {name: (name, 0) for name in (*_PLAIN, *counts)}
     found["head_units"] = ("head_units", 1)
     for number, part in enumerate(_PARTS, 1):
         found[f"{part}_symbols"] = (f"{part}_symbols", number)
@@ -48,7 +50,7 @@ def list_unit_arrays() -> dict[str, tuple[str, int]]:
 
 
 def encode_units(
-    records: Records, positions: NDArray[np.int64], tables: DitherTables
+    records: Records, positions: NDArray[np.int64], codec: Codec, tables: DitherTables
 ) -> tuple[NDArray[np.int64], Arrays]:
     """Encode records as the arrays to store, and their offsets (S + 1, columns).
 
@@ -69,6 +71,8 @@ def encode_units(
     arrays = {name: records[name] for name in _PLAIN}
     arrays["other_count"] = counts[2].astype(records["tail_count"].dtype)
     arrays["head_units"] = records["head_units"][order_H]
+    if codec.rules.counts_units:
+        arrays["tail_count"] = records["tail_count"]
     entries = [compute_offsets(counts_N)[positions] for counts_N in counts]
     bits = []
     for part, ranks_X, counts_N, cuts in zip(_PARTS, ranks, counts, entries, strict=True):
@@ -130,10 +134,12 @@ def _decode_group(
 
 def _count_entries(columns: Arrays, codec: Codec) -> NDArray[np.int64]:
     """Count the entries of each part of each record, (3, N)."""
+    heads_N = columns["head_count"].astype(np.int64)
+    others_N = columns["other_count"].astype(np.int64)
+    if codec.rules.counts_units:
+        return np.stack([heads_N, columns["tail_count"] - others_N, others_N])
     gold_N = columns["tokens"][:, 1:][columns["target_mask"][:, :-1]]
     known_NK = columns["known"]
     _, units_N = count_rest(codec, known_NK, find_counted(codec, known_NK, gold_N))
-    heads_N = columns["head_count"].astype(np.int64)
     given = compute_offsets(columns["head_units"] >> 1)[compute_offsets(heads_N)]
-    others_N = columns["other_count"].astype(np.int64)
     return np.stack([heads_N, units_N - np.diff(given) - others_N, others_N])

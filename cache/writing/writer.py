@@ -30,6 +30,7 @@ from cache.manifest import (
     FolderEntry,
     Manifest,
     Provenance,
+    ServedTest,
 )
 from cache.reading.arrays import ArrayFolder
 from cache.reading.sealed import GROUP_METADATA, list_pieces, open_reads, read_arrays
@@ -382,6 +383,7 @@ class CacheWriter:
         provenance: Provenance,
         fidelity: tuple[FidelityRow, ...] = (),
         overruled: FidelityOverride | None = None,
+        served: ServedTest | None = None,
     ) -> Manifest:
         """Write the manifest; raise ``CacheIncomplete`` if a shard or the LM head is not sealed.
 
@@ -400,6 +402,7 @@ class CacheWriter:
             provenance=provenance,
             fidelity=fidelity,
             overruled=overruled,
+            served=served,
             tail_mean=self._make_folder_entry(TAIL_MEAN),
             first_tails=self._make_folder_entry(FIRST_TAILS),
         )

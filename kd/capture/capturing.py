@@ -35,6 +35,8 @@ from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.fidelity.measure import measure_fidelity
 from kd.capture.fidelity.verdict import judge_fidelity
 from kd.capture.plan import CapturePlan, make_provenance
+from kd.capture.remote import RemoteTeacher
+from kd.capture.served.proposing import ProposedTeacher
 from kd.capture.shards import (
     CaptureReport,
     Patience,
@@ -86,7 +88,8 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> Json:
         size = plan.identity.tokenizer.vocabulary_size
         writer.write_token_map(make_token_map(plan.tokenizer, size).to_arrays())
         verdict = check_fidelity(writer.open_sealed(), plan, teacher, monitor)
-        writer.finish(make_provenance(plan), *verdict)
+        served = teacher.tested if isinstance(teacher, RemoteTeacher | ProposedTeacher) else None
+        writer.finish(make_provenance(plan), *verdict, served)
     sealed = open_cache(folder, plan.identity)
     hold_for(sealed, folder)
     warn_of_overruled(sealed, monitor)

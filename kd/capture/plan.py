@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,11 @@ from cache.errors import PotstillError
 from cache.random import SEQUENCES
 from kd.capture.codec_identity import Recipe, make_codec_identity
 from kd.capture.remote import hash_remote_teacher
+from kd.capture.served.scoring import require_scoring_version
 from kd.config.cache import CacheConfig
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
+from kd.config.teacher import TeacherConfig
 from kd.errors import ConfigError, Problem
 from kd.models import loading, tokenizers
 from kd.models.attention.isolation import explain_own_rows
@@ -166,11 +168,13 @@ def make_capture_plan(
 def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> manifest.TeacherIdentity:
     """Identify the teacher by its weights, their precision, and how they are rounded and spread.
 
-    The weights of a remote teacher cannot be seen: it is identified by its address and name.
+    The weights of a remote teacher cannot be seen: it is identified by its address and name, and
+    by the model that proposes ids to it.
     """
     section = teacher.section
     if not section.is_local:
-        return manifest.TeacherIdentity(hash_remote_teacher(section), "remote")
+        known = manifest.TeacherIdentity(hash_remote_teacher(section), "remote")
+        return known if section.proposer is None else _add_proposal(known, section, monitor)
     # Another precision gives other logits, so it belongs to the identity of the teacher.
     dtype = loading.choose_teacher_dtype(teacher, pick_device())
     check_stop = partial(monitor.check, "while the teacher's files were read")
@@ -181,6 +185,19 @@ def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> manifest.Teach
         # Sums over several devices are rounded otherwise than those of one.
         parallel="" if section.parallel == "none" else section.parallel,
     )
+
+
+def _add_proposal(
+    known: manifest.TeacherIdentity, section: TeacherConfig, monitor: Monitor
+) -> manifest.TeacherIdentity:
+    """Add the server's version, and the weights and the precision of the proposal."""
+    assert section.proposer is not None
+    proposal = TeacherFiles.resolve(section.proposer)
+    dtype = str(loading.choose_teacher_dtype(proposal, pick_device())).removeprefix("torch.")
+    check_stop = partial(monitor.check, "while the files of the proposal were read")
+    digest = compute_fingerprint(proposal.folder, check_stop=check_stop)
+    server = require_scoring_version(section, monitor)
+    return replace(known, server=f"vllm {server}", proposal=f"{digest} {dtype}")
 
 
 def require_counters(identity: manifest.CacheIdentity) -> None:

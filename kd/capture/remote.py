@@ -1,5 +1,5 @@
 """A remote teacher: reads the K most probable tokens of every position from an OpenAI-compatible
-server (vLLM).
+server (vLLM). ``kd.capture.served`` asks for other tokens too.
 
     packed sequence -> documents -> POST /v1/completions with prompt_logprobs
                     -> checked entries -> records
@@ -25,8 +25,8 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.codec import Codec
-from cache.manifest import TokenizerProbe, encode_canonical_json
+from cache.manifest import ServedTest, TokenizerProbe, encode_canonical_json
 from cache.profiles.topk import TopReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
@@ -64,6 +64,8 @@ WAITING_SECONDS = 30.0
 #: The most by which rounding may lift a sum of probabilities above 1; an answer beyond it is
 #: refused.
 ANSWER_MASS_TOLERANCE = 1e-4
+#: The options of sampling that change nothing; vLLM applies none of them to prompts.
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
 #: Hosts that are never reached through a proxy.
 _LOCAL = {"127.0.0.1", "localhost", "::1"}
 
@@ -115,6 +117,10 @@ class TopEntries:
     def nbytes(self) -> int:
         """Bytes of all columns."""
         return sum(column.nbytes for column in vars(self).values())
+
+    def select(self, rows: slice) -> TopEntries:
+        """Return the entries of some positions."""
+        return TopEntries(*(column[rows] for column in vars(self).values()))
 
     @staticmethod
     def empty(k: int) -> TopEntries:
@@ -178,6 +184,20 @@ def cut_into_prompts(sequences: Sequences, row: int, first: int) -> Iterator[Doc
             yield DocumentPrompt(first + row, begin, tokens, targets)
 
 
+@dataclass(frozen=True)
+class Question:
+    """A request about a document: the path and the body, and what reads the JSON of the answer."""
+
+    piece: DocumentPrompt
+    path: str
+    body: Mapping[str, object]
+    read: Callable[[Any], Any]
+
+
+#: The answers to questions, in the order of these, while they come.
+Answers = list[asyncio.Task[Any]]
+
+
 @dataclass(frozen=True, eq=False)
 class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
     """Reads records from a server; as a context manager it closes its connections.
@@ -189,7 +209,9 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
     codec: Codec
     client: httpx.AsyncClient
     runner: asyncio.Runner
+    room: asyncio.Semaphore
     monitor: Monitor = SILENT
+    tested: ServedTest | None = None
 
     @classmethod
     def connect(
@@ -197,12 +219,14 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
     ) -> RemoteTeacher:
         """Return a teacher for records of ``codec``.
 
-        Raises ``ModelError`` for a profile other than topk, and where the API key is missing.
+        Raises ``ModelError`` for a profile other than topk without a proposal, and where the API
+        key is missing.
         """
         if not codec.k or codec.always_keep:
             raise ModelError(
-                "a server returns only its most probable tokens.",
-                "With teacher.backend http, set cache.profile to topk and cache.always_keep to [].",
+                "a server returns only its most probable tokens, and those that it is asked for.",
+                "With teacher.backend http, set cache.profile to topk and cache.always_keep to [], "
+                "or set teacher.proposal.",
             )
         url = find_server_url(config)
         client = httpx.AsyncClient(
@@ -212,7 +236,8 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
             limits=httpx.Limits(max_connections=config.concurrency),
             trust_env=httpx.URL(url).host not in _LOCAL,
         )
-        return cls(config, codec, client, asyncio.Runner(), monitor)
+        room = asyncio.Semaphore(config.concurrency)
+        return cls(config, codec, client, asyncio.Runner(), room, monitor)
 
     def __exit__(self, *_: object) -> None:
         self.runner.run(self.client.aclose())
@@ -226,12 +251,12 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
         """
         for probe in probes:
             body = {"model": self.config.model, "prompt": probe.text, "add_special_tokens": True}
-            response = self.runner.run(self._post("/tokenize", body))
+            response = self.runner.run(self._request("POST", "/tokenize", body))
             if (answer := _read_tokenize_answer(response)) is None:
                 self.monitor.emit(
                     "warning",
                     message="whether its tokenizer is teacher.tokenizer could not be checked by "
-                    f"/tokenize: {self._describe_answer(response)}",
+                    f"/tokenize: {self.describe_answer(response)}",
                 )
                 return
             found = answer["tokens"]
@@ -275,34 +300,38 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
         position where an answer is wrong, and with the server's text where it refuses or is not
         available.
         """
-        tasks = self.runner.run(self._start(sequences, first))
+        rows = range(len(sequences))
+        answers = [
+            self.start(map(self.make_question, cut_into_prompts(sequences, row, first)))
+            for row in rows
+        ]
         try:
-            for row in tasks:
-                found = self._wait_for_results(row)
+            for row in answers:
+                found = self.wait(row)
                 yield TopEntries.concatenate([TopEntries.empty(self.codec.k), *found])
         finally:
-            # Those that still run are cancelled, and the errors of failed ones are marked as seen.
-            for task in itertools.chain(*tasks):
-                if not task.cancel() and not task.cancelled():
-                    task.exception()
+            give_up(itertools.chain(*answers))
 
-    async def _start(
-        self, sequences: Sequences, first: int
-    ) -> list[list[asyncio.Task[TopEntries]]]:
-        """Start a task for each document of each sequence; tasks run while the event loop runs."""
-        room = asyncio.Semaphore(self.config.concurrency)
-        return [
-            [
-                asyncio.create_task(self._ask(piece, room))
-                for piece in cut_into_prompts(sequences, row, first)
-            ]
-            for row in range(len(sequences))
-        ]
+    def ask(self, questions: Iterable[Question]) -> list[Any]:
+        """Ask at the same time, and return what was read of the answers, in order."""
+        answers = self.start(questions)
+        try:
+            return self.wait(answers)
+        finally:
+            give_up(answers)
 
-    def _wait_for_results(self, tasks: list[asyncio.Task[TopEntries]]) -> list[TopEntries]:
-        """Return the results of ``tasks``.
+    def start(self, questions: Iterable[Question]) -> Answers:
+        """Begin to ask; requests go on while the event loop runs, as it does in ``wait``."""
 
-        Meanwhile check for a request to stop, and report the wait.
+        async def create() -> Answers:
+            return [asyncio.create_task(self._ask(question)) for question in questions]
+
+        return self.runner.run(create())
+
+    def wait(self, tasks: Answers) -> list[Any]:
+        """Return what was read of the answers.
+
+        Meanwhile check for a request to stop, and report the wait. Raises as ``read_top``.
         """
         reported = time.monotonic()
         while any(not task.done() for task in tasks):
@@ -317,34 +346,43 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
                 reported = time.monotonic()
         return [task.result() for task in tasks]
 
-    async def _ask(self, piece: DocumentPrompt, room: asyncio.Semaphore) -> TopEntries:
-        async with room:
-            response = await self._post("/v1/completions", self._make_body(piece))
+    async def _ask(self, question: Question) -> Any:
+        async with self.room:
+            response = await self._request("POST", question.path, question.body)
         if not response.is_success:
             raise ModelError(
-                self._describe_answer(response), _REMEDIES.get(response.status_code, _REMEDY)
+                self.describe_answer(response), _REMEDIES.get(response.status_code, _REMEDY)
             )
         try:
             answer = response.json()
         except ValueError as error:
-            raise piece.refuse(f"no JSON ({error})") from error
-        return parse_answer(answer, piece, self.codec.k, self.codec.vocabulary_size)
+            raise question.piece.refuse(f"no JSON ({error})") from error
+        return question.read(answer)
 
-    async def _post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
+    def read_version(self) -> str:
+        """Return the version of vLLM, such as ``0.33.0``; "" if the server does not say it."""
+        response = self.runner.run(self._request("GET", "/version"))
+        with suppress(*_MISSHAPEN):
+            return str(response.json()["version"]) if response.is_success else ""
+        return ""
+
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, object] | None = None
+    ) -> httpx.Response:
         """Return the server's answer or refusal.
 
         Retry while the server is unreachable, busy or broken.
         """
         for attempt in range(1, RETRIES + 2):
             try:
-                response = await self.client.post(path, json=body)
+                response = await self.client.request(method, path, json=body)
             except httpx.RequestError as error:
                 failure = f"{type(error).__name__} {error}".strip()
                 pause = 0.0
             else:
                 if response.status_code != 429 and response.status_code < 500:
                     return response
-                failure = self._describe_answer(response)
+                failure = self.describe_answer(response)
                 pause = _parse_retry_after(response)
             if attempt <= RETRIES:
                 await asyncio.sleep(max(pause, _choose_backoff(attempt)))
@@ -355,24 +393,26 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
             "the server is overloaded. The next attempt continues after the last whole shard.",
         )
 
-    def _make_body(self, piece: DocumentPrompt) -> Mapping[str, object]:
-        """Return the request for the entries of a prompt.
+    def make_question(self, piece: DocumentPrompt) -> Question:
+        """Return the question for the entries of a prompt.
 
         It sets the temperature and all other options of sampling, because a server has its own
         defaults.
         """
-        neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
         # One token, because vLLM has no 0.
         prompt = {"prompt": piece.tokens, "add_special_tokens": False, "max_tokens": 1}
-        return {
+        k, vocabulary = self.codec.k, self.codec.vocabulary_size
+        body = {
             "model": self.config.model,
-            "prompt_logprobs": min(self.codec.k, self.codec.vocabulary_size),
+            "prompt_logprobs": min(k, vocabulary),
             "return_token_ids": True,
             **prompt,
-            **neutral,
+            **NEUTRAL,
         }
+        read = partial(parse_answer, piece=piece, k=k, vocabulary=vocabulary)
+        return Question(piece, "/v1/completions", body, read)
 
-    def _describe_answer(self, response: httpx.Response) -> str:
+    def describe_answer(self, response: httpx.Response) -> str:
         """Return the server's address, the status and the text of a failed answer, without the API
         key.
         """
@@ -393,6 +433,13 @@ _REMEDIES = {
     403: "Put the server's key into the variable that teacher.api_key_env names.",
     404: "Check teacher.url, and that teacher.model is the name of the model on the server.",
 }
+
+
+def give_up(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel those that still run, and mark the errors of failed ones as seen."""
+    for task in tasks:
+        if not task.cancel() and not task.cancelled():
+            task.exception()
 
 
 def _read_tokenize_answer(response: httpx.Response) -> Mapping[str, Any] | None:
@@ -455,7 +502,23 @@ def parse_answer(answer: Any, piece: DocumentPrompt, k: int, vocabulary: int) ->
 
     Raises ``ModelError`` for the first wrong one.
     """
-    items = _find_items(answer, piece)
+    try:
+        (choice,) = answer["choices"]
+        items, read = choice["prompt_logprobs"], choice.get("prompt_token_ids")
+    except _MISSHAPEN as error:
+        raise piece.refuse(f"no choice with prompt_logprobs ({_describe_error(error)})") from error
+    return parse_items(items, read, piece, k, vocabulary)
+
+
+def parse_items(
+    items: Any, read: Any, piece: DocumentPrompt, k: int, vocabulary: int
+) -> TopEntries:
+    """Return the entries of the targets of ``piece`` from the items of its tokens.
+
+    ``read`` are the tokens that the server says it read; None if it does not say it. Raises
+    ``ModelError`` for the first wrong item.
+    """
+    _require_items(items, read, piece)
     found = []
     for place in piece.targets:
         try:
@@ -474,17 +537,8 @@ def parse_answer(answer: Any, piece: DocumentPrompt, k: int, vocabulary: int) ->
     )
 
 
-def _find_items(answer: Any, piece: DocumentPrompt) -> list[Any]:
-    """Return the L items of an answer.
-
-    Raises ``ModelError`` unless they belong to the tokens that were sent.
-    """
-    try:
-        (choice,) = answer["choices"]
-        items = choice["prompt_logprobs"]
-        read = choice.get("prompt_token_ids")
-    except _MISSHAPEN as error:
-        raise piece.refuse(f"no choice with prompt_logprobs ({_describe_error(error)})") from error
+def _require_items(items: Any, read: Any, piece: DocumentPrompt) -> None:
+    """Raise ``ModelError`` unless the L items of an answer belong to the tokens that were sent."""
     if not isinstance(items, list) or len(items) != len(piece.tokens):
         got = f"{len(items)} items" if isinstance(items, list) else type(items).__name__
         raise piece.refuse(
@@ -497,7 +551,6 @@ def _find_items(answer: Any, piece: DocumentPrompt) -> list[Any]:
         )
     if read not in (None, piece.tokens):
         raise piece.refuse("the server read other tokens than it was sent")
-    return items
 
 
 def _parse_entries(

@@ -26,9 +26,12 @@ from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan
 from kd.capture.recording import Recorder, SequenceStates, TailMeter, TeacherReading
 from kd.capture.remote import RemoteTeacher
+from kd.capture.served.proposing import ProposedTeacher
+from kd.capture.served.self_test import PROSE, examine_server
 from kd.capture.shards import RecordReader
 from kd.capture.units.fitting import fit_tables
 from kd.errors import OutOfMemory, is_out_of_memory
+from kd.models import tokenizers
 from kd.models.attention.causality import require_causal
 from kd.models.attention.isolation import isolate_documents, warn_of_mask
 from kd.models.layers import compute_hidden_states, find_device, require_context
@@ -36,7 +39,7 @@ from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
 from kd.models.quantization.rounding import describe_plain_layers
-from kd.models.tokenizers import PROBE_TEXTS, encode_probes
+from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizing.rules import sample_texts
 from kd.progress import SILENT, Monitor
 from kd.text.batches import make_batch
@@ -68,8 +71,30 @@ def open_reader(
     with RemoteTeacher.connect(section, plan.identity.record_codec(), monitor) as remote:
         length = plan.read_length
         some = (text[:ASKED_CHARACTERS] for text in islice(sample_texts(plan.data), ASKED_TEXTS))
-        remote.require_same_tokenizer(encode_probes(plan.tokenizer, (*PROBE_TEXTS, *some)), length)
-        yield remote
+        remote.require_same_tokenizer(
+            tokenizers.encode_probes(plan.tokenizer, (*tokenizers.PROBE_TEXTS, *some)), length
+        )
+        tokens = plan.tokenizer(PROSE)["input_ids"][:length]
+        if section.proposer is None:
+            yield replace(remote, tested=examine_server(remote, tokens))
+            return
+        proposal = load_proposal(plan, writer, monitor)
+        proposed = ProposedTeacher(remote, proposal)
+        yield replace(proposed, tested=proposed.examine_server(tokens))
+
+
+def load_proposal(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Teacher:
+    """Load the model that proposes ids to a server. Raises ``TokenizerMismatch``."""
+    section = plan.teacher.section.proposer
+    assert section is not None, "the identity of the cache has a proposal"
+    files = TeacherFiles.resolve(section)
+    vocabulary = plan.identity.tokenizer.vocabulary_size
+    known = tokenizers.KnownTokenizer.of(plan.tokenizer, vocabulary, "the teacher's")
+    own = tokenizers.load_source_tokenizer(section.files, files.folder)
+    texts = sample_texts(plan.data)
+    tokenizers.require_same_tokenizer(own, known, "The proposal's", texts, monitor.note)
+    proposal = Teacher.load(replace(plan, teacher=files), monitor)
+    return fit_recorder(proposal, plan, writer, monitor)
 
 
 def warn_of_plain_layers(model: PreTrainedModel, quantization: str, monitor: Monitor) -> None:

@@ -65,7 +65,8 @@ class CacheConfig(Section):
     smaller threshold gives more for fewer bytes."""
 
     k: int | None = Field(None, ge=1, le=4096)
-    """Profile topk: entries kept; default 64."""
+    """Profile topk: entries kept; default 64. Profile threshold with teacher.proposal: ids that the
+    server scores at each position, for example 128."""
 
     dtype: Literal["auto", "float16", "float32", "int8", "int16"] = "auto"
     """Precision of profiles dense (float16 or float32, auto = float16) and hidden (int8 or int16,
@@ -124,8 +125,8 @@ class CacheConfig(Section):
 
     @property
     def entries(self) -> int:
-        """Entries per position, for profile topk; 0 for others."""
-        return (self.k or 64) if "k" in self.rules.options else 0
+        """Entries per position of profile topk, or ids that a server scores; 0 for others."""
+        return self.k or (64 if "k" in self.rules.options and not self.sampled else 0)
 
     @property
     def bits(self) -> int:

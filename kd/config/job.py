@@ -317,13 +317,20 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _remote_teacher_gives_its_best(self) -> Self:
+        proposes = self.teacher is not None and self.teacher.proposal is not None
+        if proposes != (self.cache.sampled and self.cache.k is not None) and self.needs_cache:
+            only, other = ("proposal", "cache.k") if proposes else ("k", "teacher.proposal")
+            what = f"cache.profile {self.cache.profile} has no use for {only} without {other}"
+            raise ValueError(f"{what}, which belong to profile threshold")
         if self.served_teacher is None:
             return self
         if self.needs_cache and not self.cache.entries:
             raise ValueError(
                 "teacher.backend http returns only the most probable tokens: set cache.profile to "
-                f"topk, not {self.cache.profile}"
+                f"topk, not {self.cache.profile}, or set teacher.proposal and cache.k"
             )
+        if proposes and self.cache.always_keep:
+            raise ValueError("teacher.proposal draws all ids: set cache.always_keep to []")
         if self.loss.entropy_weighting:
             raise ValueError(
                 "teacher.backend http returns no entropies, but loss.entropy_weighting weighs "

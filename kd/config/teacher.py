@@ -39,7 +39,7 @@ class TeacherConfig(Section):
 
     backend: Literal["local", "http"] = "local"
     """local = the model runs in the worker; http = an OpenAI-compatible server that returns
-    prompt_logprobs (vLLM) runs it, for cache.profile topk only."""
+    prompt_logprobs (vLLM) runs it, for cache.profile topk, or threshold with proposal."""
 
     model: str = Field(min_length=1)
     """Local folder, hub id or folder of a bucket (s3://bucket/name) of the teacher, a causal
@@ -110,6 +110,11 @@ class TeacherConfig(Section):
     KD_TEACHER_KEY, or a name that begins with KD_TEACHER_KEY_, so that a job cannot name another
     secret."""
 
+    proposal: str | None = Field(None, min_length=1)
+    """Backend http: local folder, hub id or folder of a bucket of a small model of the same
+    tokenizer, for example the student. It reads the text here and proposes cache.k ids at each
+    position, which the server scores (vLLM 0.33 or later): profile threshold is unbiased then."""
+
     timeout: float = Field(120.0, gt=0, le=3600)
     """Backend http: seconds to wait for one answer."""
 
@@ -120,6 +125,14 @@ class TeacherConfig(Section):
     def is_local(self) -> bool:
         """Whether the model runs in the worker, and not behind a server."""
         return self.backend == "local"
+
+    @property
+    def proposer(self) -> TeacherConfig | None:
+        """The section of the model that proposes ids, as if it were the teacher."""
+        if self.proposal is None:
+            return None
+        code, size = self.trust_remote_code, self.batch_size
+        return TeacherConfig(model=self.proposal, batch_size=size, trust_remote_code=code)
 
     @property
     def is_shared(self) -> bool:
@@ -177,7 +190,7 @@ class TeacherConfig(Section):
             # The server has loaded the model in its own way.
             strange = {"gguf_file", "dtype", "quantization", "parallel"}
         else:
-            strange = {"url", "tokenizer", "api_key_env"}
+            strange = {"url", "tokenizer", "api_key_env", "proposal"}
         if unused := sorted(name for name in strange if getattr(self, name) not in _UNSET):
             raise ValueError(f"teacher.backend {self.backend} has no use for {', '.join(unused)}")
         return self

@@ -96,7 +96,7 @@ def read_entries(
     for first in range(0, len(numbers), group):
         chosen = numbers[first : first + group]
         sequences, records = store.read(chosen)
-        if codec.k:
+        if codec.k and not sampled:
             yield sequences, records, _take_stored(records, k)
             continue
         whole = read_all_draws(store, chosen)[1] if sampled else records

@@ -19,6 +19,7 @@ from kd.capture.estimate.job import choose_recipe, make_estimate, require_captur
 from kd.capture.estimate.storage import CacheSize, estimate_cache_size
 from kd.capture.estimate.text import CaptureSize, TokenCounter, estimate_capture_size
 from kd.capture.plan import CapturePlan, make_provenance, plan_capture
+from kd.capture.served.proposing import ProposedTeacher
 from kd.capture.shards import RecordReader
 from kd.capture.teacher import Teacher, open_reader
 from kd.client.wire.plans import JobEstimate
@@ -141,8 +142,9 @@ def _seal(root: Path, planned: CapturePlan, some: _Sample, reader: RecordReader)
     codec = replace(planned.identity.codec, shard_sequences=size)
     identity = replace(planned.identity, data=data, codec=codec)
     with open_for_capture(root, identity) as writer:
-        if isinstance(reader, Teacher) and reader.recorder.tables is not None:
-            writer.write_tables(reader.recorder.tables)
+        here = reader.recorder if isinstance(reader, Teacher | ProposedTeacher) else None
+        if here is not None and here.tables is not None:
+            writer.write_tables(here.tables)
         end = 0
         for shard in range(identity.shard_count):
             sequences = some.sequences.select(identity.shard_range(shard))

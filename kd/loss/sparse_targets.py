@@ -10,7 +10,8 @@ A token of the tail weighs p_T over its chance to be drawn (Horvitz and Thompson
 mean of its weight over draws is p_T. The sum W of a position's weights is then 1 in the mean, and
 not in each draw. Dividing the weights by W would make every draw a distribution, but a biased one:
 W is large if improbable tokens were drawn too seldom. So the loss multiplies LSE(s) by W. At
-T = 1 of profile threshold all tail weights are equal, and W is 1 in each draw.
+T = 1 of profile threshold all tail weights are equal, and W is 1 in each draw, unless a server
+scored ids (``Profile.counts_units``).
 
 Shapes: N positions that have a target, V vocabulary, A known ids (the gold token, then
 always_keep), H head, M tail and E all entries of N positions, J knots of the tail's partition
@@ -169,7 +170,8 @@ def decode_units(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget
     target = entries.make_target(weights, entropy_N, leads_N)
     # An evaluation asks for it, and no step of a training.
     best = partial(entries.find_best_of_units, known_NA, twice_H, share_N, leads_N)
-    return replace(target, normalized=True, find_best=lru_cache(maxsize=1)(best))
+    normalized = not codec.rules.counts_units
+    return replace(target, normalized=normalized, find_best=lru_cache(maxsize=1)(best))
 
 
 def decode_threshold(codec: Codec, columns: Columns, gold_N: Tensor) -> SparseTarget:

@@ -45,6 +45,10 @@ def list_named_resources(config: JobConfig) -> Iterator[NamedResource]:
             teacher.gguf_file,
             teacher.trust_remote_code,
         )
+    proposer = None if config.teacher is None else config.teacher.proposer
+    if proposer is not None:
+        code = proposer.trust_remote_code
+        yield NamedResource("/teacher/proposal", proposer.model, "model", own_code=code)
     student = config.student
     if student is not None and student.model is not None:
         yield NamedResource("/student/model", student.model, "model", student.revision)

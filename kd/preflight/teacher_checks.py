@@ -47,6 +47,9 @@ def find_teacher_problems(
         if source.trust_remote_code and not is_remote_code_allowed():
             what = "the operator does not allow it."
             yield Problem("/teacher/trust_remote_code", what, "Set KD_TRUST_REMOTE_CODE=1.")
+    if teacher.proposal is not None:
+        model = ("/teacher/proposal", teacher.proposal, root, None)
+        yield from guard_access(model[0], check_model(*model))
     if teacher.is_local and teacher.gguf_file is None:
         yield from guard_access(pointer, _check_stored_weights(teacher, root, is_cut))
     if length is not None:

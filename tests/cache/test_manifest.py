@@ -32,6 +32,8 @@ OTHER_VALUES = {
     "teacher.dtype": "bfloat16",
     "teacher.quantization": "int8",
     "teacher.parallel": "tensor",
+    "teacher.server": "vllm 0.33.0",
+    "teacher.proposal": "f" * 64,
     "tokenizer.vocabulary_size": 301,
     "tokenizer.sha256": "f" * 64,
     "data.sha256": "f" * 64,

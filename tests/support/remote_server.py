@@ -1,10 +1,17 @@
-"""A small server with vLLM's /v1/completions: prompt_logprobs of a real model, in vLLM's JSON.
+"""A small server with the endpoints of vLLM, whose answers come from a real model.
 
-A test can make it answer wrongly: it appends a function to ``twists``, and one answer uses it up.
+    POST /v1/completions         prompt_logprobs
+    POST /inference/v1/generate  prompt_logprobs, and prompt_logprob_token_ids of version 0.33
+    POST /tokenize, GET /version
+
+A test can make it answer wrongly: it appends a function to ``twists``, and one answer uses it up;
+or it sets ``fault``, which is wrong in every answer.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import socket
 import threading
@@ -13,8 +20,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
@@ -23,6 +31,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 #: Takes the JSON of an answer; returns other JSON, or a whole response to send in its place.
 Twist = Callable[[Any], Any]
+#: late = each position answers for the one before it; last = the last position is dropped; warm =
+#: all answers are those of temperature 2; warm prompts = those of prompts are; swapped = two ids of
+#: each position are exchanged; replicas = every second answer is that of other weights; silent =
+#: there are no log-probabilities of generated tokens.
+Fault = Literal["late", "last", "warm", "warm prompts", "swapped", "replicas", "silent"]
 
 
 class RemoteServer:
@@ -38,6 +51,11 @@ class RemoteServer:
         self.key = key
         self.max_logprobs = max_logprobs
         self.max_model_len = 512
+        self.version: str | None = "0.33.0"
+        self.fault: Fault | None = None
+        #: Seconds before each answer.
+        self.delay = 0.0
+        self._answers = 0
         self.twists: deque[Twist] = deque()
         self.asked: list[dict[str, Any]] = []
         self.in_flight = 0
@@ -72,7 +90,12 @@ class RemoteServer:
     def _app(self) -> FastAPI:
         app = FastAPI()
 
+        @app.get("/version")
+        async def version() -> Response:
+            return JSONResponse({"version": self.version}) if self.version else error(404, "?")
+
         @app.post("/v1/completions")
+        @app.post("/inference/v1/generate")
         async def completions(request: Request) -> Response:
             # The model runs in a thread, so that requests overlap as they do in a real server.
             from anyio.to_thread import run_sync
@@ -98,10 +121,11 @@ class RemoteServer:
             twist = self.twists.popleft() if self.twists else None
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        time.sleep(self.delay)
         try:
             if refusal := self._refusal(body, authorization):
                 return refusal
-            answer = self._completion(body)
+            answer = self._generation(body) if "token_ids" in body else self._completion(body)
             twisted = twist(answer) if twist else answer
             return (
                 twisted
@@ -117,9 +141,12 @@ class RemoteServer:
             return error(401, f"Unauthorized: {authorization}")
         if body["model"] != "teacher":
             return error(404, f"The model `{body['model']}` does not exist.")
-        if body["max_tokens"] < 1:
-            return error(400, f"max_tokens must be at least 1, got {body['max_tokens']}.")
-        if (k := body["prompt_logprobs"]) > self.max_logprobs:
+        options = body.get("sampling_params", body)
+        if options["max_tokens"] < 1:
+            return error(400, f"max_tokens must be at least 1, got {options['max_tokens']}.")
+        if refusal := self._ids_refusal(body, options.get("prompt_logprob_token_ids")):
+            return refusal
+        if (k := options.get("prompt_logprobs", 0)) > self.max_logprobs:
             return error(
                 400,
                 f"Requested prompt logprobs of {k}, "
@@ -127,30 +154,89 @@ class RemoteServer:
             )
         return None
 
+    def _ids_refusal(self, body: dict[str, Any], rows: Any) -> Response | None:
+        """Refuse as version 0.33 does, in its words."""
+        if rows is None:
+            return None
+        if (most := max(map(len, rows), default=0)) > self.max_logprobs:
+            return error(
+                400,
+                f"Requested {most} token ids per row in prompt_logprob_token_ids, which is greater "
+                f"than max allowed: {self.max_logprobs}. Set max_logprobs (--max-logprobs) to at "
+                f"least {most}.",
+            )
+        if not most:
+            return error(400, "prompt_logprob_token_ids must be a non-empty integer array.")
+        scored = len(body["token_ids"]) - 1
+        if len(rows) != scored:
+            return error(
+                400,
+                f"prompt_logprob_token_ids has {len(rows)} rows, but the prompt has {scored} "
+                "scored rows (prompt_len - 1 - prompt_logprob_start).",
+            )
+        ids = [token for row in rows for token in row]
+        if min(ids) < -1 or max(ids) >= self.model.config.vocab_size:
+            return error(400, "prompt_logprob_token_ids contain out-of-vocab token ids")
+        return None
+
     @torch.no_grad()
+    def _read(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log p of the prompt's L - 1 positions, and of the token after it."""
+        logits_LV = self.model(torch.tensor([tokens])).logits[0, :, : self.vocabulary]
+        with self._lock:
+            self._answers += 1
+            other = self.fault == "replicas" and self._answers % 2 == 0
+        if other:
+            noise = torch.Generator().manual_seed(0)
+            logits_LV = logits_LV + 0.3 * torch.randn(logits_LV.shape, generator=noise)
+        warm_LV = logits_LV / (2.0 if self.fault in ("warm", "warm prompts") else 1.0)
+        last_V = warm_LV[-1] if self.fault == "warm" else logits_LV[-1]
+        prompt_NV = warm_LV[:-1].roll(1, 0) if self.fault == "late" else warm_LV[:-1]
+        return prompt_NV.log_softmax(-1), last_V.log_softmax(-1)
+
+    def _generation(self, body: dict[str, Any]) -> dict[str, Any]:
+        tokens, options = body["token_ids"], body["sampling_params"]
+        logprobs_NV, _ = self._read(tokens)
+        answer: dict[str, Any] = {
+            "request_id": "generate-tokens-1",
+            "model": "teacher",
+            "prompt_logprobs": None,
+            "prompt_token_id_logprobs": None,
+            "prompt_token_ids": tokens if body.get("return_token_ids") else None,
+            "choices": [{"index": 0, "token_ids": [0], "finish_reason": "length"}],
+        }
+        if "prompt_logprobs" in options:
+            items = make_items(logprobs_NV, tokens, options["prompt_logprobs"])
+            answer["prompt_logprobs"] = items
+        if (rows := options.get("prompt_logprob_token_ids")) is not None:
+            scores = score_rows(logprobs_NV, rows)
+            if self.fault == "swapped":
+                scores[:, [0, 1]] = scores[:, [1, 0]]
+            answer["prompt_token_id_logprobs"] = encode_array(
+                scores[:-1] if self.fault == "last" else scores
+            )
+        return answer
+
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         tokens = body["prompt"]
-        k = body["prompt_logprobs"]
-        logprobs_NV = (
-            self.model(torch.tensor([tokens])).logits[0, :, : self.vocabulary].log_softmax(-1)
-        )
-        items: list[Any] = [None]
-        for logprobs_V, token in zip(logprobs_NV, tokens[1:], strict=False):
-            own = float(logprobs_V[token])
-            item = {str(token): entry(own, int((logprobs_V >= own).sum()), token)}
-            best = logprobs_V.topk(k)
-            for rank, (value, index) in enumerate(
-                zip(best.values.tolist(), best.indices.tolist(), strict=True), 1
-            ):
-                item[str(index)] = entry(value, rank, index)
-            items.append(item)
-        choice = {
+        logprobs_NV, last_V = self._read(tokens)
+        choice: dict[str, Any] = {
             "index": 0,
             "text": "!",
             "logprobs": None,
             "finish_reason": "length",
-            "prompt_logprobs": items,
+            "prompt_logprobs": None,
         }
+        if (k := body.get("prompt_logprobs")) is not None:
+            items = make_items(logprobs_NV, tokens, k)
+            choice["prompt_logprobs"] = items[:-1] if self.fault == "last" else items
+        count = None if self.fault == "silent" else body.get("logprobs")
+        if count and body.get("return_tokens_as_token_ids"):
+            best = last_V.topk(count)
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            choice["logprobs"] = {
+                "top_logprobs": [{f"token_id:{token}": value for token, value in pairs}]
+            }
         if body.get("return_token_ids"):
             choice["prompt_token_ids"] = tokens
         return {
@@ -159,6 +245,51 @@ class RemoteServer:
             "model": "teacher",
             "choices": [choice],
         }
+
+
+def make_items(logprobs_NV: torch.Tensor, tokens: list[int], k: int) -> list[Any]:
+    """Return prompt_logprobs in vLLM's format."""
+    items: list[Any] = [None]
+    for logprobs_V, token in zip(logprobs_NV, tokens[1:], strict=True):
+        own = float(logprobs_V[token])
+        item = {str(token): entry(own, int((logprobs_V >= own).sum()), token)}
+        best = logprobs_V.topk(k)
+        for rank, (value, index) in enumerate(
+            zip(best.values.tolist(), best.indices.tolist(), strict=True), 1
+        ):
+            item[str(index)] = entry(value, rank, index)
+        items.append(item)
+    return items
+
+
+def score_rows(logprobs_NV: torch.Tensor, rows: list[list[int]]) -> np.ndarray:
+    """Return log p of the ids of each row, float32; -inf fills rows up."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])
+    found = logprobs_NV.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+    scores: np.ndarray = found.float().numpy()
+    return scores
+
+
+def encode_array(array: np.ndarray) -> str:
+    """Return base64 of the .npy file of ``array``."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+class Torn(Response):
+    """A response that sends half of its announced bytes and then closes the connection."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"1000")],
+            }
+        )
+        await send({"type": "http.response.body", "body": b'{"choices": [', "more_body": False})
 
 
 _JSON = "application/json"

@@ -48,7 +48,7 @@ def make_codec(profile: str = "threshold", **options: Any) -> CodecIdentity:
     own: dict[str, Any] = {"threshold": 0.04, "temperatures": (0.5, 2.0), "k": 5}
     found = {name: value for name, value in own.items() if name in rules.options}
     if rules.dithered:
-        found |= {"clusters": 2, "fitted": 1}
+        found |= {"clusters": 2, "fitted": 1, "k": 0}
     if rules.dtypes:
         found["bits"] = min(rules.dtypes.values())
     return CodecIdentity(profile, **{"shard_sequences": 4, **found, **options})

@@ -15,6 +15,10 @@ tail (Rosén, "Asymptotic theory for order sampling", Journal of Statistical Pla
 1997). Its chances differ from pi by 1e-3 at most, and the number of tokens is always m, which no
 form has that is unbiased exactly at this noise: weights that do not sum to 1 cost students more.
 
+The weights of ids that a server scored come as logits too: their logarithms (``k`` of the codec is
+above 0). Their sum beside the known tokens differs from what these leave, and so does the number of
+units: it is rounded at random, so that its mean is the sum over the weight of a unit.
+
 A chance above 1 would be cut. So where a token of the tail is heavier than R / ceil(n R / W), with
 W the mass beside the known tokens, the tokens above half a unit are sampled as heads, too.
 
@@ -62,6 +66,8 @@ _MOST_CHANCE = 1.0 - 4e-4
 _SLACK = 1.25
 #: The largest prior whose -log(1 - b) is a number.
 _MOST_PRIOR = 1.0 - 2.0**-53
+#: The counter of the random number that rounds the units: no token, and no point of a process.
+_ROUNDING = 1 << 41
 #: A number above that of every candidate: PATIENCE times the most units.
 _LIMIT = 1 << 17
 
@@ -161,6 +167,13 @@ class _ReaderView:
     share_N: Tensor
     known_N: Tensor
 
+    def round_units(self, mass_N: Tensor, chance: UnitRandomness) -> Tensor:
+        """Round the units that ``mass_N`` makes to a whole number at random, (N,)."""
+        counter = torch.full_like(self.number_N, _ROUNDING)
+        uniform_N = _draw_uniforms(chance.starts_N2[:, 1], counter)
+        units_N = (mass_N / self.share_N.clamp(min=1.0 / WHOLE) + uniform_N).floor().long()
+        return torch.where(self.number_N > 0, units_N, 0)
+
 
 @dataclass(frozen=True)
 class _Heads:
@@ -220,13 +233,18 @@ class UnitSampler(Sampler):
         best_known_N = p_NV.gather(1, known_NA).amax(1)
         p_NV.scatter_(1, known_NA, 0.0)
         mass_N = sizes.sums_NQ.sum(1, dtype=torch.float64)
-        logp_NA = s_NV.gather(1, known_NA) - sizes.lse_N[:, None]
+        logp_NA = s_NV.gather(1, known_NA)
+        if not self.codec.rules.counts_units:
+            logp_NA -= sizes.lse_N[:, None]
         codes_NA = self._round_known(logp_NA, known_NA, chance.rounding_NA)
         # Where nothing is beside the known ids no unit may be left: a reader gives the rest, which
         # is rounding, to the next token.
         codes_NA[:, 0].masked_fill_(mass_N <= 0, 0)
         reader = self._read_known(codes_NA, known_NA)
-        heads = separate_heads(sizes, mass_N, reader.number_N, chance.uniform_N)
+        number_N = reader.number_N
+        if self.codec.rules.counts_units:
+            number_N = reader.round_units(mass_N * sizes.lse_N.double().exp(), chance)
+        heads = separate_heads(sizes, mass_N, number_N, chance.uniform_N)
         # Sizes are 0 outside the tail now.
         self.tails = sizes
         count_N = heads.tail_count_N

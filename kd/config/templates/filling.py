@@ -40,6 +40,7 @@ def draft_template(template: str, name: str, answers: Mapping[str, str | None]) 
         student = f"model: {_write_value(student)}"
     fields = ("teacher", "train", "validation")
     values = {field: _write_value(answers.get(field) or "") for field in fields}
+    values["model"] = _write_value(answers.get("student") or "")
     if gguf_file := answers.get("gguf_file"):
         values["teacher"] += f"\n  gguf_file: {_write_value(gguf_file)}"
     filled = text.format(name=_write_value(name), student=student, **values)

@@ -27,7 +27,7 @@ FREE_FIELDS = {
 }  # fmt: skip
 #: Fields of the teacher section that shape its records alone, and a cache's identity has them.
 TEACHER_FREE_FIELDS = (
-    "parallel", "gpu_memory", "host_memory", "system", "context", "max_length",
+    "parallel", "gpu_memory", "host_memory", "system", "context", "max_length", "proposal",
 )  # fmt: skip
 #: Fields that are newer than the first checkpoints, with the values that mean what was done before
 #: they existed: then a checkpoint's identity does not have them.

@@ -313,6 +313,31 @@ CONTRADICTIONS = {
         ["student.from_teacher", "no teacher"],
         PLAIN | {"student": {"from_teacher": {"layers": 1}}},
     ),
+    "a proposal without ids": (
+        {"teacher": HTTP | {"proposal": "p"}},
+        ["cache.profile threshold has no use for proposal without cache.k"],
+        {"teacher": HTTP | {"proposal": "p"}, "cache": {"k": 128}},
+    ),
+    "ids without a proposal": (
+        {"teacher": HTTP, "cache": {"k": 128}},
+        ["has no use for k without teacher.proposal"],
+        {"teacher": HTTP, "cache": {"profile": "topk", "k": 128}},
+    ),
+    "a proposal for the most probable tokens": (
+        {"teacher": HTTP | {"proposal": "p"}, "cache": {"profile": "topk", "k": 128}},
+        ["cache.profile topk has no use for proposal"],
+        {"teacher": HTTP, "cache": {"profile": "topk", "k": 128}},
+    ),
+    "a proposal for a teacher on this machine": (
+        {"teacher": {"model": "x", "proposal": "p"}, "cache": {"k": 128}},
+        ["teacher.backend local has no use for proposal"],
+        {"teacher": {"model": "x"}},
+    ),
+    "a proposal and ids that are always kept": (
+        {"teacher": HTTP | {"proposal": "p"}, "cache": {"k": 128, "always_keep": [3]}},
+        ["teacher.proposal", "cache.always_keep"],
+        {"teacher": HTTP | {"proposal": "p"}, "cache": {"k": 128}},
+    ),
     "comparing with a server": (
         {"teacher": HTTP, "evaluation": {"teacher": True}, "cache": {"profile": "topk"}},
         ["evaluation.teacher", "teacher.backend is http"],
@@ -404,7 +429,7 @@ WARM = {"profile": "tempered", "temperatures": {"min": 1, "max": 2}}
         ({"profile": "threshold", "k": 8}, "profile threshold has no use for k"),
         (
             {"profile": "threshold", "draws": 2},
-            "takes always_keep, threshold. Set a smaller cache.threshold: it makes less",
+            "takes always_keep, k, threshold. Set a smaller cache.threshold: it makes less",
         ),
         ({"profile": "hidden", "always_keep": [1]}, "profile hidden has no use for always_keep"),
         (

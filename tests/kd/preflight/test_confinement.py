@@ -308,6 +308,7 @@ def text_fields(form: Any, above: str = "") -> Iterator[str]:
 
 
 CONFINED = {
+    "teacher.proposal",
     "teacher.model", "teacher.revision", "teacher.gguf_file", "teacher.url", "teacher.tokenizer",
     "student.model", "student.revision", "student.init.tokenizer",
     "data.train", "data.train.path", "data.train.revision",
@@ -340,6 +341,12 @@ def test_everything_is_listed(root: Path, limits: Confinement) -> None:
     found = ["/teacher/model", "/student/model", "/data/train/0", "/data/validation/0/path"]
     assert pointers(config, root, limits) == found
     assert len(list(list_named_resources(config))) == 5
+
+
+def test_a_proposal_is_confined_as_a_model(root: Path, limits: Confinement) -> None:
+    served = {"backend": "http", "model": "m", "url": "http://127.0.0.1:1", "tokenizer": "model"}
+    config = job(teacher=served | {"proposal": "/b"}, cache={"k": 128})
+    assert "/teacher/proposal" in pointers(config, root, limits)
 
 
 def test_what_is_refused_says_nothing_of_what_is_there(

@@ -46,7 +46,7 @@ from kd.models.tokenizers import PROBE_TEXTS, encode_probes
 from kd.progress import Event, Monitor
 from kd.text.packed_rows import PackedRows
 from kd.text.packing import compute_position_ids
-from tests.support.remote_server import RemoteServer, entry, error
+from tests.support.remote_server import RemoteServer, Torn, entry, error
 
 VOCABULARY = 2048
 LENGTH = 40
@@ -233,20 +233,6 @@ def delayed(seconds: float) -> Callable[[Any], Any]:
         return answer
 
     return wait
-
-
-class Torn(Response):
-    """A response that sends half of its announced bytes and then closes the connection."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-length", b"1000")],
-            }
-        )
-        await send({"type": "http.response.body", "body": b'{"choices": [', "more_body": False})
 
 
 TEMPORARY = {
