@@ -10,8 +10,9 @@ a column of each row (``teacher.context``). On held-out questions
     KL(teacher with the instruction || student without it)
 
 is computed from whole distributions, before and after. The control is trained in the same way,
-from a cache whose teacher reads the instruction of another row, one of another task: that should
-gain nothing. Each seed draws another cache, another order of training and other held-out questions.
+from a cache whose teacher reads the instruction of another row, one of another task: what it gains
+is what any long instruction does to the same answers. Each seed draws another cache, another order
+of training and other held-out questions.
 
 A stopped run continues in the same --work. --quick takes the example's teacher and a few steps.
 """

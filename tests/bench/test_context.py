@@ -1,4 +1,4 @@
-"""The bench of a teacher's context: the own row's is learned, another row's gains nothing."""
+"""The bench of a teacher's context: the own row's is learned; another row's gains less."""
 
 import re
 
