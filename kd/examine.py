@@ -121,8 +121,8 @@ def enable_teacher(config: JobConfig) -> JobConfig:
 
     A teacher that was told more than the student cannot be compared on the student's sequences.
     """
-    teacher = config.teacher
-    compares = teacher is not None and teacher.is_local and not teacher.has_context
+    local = config.explain_no_local_teacher() is None
+    compares = local and config.teacher_context is None
     wanted = config.evaluation.model_copy(update={"teacher": config.evaluation.teacher or compares})
     return config.model_copy(update={"evaluation": wanted})
 

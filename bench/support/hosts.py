@@ -267,14 +267,20 @@ def make_clock_variables(clock: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def inside_network() -> Iterator[Net]:
-    """Make the hosts, and run the block on that of the store."""
+def joined_hosts() -> Iterator[Net]:
+    """Make the hosts for the length of the block."""
     net = Net()
     try:
-        with net.inside("store"):
-            yield net
+        yield net
     finally:
         net.close()
+
+
+@contextlib.contextmanager
+def inside_network() -> Iterator[Net]:
+    """Make the hosts, and run the block on that of the store."""
+    with joined_hosts() as net, net.inside("store"):
+        yield net
 
 
 def run_faults(

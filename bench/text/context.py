@@ -46,7 +46,7 @@ from kd.config.jobfile import parse_config
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
 from kd.text.batches import make_batch
-from kd.text.told.sequences import find_told
+from kd.text.teacher_side.sequences import find_teacher_side
 
 #: The instruction of the rows, and that of a row of another task.
 INSTRUCTION = (
@@ -100,7 +100,7 @@ class Sizes:
     rows: int
     answer: int
     length: int
-    told_length: int
+    teacher_length: int
     steps: int
     batch: int
     rate: float
@@ -190,10 +190,10 @@ def make_job(
     teacher: Path, sizes: Sizes, paths: list[str], column: str, seed: int
 ) -> dict[str, Any]:
     """Return the job of one student: the teacher with adapters."""
-    told = {"context": f"{{{column}}}\n\n{{prompt}}", "max_length": sizes.told_length}
+    theirs = {"context": f"{{{column}}}\n\n{{prompt}}", "max_length": sizes.teacher_length}
     return {
         "name": "context",
-        "teacher": {"model": str(teacher), "batch_size": 8, **told},
+        "teacher": {"model": str(teacher), "batch_size": 8, **theirs},
         "student": {"model": str(teacher), "lora": {"rank": 16, "alpha": 32}},
         "data": {
             "train": paths[0], "validation": paths[1], "format": "messages",
@@ -227,9 +227,11 @@ def measure_kl(job: dict[str, Any], student: Path, work: Path) -> float:
     held_out = plan.corpus.validation
     parts = [held_out.select(slice(row, row + 1)) for row in range(len(held_out))]
     vocabulary = plan.identity.tokenizer.vocabulary_size
-    told = compute_logprobs(plan.teacher.folder, [find_told(each) for each in parts], vocabulary)
+    theirs = compute_logprobs(
+        plan.teacher.folder, [find_teacher_side(each) for each in parts], vocabulary
+    )
     own = compute_logprobs(student, parts, vocabulary)
-    pairs = zip(told, own, strict=True)
+    pairs = zip(theirs, own, strict=True)
     sums = [((p.exp() * (p - q)).sum().item(), len(p)) for p, q in pairs]
     return sum(kl for kl, _ in sums) / sum(count for _, count in sums)
 

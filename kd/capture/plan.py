@@ -14,10 +14,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cache import manifest
+from cache.codec import Codec
 from cache.errors import PotstillError
 from cache.random import SEQUENCES
 from kd.capture.codec_identity import Recipe, make_codec_identity
-from kd.capture.remote import hash_remote_teacher
+from kd.capture.remote import RemoteTeacher, hash_remote_teacher
 from kd.capture.served.scoring import require_scoring_version
 from kd.config.cache import CacheConfig
 from kd.config.data import DataConfig
@@ -32,7 +33,7 @@ from kd.models.teacher_files import TeacherFiles
 from kd.models.vocabulary import choose_source_vocabulary
 from kd.progress import SILENT, Monitor, Notice
 from kd.text.corpus import Corpus, describe_held_out, load_corpus, open_corpus
-from kd.text.told.context import TeacherContext
+from kd.text.teacher_side.context import TeacherContext
 
 
 def plan_capture(
@@ -50,7 +51,7 @@ def plan_capture(
     source = teacher.section.files
     tokenizer = tokenizers.load_source_tokenizer(source, teacher.folder)
     size = choose_source_vocabulary(tokenizer, source, teacher.folder)
-    context = TeacherContext.of(config.teacher, config.data)
+    context = TeacherContext.of(config)
     if texts is None:
         corpus = load_corpus(config.data, tokenizer, monitor, size, context)
     else:
@@ -65,7 +66,7 @@ def settle_packing(config: JobConfig, monitor: Monitor = SILENT) -> JobConfig:
     """
     if config.data.packing != "auto" or config.cache.fingerprint is not None:
         return config
-    if config.teacher is not None and config.teacher.has_context:
+    if config.teacher_context is not None:
         return set_packing(config, False)
     for who, hollow in _load_hollow_models(config):
         if (why := explain_own_rows(hollow)) is not None:
@@ -196,7 +197,9 @@ def _add_proposal(
     dtype = str(loading.choose_teacher_dtype(proposal, pick_device())).removeprefix("torch.")
     check_stop = partial(monitor.check, "while the files of the proposal were read")
     digest = compute_fingerprint(proposal.folder, check_stop=check_stop)
-    server = require_scoring_version(section, monitor)
+    # No record is made: any codec does.
+    with RemoteTeacher.connect(section, Codec("topk", 1, k=1), monitor) as teacher:
+        server = require_scoring_version(teacher)
     return replace(known, server=f"vllm {server}", proposal=f"{digest} {dtype}")
 
 

@@ -47,8 +47,10 @@ from kd.capture.recording import TeacherReading
 from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError, TokenizerMismatch
 from kd.progress import SILENT, Monitor
-from kd.text.told.sequences import find_told
+from kd.text.teacher_side.sequences import find_teacher_side
 
+#: Seconds to wait for one answer.
+ANSWER_SECONDS = 600.0
 #: Further attempts of a request if the server is unreachable, busy or fails.
 RETRIES = 6
 #: Seconds before the second attempt of a request; they double with each attempt.
@@ -232,7 +234,7 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
         client = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"} if (key := _read_api_key(config)) else {},
-            timeout=httpx.Timeout(config.timeout, connect=min(10.0, config.timeout)),
+            timeout=httpx.Timeout(ANSWER_SECONDS, connect=min(10.0, ANSWER_SECONDS)),
             limits=httpx.Limits(max_connections=config.concurrency),
             trust_env=httpx.URL(url).host not in _LOCAL,
         )
@@ -286,8 +288,8 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
 
         ``first`` is the number of the first sequence.
         """
-        told = find_told(sequences)
-        for row, entries in enumerate(self.read_top(told, first)):
+        theirs = find_teacher_side(sequences)
+        for row, entries in enumerate(self.read_top(theirs, first)):
             # The same targets, at the positions where the student has them.
             top = replace(entries, positions=np.flatnonzero(sequences.target_mask[row]))
             encode = partial(top.make_records, self.codec, first + row)
@@ -389,8 +391,8 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
         raise ModelError(
             f"{find_server_url(self.config)} gave no answer to {attempt} requests, "
             f"the last time: {failure}.",
-            "Check that the server runs. Raise teacher.timeout, or lower teacher.concurrency if "
-            "the server is overloaded. The next attempt continues after the last whole shard.",
+            "Check that the server runs. Lower teacher.concurrency if it is overloaded. The next "
+            "attempt continues after the last whole shard.",
         )
 
     def make_question(self, piece: DocumentPrompt) -> Question:

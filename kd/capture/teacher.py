@@ -45,7 +45,7 @@ from kd.progress import SILENT, Monitor
 from kd.text.batches import make_batch
 from kd.text.steps.reading import group_by_width
 from kd.text.stored.packed import PackedText, iterate
-from kd.text.told.sequences import find_told
+from kd.text.teacher_side.sequences import find_teacher_side
 
 #: Texts of the job that a server is asked to tokenize, and the characters of one.
 ASKED_TEXTS, ASKED_CHARACTERS = 16, 1024
@@ -227,7 +227,7 @@ class Teacher:
     def _halve(self, part: Sequences, error: Exception) -> None:
         """Read half as many sequences at once from now on; raise where it was only one."""
         if len(part) == 1:
-            raise make_out_of_memory(find_told(part).length, error) from error
+            raise make_out_of_memory(find_teacher_side(part).length, error) from error
         gc.collect()
         self.batch_size = len(part) // 2
         self.monitor.emit(
@@ -265,17 +265,17 @@ class Teacher:
         They come of one forward pass, or with ``cuts_padding`` of one for each width. With a
         context the states are those of the teacher's own sequences, at the same targets.
         """
-        told = find_told(sequences)
+        theirs = find_teacher_side(sequences)
         positions = map(np.flatnonzero, sequences.target_mask)
         if not self.cuts_padding:
             yield from (
                 (*states, own)
-                for states, own in zip(self._read_at_once(told), positions, strict=True)
+                for states, own in zip(self._read_at_once(theirs), positions, strict=True)
             )
             return
         # Not the width of the longest row of a batch: records do not depend on other documents.
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        for places, part in group_by_width(told):
+        for places, part in group_by_width(theirs):
             found.update(zip(places.tolist(), self._read_at_once(part), strict=True))
         yield from ((*found[place], own) for place, own in enumerate(positions))
 

@@ -126,6 +126,17 @@ class JobConfig(Placement):
         return self.student is not None and self.student.from_teacher is not None
 
     @property
+    def teacher_context(self) -> tuple[str, str, int] | None:
+        """``teacher.system`` and ``context``, and the most tokens that the teacher reads.
+
+        None if it reads what the student reads.
+        """
+        teacher = self.teacher
+        if teacher is None or not teacher.has_context:
+            return None
+        return teacher.system, teacher.context, teacher.count_read(self.data.sequence_length)
+
+    @property
     def active_teacher(self) -> TeacherConfig | None:
         """The teacher, if the job runs it: to capture it, to build the student, or to compare."""
         captures = self.needs_cache and self.cache.fingerprint is None
@@ -339,7 +350,7 @@ class JobConfig(Placement):
         return self
 
     @model_validator(mode="after")
-    def _context_can_be_told(self) -> Self:
+    def _context_fits(self) -> Self:
         if self.teacher is None or not self.teacher.has_context:
             return self
         field = "teacher.context" if self.teacher.context else "teacher.system"

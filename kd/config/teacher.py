@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from string import Formatter
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from kd.addresses import ModelSource
+from kd.config.fields.contexts import read_context
 from kd.config.section import AS_BYTES, Section
 
 Bytes = Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES]
@@ -15,23 +15,6 @@ Bytes = Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES]
 
 #: Values of a field that mean that it is not used.
 _UNSET = (None, "auto", "none")
-
-
-def read_context(context: str) -> list[tuple[str, str | None]]:
-    """Return the texts of a context, each with the name of the column after it; None = no column.
-
-    Raises ``ValueError`` if braces do not hold a name.
-    """
-    write = "write {column} for a column of the row, and {{ and }} for braces"
-    try:
-        parts = list(Formatter().parse(context))
-    except ValueError as error:
-        raise ValueError(f"its braces do not match ({error}): {write}") from None
-    for _, name, form, conversion in parts:
-        if name is not None and (not name.strip() or form or conversion):
-            shown = f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
-            raise ValueError(f"{{{shown}}} is not the name of a column: {write}")
-    return [(text, name) for text, name, *_ in parts]
 
 
 class TeacherConfig(Section):
@@ -114,9 +97,6 @@ class TeacherConfig(Section):
     """Backend http: local folder, hub id or folder of a bucket of a small model of the same
     tokenizer, for example the student. It reads the text here and proposes cache.k ids at each
     position, which the server scores (vLLM 0.33 or later): profile threshold is unbiased then."""
-
-    timeout: float = Field(120.0, gt=0, le=3600)
-    """Backend http: seconds to wait for one answer."""
 
     concurrency: int = Field(8, ge=1, le=256)
     """Backend http: requests that may run at the same time."""

@@ -33,11 +33,11 @@ from kd.text.reading.contents import TextFile
 from kd.text.reading.notes import TextNotes
 from kd.text.reading.tables import count_null_texts
 from kd.text.rows import COLUMNS, RowWithoutText, read_cell
-from kd.text.sources import MISSING, FoundDocument, find_documents, tell
+from kd.text.sources import MISSING, FoundDocument, apply_context, find_documents
 from kd.text.stored.places import TextPlace
+from kd.text.teacher_side.context import TeacherContext
 from kd.text.text_files import choose_format, find_source_files
 from kd.text.tokens import DocumentEncoder
-from kd.text.told.context import TeacherContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +118,7 @@ def find_row_problems(
         yield from error.problems
         return
     notes = TextNotes()
-    context = TeacherContext.of(config.active_teacher, data)
+    context = TeacherContext.of(config)
     numbers = itertools.count()
     shown = show if data.format in COLUMNS else hide_row
     for field, receive in (("train", shown), ("validation", hide_row)):
@@ -230,7 +230,7 @@ class _Look:
         self.show(LearnedRow.decode(where, text, tokenizer))
         if text.prompt is not None:
             named = f"{where}, as the teacher reads it"
-            self.show(LearnedRow.decode(named, text.tell(), tokenizer))
+            self.show(LearnedRow.decode(named, text.as_teacher_reads(), tokenizer))
 
     def _find(
         self, files: Iterable[Path], notes: TextNotes | None = None
@@ -311,7 +311,7 @@ def _read_last(
     where = f"{name}: the last row"
     try:
         cells = json.loads(line)
-        yield tell(FoundDocument(where, read_cell(cells, where, data)), cells, context)
+        yield apply_context(FoundDocument(where, read_cell(cells, where, data)), cells, context)
     except RowWithoutText:
         return
     except ValueError as error:

@@ -6,7 +6,7 @@
     packing.py        Documents                -> Sequences: (S, L) tokens, boundaries, target mask
     mixtures.py       Sequences of each source -> Sequences of all, in the shares of their weights
     stored/           Sequences                -> a token store on the disk, read by shard
-    told/             with teacher.context: what the teacher reads, beside each of the Sequences
+    teacher_side/     with teacher.context: what the teacher reads, beside each of the Sequences
 
 The result depends only on the text and the configuration. The tokens of a corpus name its cache,
 also if sources are mixed or streamed.
@@ -42,10 +42,10 @@ from kd.text.stored.places import BEGINNING, Cursor, TextPlace
 from kd.text.stored.shard_files import Layout
 from kd.text.stored.view import StoredSequences, TokenStore
 from kd.text.stored.writing import StoreOrder, is_current, write_store
+from kd.text.teacher_side.context import TeacherContext
+from kd.text.teacher_side.sequences import PairedText
 from kd.text.text_files import find_source_files
 from kd.text.tokens import DocumentEncoder, choose_pad_id
-from kd.text.told.context import TeacherContext
-from kd.text.told.sequences import ToldText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +76,7 @@ class Corpus:
     def compute_context_sha256(self) -> str:
         """Return the hash of both sides of each sequence; empty if the teacher has no context."""
         parts = (self.train, self.validation)
-        wide = [each.wide for each in parts if isinstance(each, ToldText)]
+        wide = [each.wide for each in parts if isinstance(each, PairedText)]
         return hash_text(wide) if wide else ""
 
     def select(self, numbers: np.ndarray) -> Sequences:
@@ -89,11 +89,11 @@ class Corpus:
         kept = [part for part in parts if len(part)]
         return type(kept[0]).concatenate(kept)
 
-    def with_told(self, context: TeacherContext | None, length: int) -> Corpus:
+    def with_context(self, context: TeacherContext | None, length: int) -> Corpus:
         """Return the corpus of sequences of ``length`` of which stored ones hold the teacher's."""
         if context is None:
             return self
-        return Corpus(ToldText(self.train, length), ToldText(self.validation, length))
+        return Corpus(PairedText(self.train, length), PairedText(self.validation, length))
 
 
 def open_corpus(
@@ -116,7 +116,7 @@ def open_corpus(
         return StoredSequences.whole(text.store(texts, wanted))
 
     corpus = _split(config, load, StoredSequences.part)
-    return corpus.with_told(context, config.sequence_length)
+    return corpus.with_context(context, config.sequence_length)
 
 
 def load_corpus(
@@ -135,7 +135,7 @@ def load_corpus(
         return _FieldText(field, config, tokenizer, monitor, size, context).load(wanted)
 
     corpus = _split(config, load, lambda text, start, stop: text.select(slice(start, stop)))
-    return corpus.with_told(context, config.sequence_length)
+    return corpus.with_context(context, config.sequence_length)
 
 
 def _split(
@@ -250,8 +250,8 @@ class _FieldText:
             pad_id = choose_pad_id(self.tokenizer, size)
             resumed = start != BEGINNING
             documents = report.follow(encoder.encode(found))
-            told_length = None if context is None else context.length
-            return pack_in_blocks(documents, config, field, pad_id, resumed, told_length)
+            teacher_length = None if context is None else context.length
+            return pack_in_blocks(documents, config, field, pad_id, resumed, teacher_length)
 
         return pack
 

@@ -15,7 +15,7 @@ from cache.records import Sequences
 from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.text.stored.places import BEGINNING, TextPlace
-from kd.text.told.sequences import TeacherPrompt, widen
+from kd.text.teacher_side.sequences import TeacherPrompt, widen
 
 #: Sequences that are packed at once. From a stream at most this many are read beyond those wanted,
 #: and the short texts that were tokenized with the last of them.
@@ -68,7 +68,7 @@ class Document:
         assert self.prompt is not None, "each document of a text with contexts has one"
         return [self.prompt.advance(at, self.ids) for at in range(0, len(self), length)]
 
-    def tell(self) -> Document:
+    def as_teacher_reads(self) -> Document:
         """Return what the teacher reads: its prompt, and the document after the student's."""
         assert self.prompt is not None, "each document of a text with contexts has one"
         ids, first = self.prompt.ids, self.prompt.first
@@ -105,12 +105,12 @@ def pack_in_blocks(
     field: str = "train",
     pad_id: int = 0,
     resumed: bool = False,
-    told_length: int | None = None,
+    teacher_length: int | None = None,
 ) -> Iterator[Block]:
     """Pack documents as ``pack_documents`` does, but read only what fills the next block.
 
     ``resumed``: sequences of this text were packed before, so that there may be no more. With
-    ``told_length`` those of the teacher, of this length, stand beside them.
+    ``teacher_length`` those of the teacher, of this length, stand beside them.
     """
     found = resumed
     for number, part in enumerate(_split_into_blocks(documents, config, resumed)):
@@ -122,9 +122,9 @@ def pack_in_blocks(
             if config.packing and tokens < config.sequence_length:
                 raise refuse_short(field, tokens, config.sequence_length)
         sequences = _pack_block(part, config, pad_id)
-        if told_length is not None:
+        if teacher_length is not None:
             prompts = [each for one in part for each in one.list_prompts(config.sequence_length)]
-            sequences = widen(sequences, prompts, told_length, pad_id)
+            sequences = widen(sequences, prompts, teacher_length, pad_id)
         if any(each.trained is not None for each in part):
             # Sequences of chats without a target would cost a pass and teach nothing.
             sequences = sequences.select(sequences.target_mask.any(axis=1))

@@ -18,6 +18,7 @@ from kd.text.reading.contents import TextFile, ignore_count, name_rows, open_row
 from kd.text.reading.notes import TextNotes
 from kd.text.rows import Row, RowWithoutText, drop_absent_fields, read_cell
 from kd.text.stored.places import BEGINNING, TextPlace
+from kd.text.teacher_side.context import TeacherContext
 from kd.text.text_files import (
     choose_format,
     describe_file,
@@ -25,7 +26,6 @@ from kd.text.text_files import (
     is_saved_dataset,
     list_all_files,
 )
-from kd.text.told.context import TeacherContext
 
 #: What is noted of rows that hold no text, and the least of them that may be too many.
 MISSING = "rows without text, left out"
@@ -36,14 +36,15 @@ _MANY_MISSING = 100
 class FoundDocument(NamedTuple):
     """A document, and where it was found: in words, and as the place from which to read it.
 
-    ``content`` is a string, a ``TextFile``, a ``Chat`` or a ``Completion``; with a context ``told``
-    is what the teacher reads: a ``Chat``, a ``Completion``, or a string that comes before the text.
+    ``content`` is a string, a ``TextFile``, a ``Chat`` or a ``Completion``. With a context
+    ``teacher`` is what the teacher reads: a ``Chat``, a ``Completion``, or a string that comes
+    before the text.
     """
 
     where: str
     content: Any
     place: TextPlace = BEGINNING
-    told: Any = None
+    teacher: Any = None
 
 
 def read_documents(
@@ -62,7 +63,7 @@ def find_documents(
     notes: TextNotes | None = None,
     context: TeacherContext | None = None,
 ) -> Iterator[FoundDocument]:
-    """Yield the documents of ``sources`` from ``start`` on, as ``context`` has them told.
+    """Yield the documents of ``sources`` from ``start`` on, with what the teacher reads of them.
 
     ``note`` is called with the number of bytes of files that were read since the last call. Files
     before ``start`` are not opened, and count as read. ``notes`` receives what is left out.
@@ -92,7 +93,9 @@ def find_documents(
                 place = begin if index == begin.file else TextPlace(number, index)
                 if choose_format(file, config) == "text":
                     where = f"{file}: row 1"
-                    yield tell(FoundDocument(where, TextFile(file, note), place), {}, context)
+                    yield apply_context(
+                        FoundDocument(where, TextFile(file, note), place), {}, context
+                    )
                     continue
                 place = place._replace(row=max(place.row, first))
                 with closing(open_rows(file, config)) as opened:
@@ -247,12 +250,14 @@ def datasets_opened_by(opener: Opener, require_permitted: Permission) -> Iterato
         _open_rows, _require_permitted = before
 
 
-def tell(found: FoundDocument, cells: Row, context: TeacherContext | None) -> FoundDocument:
+def apply_context(
+    found: FoundDocument, cells: Row, context: TeacherContext | None
+) -> FoundDocument:
     """Return a document of a row with these cells with what its teacher reads."""
     if context is None:
         return found
-    content, told = context.tell(found.content, cells, found.where)
-    return found._replace(content=content, told=told)
+    content, theirs = context.apply(found.content, cells, found.where)
+    return found._replace(content=content, teacher=theirs)
 
 
 class _OpenedRows(NamedTuple):
@@ -294,6 +299,6 @@ def _read_cells(opened: _OpenedRows, start: TextPlace, notes: TextNotes) -> Iter
         found += 1
         if isinstance(content, str) and not content.strip():
             notes.add(Notice(_BLANK, 1, named), place)
-        yield tell(FoundDocument(named, content, place), row, context)
+        yield apply_context(FoundDocument(named, content, place), row, context)
     if first is not None and not found:
         raise first

@@ -21,10 +21,10 @@ from kd.text.reading.contents import TextFile
 from kd.text.reading.notes import TextNotes
 from kd.text.sources import FoundDocument
 from kd.text.stored.places import TextPlace
+from kd.text.teacher_side.context import TeacherContext
+from kd.text.teacher_side.prompts import match_prompts, require_room
+from kd.text.teacher_side.sequences import TeacherPrompt
 from kd.text.text_encoder import BATCH_CHARACTERS, PIECE_CHARACTERS, Piece, TextEncoder, TextPart
-from kd.text.told.context import TeacherContext
-from kd.text.told.prompts import match_prompts, require_room
-from kd.text.told.sequences import TeacherPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ class DocumentEncoder:
         """Tokenize a document; ``known`` is what it was tokenized to in its group."""
         try:
             for part in self._encode_parts(found, known):
-                for read in (part,) if part.prompt is None else (part, part.tell()):
+                for read in (part,) if part.prompt is None else (part, part.as_teacher_reads()):
                     if self.size is not None:
                         _require_known_ids(read, found.where, self.size, self.tokenizer)
                 if len(part) > (1 if part.begins else 0):
@@ -115,9 +115,11 @@ class DocumentEncoder:
         """Make the document of each text of a row, with what the teacher reads before it."""
         if self.context is None:
             return [Document(*each) for each in texts]
-        told = found._replace(where=f"{found.where}, as the teacher reads it", content=found.told)
+        theirs = found._replace(
+            where=f"{found.where}, as the teacher reads it", content=found.teacher
+        )
         # What is worth noting of a row is noted of the student's side.
-        (read,) = replace(self, notes=TextNotes())._encode_rows([told])
+        (read,) = replace(self, notes=TextNotes())._encode_rows([theirs])
         prompts = match_prompts(texts, read, found.where, self.tokenizer)
         for (ids, _), prompt in zip(texts, prompts, strict=True):
             require_room(prompt, len(ids), self.context.length, found.where)
@@ -131,7 +133,7 @@ class DocumentEncoder:
             yield from documents
             return
         length = self.config.sequence_length
-        before, ids = self.texts.encode_beginning(found.told)
+        before, ids = self.texts.encode_beginning(found.teacher)
         for document in documents:
             rest = document
             while len(rest):

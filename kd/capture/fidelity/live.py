@@ -26,7 +26,7 @@ from kd.models.quantization.groups import read_quantization
 from kd.models.teacher_files import TeacherFiles
 from kd.text.batches import make_batch
 from kd.text.corpus import Corpus
-from kd.text.told.sequences import find_told
+from kd.text.teacher_side.sequences import find_teacher_side
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LiveTeacher:
         """Return what the teacher read of sequence ``number``, which the cache has as given."""
         if self.corpus is None:
             return sequence
-        return find_told(self.corpus.select(np.array([number])))
+        return find_teacher_side(self.corpus.select(np.array([number])))
 
     @torch.no_grad()
     def compute_states(self, sequences: Sequences) -> tuple[Tensor, Tensor]:

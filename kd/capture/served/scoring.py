@@ -26,12 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.codec import Codec
 from cache.profiles.threshold import SCORED_TOP
 from kd.capture import remote
-from kd.config.teacher import TeacherConfig
 from kd.errors import ModelError
-from kd.progress import Monitor
 
 #: The ids to score, (N, A).
 Ids = NDArray[np.int64]
@@ -44,15 +41,13 @@ SAME_NATS = 0.02
 _LEAST = np.float32(-9999.0)
 
 
-def require_scoring_version(config: TeacherConfig, monitor: Monitor) -> str:
+def require_scoring_version(teacher: remote.RemoteTeacher) -> str:
     """Return the version of a server of vLLM. Raises ``ModelError`` if it cannot score ids."""
-    # No record is made: any codec does.
-    with remote.RemoteTeacher.connect(config, Codec("topk", 1, k=1), monitor) as teacher:
-        version = teacher.read_version()
+    version = teacher.read_version()
     numbers = re.match(r"v?(\d+)\.(\d+)", version)
     if numbers is None or tuple(map(int, numbers.groups())) < FIRST_VERSION:
         found = f"is vLLM {version}" if numbers else "does not say at /version that it is vLLM"
-        url = remote.find_server_url(config)
+        url = remote.find_server_url(teacher.config)
         raise ModelError(
             f"{url} {found}, and teacher.proposal needs vLLM 0.33 or later, which scores ids.",
             "Update the server, or remove teacher.proposal and set cache.profile to topk.",

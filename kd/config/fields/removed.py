@@ -83,9 +83,14 @@ REMOVED: dict[str, RemovedField] = {
         "checks.spike_factor 0 does not look for spikes.",
         (2,),
     ),
+    "teacher.timeout": RemovedField(
+        "Remove it: a server has 10 minutes for an answer, and teacher.concurrency suits a slow "
+        "one.",
+        (120.0,),
+        after="api_key_env",
+    ),
     "teacher.retries": RemovedField(
-        "Remove it: a request is repeated 6 times; teacher.timeout and teacher.concurrency suit a "
-        "slow server.",
+        "Remove it: a request is repeated 6 times, and teacher.concurrency suits a slow server.",
         (6,),
         after="timeout",
     ),

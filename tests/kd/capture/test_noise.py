@@ -85,7 +85,7 @@ def judge(
     store: Cache, teacher: LiveTeacher, nats: float, seed: int, fault: Fault = leave
 ) -> list[str]:
     """Judge a cache by a teacher whose readings differ by ``nats``; return the problems."""
-    small = NoisyTeacher(teacher.model, teacher.lm_head, 1e-3, seed)
+    small = NoisyTeacher(teacher.model, teacher.lm_head, scale=1e-3, seed=seed)
     per_scale = measure_fidelity(store, small, redraws=2).noise / small.scale
     noisy = replace(small, scale=nats / per_scale, fault=fault)
     found = measure_fidelity(store, noisy, redraws=10)

@@ -42,7 +42,7 @@ BOUNDS = [
     ("teacher.url", ["host:8000", "ftp://host", "http://name:secret@host"], []),
     ("teacher.tokenizer", [""], []),
     ("teacher.api_key_env", ["HOME", "KD_REDIS_URL"], []),
-    ("teacher.timeout", [0, 3601], [0.1, 3600]),
+    ("teacher.proposal", [""], []),
     ("teacher.concurrency", [0, 257], [1, 256]),
     ("teacher.max_length", [7, 1_048_577], []),
     ("teacher.dtype", ["int8", "fp32"], ["auto", "bfloat16"]),

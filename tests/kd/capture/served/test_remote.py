@@ -251,12 +251,13 @@ TEMPORARY = {
 
 
 @pytest.mark.parametrize("twists", TEMPORARY.values(), ids=TEMPORARY)
-def test_what_may_pass_is_tried_again(server, twists):
+def test_what_may_pass_is_tried_again(server, twists, monkeypatch):
     sequences = packed([[]])
     (expected,) = ask(server.url, sequences)
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.5)
     server.asked.clear()
     server.twists.extend(twists)
-    (found,) = ask(server.url, sequences, timeout=0.5)
+    (found,) = ask(server.url, sequences)
     assert len(server.asked) == len(twists) + 1
     assert np.array_equal(found.logprobs, expected.logprobs) and np.array_equal(
         found.ids, expected.ids
@@ -268,12 +269,13 @@ def test_what_may_pass_is_tried_again(server, twists):
 )
 def test_after_the_last_attempt_the_failure_is_told(server, twists, monkeypatch):
     monkeypatch.setattr(remote, "RETRIES", 1)
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.5)
     server.twists.extend(twists)
     with pytest.raises(
         ModelError, match=rf"{server.url} gave no answer to 2 requests, the last time: \S+"
     ) as caught:
-        ask(server.url, packed([[]]), timeout=0.5)
-    assert "teacher.timeout" in caught.value.remedy and len(server.asked) == 2
+        ask(server.url, packed([[]]))
+    assert "teacher.concurrency" in caught.value.remedy and len(server.asked) == 2
 
 
 def test_a_server_that_is_not_there_is_told(monkeypatch):
@@ -690,7 +692,6 @@ def test_the_name_of_a_teacher_is_where_and_what_it_is():
         options(
             "http://host:8000/v1/",
             revision="v1",
-            timeout=1,
             concurrency=1,
             api_key_env="KD_TEACHER_KEY",
         ),
@@ -732,7 +733,6 @@ HTTP = {"backend": "http", "model": "m", "url": "https://host/v1", "tokenizer": 
         ({"url": "http://host/v1?key=secret"}, "pattern"),
         ({"api_key_env": "AWS_SECRET_ACCESS_KEY"}, "pattern"),
         ({"api_key_env": "KD_REDIS_URL"}, "pattern"),
-        ({"timeout": 0}, "greater than 0"),
         ({"concurrency": 0}, "greater than or equal to 1"),
     ],
 )

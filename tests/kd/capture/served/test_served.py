@@ -402,12 +402,12 @@ TEMPORARY = [
 
 
 @pytest.mark.long
-def test_what_may_pass_is_tried_again(server, tiny_text, tmp_path):
+def test_what_may_pass_is_tried_again(server, tiny_text, tmp_path, monkeypatch):
     job = make_job(server.url, TEACHER, tiny_text)
     expected = open_cache(capture(job, tmp_path / "one"))
     server.asked.clear()
     server.twists.extend([*TEMPORARY, *[lambda answer: answer] * 9, *TEMPORARY])
-    job["teacher"]["timeout"] = 1.0
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 1.0)
     found = open_cache(capture(job, tmp_path / "other"))
     assert list_digests(found) == list_digests(expected)
     assert not server.twists
@@ -437,7 +437,7 @@ def test_the_identity_has_what_changes_the_bytes(server, tiny_teacher, tiny_text
         return plan_capture(parse_config(changed)).identity.fingerprint
 
     known = fingerprint()
-    assert fingerprint(teacher={"concurrency": 2, "timeout": 9}) == known
+    assert fingerprint(teacher={"concurrency": 2}) == known
     others = [
         fingerprint(teacher={"proposal": str(tiny_teacher)}),
         fingerprint(cache={"k": 33, "shard_sequences": 5}),

@@ -96,12 +96,14 @@ def read_wide(teacher: Path, tokenizer: Any, store: Cache) -> Tensor:
 def test_records_are_those_of_a_float64_pass_over_the_teachers_own_sequence(
     tiny_teacher: Path, tokenizer: Any, rows: Path, tmp_path: Path, batch_size: int
 ) -> None:
-    told = capture(tiny_teacher, rows, tmp_path, DENSE, **CONTEXT | {"batch_size": batch_size})
+    theirs = capture(tiny_teacher, rows, tmp_path, DENSE, **CONTEXT | {"batch_size": batch_size})
     plain = capture(tiny_teacher, rows, tmp_path, DENSE)
-    (sequences, records), (same, others) = (each.read(range(len(told))) for each in (told, plain))
+    (sequences, records), (same, others) = (
+        each.read(range(len(theirs))) for each in (theirs, plain)
+    )
     assert records is not None and others is not None
     assert all(map(np.array_equal, sequences.arrays, same.arrays))
-    expected = read_wide(tiny_teacher, tokenizer, told)
+    expected = read_wide(tiny_teacher, tokenizer, theirs)
     found = torch.from_numpy(np.asarray(records["logprobs"], np.float64))
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
@@ -185,8 +187,8 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_without_a_context(
 def test_a_student_that_is_its_teacher_learns_the_context(
     tiny_teacher: Path, rows: Path, tmp_path: Path
 ) -> None:
-    told = capture(tiny_teacher, rows, tmp_path, DENSE, **CONTEXT)
-    loss, gradient = compute_loss(told.folder, tiny_teacher, "reverse_kl")
+    theirs = capture(tiny_teacher, rows, tmp_path, DENSE, **CONTEXT)
+    loss, gradient = compute_loss(theirs.folder, tiny_teacher, "reverse_kl")
     assert loss > 1e-2 and gradient > 1e-3
 
 

@@ -19,8 +19,8 @@ from kd.progress import Monitor
 from kd.text.corpus import Corpus, load_corpus, open_corpus
 from kd.text.packing import Document
 from kd.text.stored import writing
-from kd.text.told.context import TeacherContext
-from kd.text.told.sequences import TeacherPrompt, find_told
+from kd.text.teacher_side.context import TeacherContext
+from kd.text.teacher_side.sequences import TeacherPrompt, find_teacher_side
 
 PAIRS = [
     {"prompt": "Who wrote Emma?", "completion": " Miss Austen wrote it.", "fact": "1815"},
@@ -44,6 +44,13 @@ def write_rows(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl
     return str(path)
 
 
+def make_context(data: DataConfig, **fields: Any) -> TeacherContext | None:
+    teacher = TeacherConfig(model="t", **fields)
+    if not teacher.has_context:
+        return None
+    return TeacherContext(teacher.system, teacher.context, teacher.count_read(data.sequence_length))
+
+
 def load(
     source: str | list[Any],
     tokenizer: Any,
@@ -55,10 +62,8 @@ def load(
     """Load a text whose teacher has ``context``: into memory, or from a store below ``texts``."""
     known = {"format": "prompt_completion", "sequence_length": 48, "packing": False}
     config = DataConfig(train=source, validation_fraction=0, **known | data)
-    told = None
-    if context is not None:
-        told = TeacherContext.of(TeacherConfig(model="t", **context), config)
-    options = (monitor or Monitor(), len(tokenizer), told)
+    given = None if context is None else make_context(config, **context)
+    options = (monitor or Monitor(), len(tokenizer), given)
     if texts is None:
         return load_corpus(config, tokenizer, *options)
     return open_corpus(config, tokenizer, texts, *options)
@@ -74,7 +79,7 @@ def list_pairs(sequences: Sequences) -> list[tuple[list[int], list[int]]]:
 
 def read_all(corpus: Corpus) -> tuple[Sequences, Sequences]:
     found = corpus.train.select(slice(None))
-    return found, find_told(found)
+    return found, find_teacher_side(found)
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +100,12 @@ def test_the_teacher_reads_its_own_prompt_and_the_same_answer(
     context = {"context": "{prompt} A hint {{of many}}: {fact}. Answer it."}
     monitor = Monitor()
     corpus = load(rows, tokenizer, context, tmp_path / "texts" if stored else None, monitor)
-    student, told = read_all(corpus)
+    student, theirs = read_all(corpus)
     plain, same = read_all(load(rows, tokenizer, None))
     assert all(map(np.array_equal, student.arrays, plain.arrays))
-    assert same is plain and told is not student
-    assert corpus.train.positions == plain.positions == told.positions
-    seen = list_pairs(told)
+    assert same is plain and theirs is not student
+    assert corpus.train.positions == plain.positions == theirs.positions
+    seen = list_pairs(theirs)
     for number, row in enumerate(PAIRS):
         prompt = f"{row['prompt']} A hint {{of many}}: {row['fact']}. Answer it."
         whole = tokenizer(prompt + row["completion"])["input_ids"]
@@ -116,12 +121,12 @@ def test_an_empty_context_is_none_and_the_prompt_alone_is_the_students_text(
     tmp_path: Path, tokenizer: Any
 ) -> None:
     rows = write_rows(tmp_path, PAIRS)
-    assert TeacherContext.of(TeacherConfig(model="t", context=""), DataConfig()) is None
+    assert not TeacherConfig(model="t", context="").has_context
     plain = load(rows, tokenizer, {"context": "", "system": ""})
     assert plain.compute_context_sha256() == ""
     same = load(rows, tokenizer, {"context": "{prompt}"})
-    student, told = read_all(same)
-    assert list_pairs(student) == list_pairs(told)
+    student, theirs = read_all(same)
+    assert list_pairs(student) == list_pairs(theirs)
     assert same.compute_sha256() == plain.compute_sha256() != same.compute_context_sha256()
 
 
@@ -156,9 +161,9 @@ def test_a_chat_gets_the_system_message_and_the_context_of_its_first_answer(
     )
     context = {"system": "You know books.", "context": "{prompt} ({fact})"}
     data = {"format": "messages", "sequence_length": 128}
-    student, told = read_all(load(rows, chat_tokenizer, context, **data))
+    student, theirs = read_all(load(rows, chat_tokenizer, context, **data))
     for number, fact in enumerate(("1815", "1")):
-        shown = chat_tokenizer.decode(told.tokens[number].tolist())
+        shown = chat_tokenizer.decode(theirs.tokens[number].tolist())
         lines = shown.replace("<|endoftext|>", "").splitlines()
         assert lines == [
             "[system] You know books.",
@@ -167,7 +172,7 @@ def test_a_chat_gets_the_system_message_and_the_context_of_its_first_answer(
         ]
     own = chat_tokenizer.decode(student.tokens[1].tolist()).replace("<|endoftext|>", "")
     assert own.startswith("[system] Be brief.\n[user] Who wrote Emma?\n")
-    golds = [each.find_gold_ids().tolist() for each in (student, told)]
+    golds = [each.find_gold_ids().tolist() for each in (student, theirs)]
     assert golds[0] == golds[1]
     learned = chat_tokenizer.decode(golds[0])
     assert "Miss Austen." in learned and "She too." in learned and "Persuasion" not in learned
@@ -179,18 +184,18 @@ def test_each_sequence_of_a_text_comes_after_the_context(tmp_path: Path, tokeniz
         tmp_path, [{"text": novel, "by": "Austen"}, {"text": "Short.", "by": "N. N."}]
     )
     context = {"context": "By {by}:\n", "max_length": 40}
-    student, told = read_all(load(rows, tokenizer, context, format="jsonl", sequence_length=24))
+    student, theirs = read_all(load(rows, tokenizer, context, format="jsonl", sequence_length=24))
     assert len(student) > 4
     before = tokenizer("By Austen:\n", add_special_tokens=False)["input_ids"]
     for row in range(len(student) - 1):
         own = student.tokens[row]
-        start = len(told.tokens[row]) - 40
-        assert told.tokens[row, start : start + len(before)].tolist() == before
+        start = len(theirs.tokens[row]) - 40
+        assert theirs.tokens[row, start : start + len(before)].tolist() == before
         targets = np.flatnonzero(student.target_mask[row])
-        shift = np.flatnonzero(told.target_mask[row]) - targets
+        shift = np.flatnonzero(theirs.target_mask[row]) - targets
         assert len(set(shift.tolist())) == 1 and shift[0] == len(before)
         last = int(targets[-1]) + 2
-        assert told.tokens[row, len(before) : len(before) + last].tolist() == own[:last].tolist()
+        assert theirs.tokens[row, len(before) : len(before) + last].tolist() == own[:last].tolist()
 
 
 def test_an_answer_that_goes_on_in_the_next_sequence_is_read_whole_by_the_teacher(
@@ -199,14 +204,14 @@ def test_an_answer_that_goes_on_in_the_next_sequence_is_read_whole_by_the_teache
     answer = " " + " ".join(f"word{number}" for number in range(12))
     rows = write_rows(tmp_path, [{"prompt": "Count.", "completion": answer}])
     context = {"context": "Count up to twelve.", "max_length": 128}
-    student, told = read_all(load(rows, tokenizer, context, sequence_length=8))
+    student, theirs = read_all(load(rows, tokenizer, context, sequence_length=8))
     assert len(student) > 2
     whole = tokenizer("Count up to twelve." + answer)["input_ids"]
-    for row in range(len(told)):
-        end = int(np.flatnonzero(told.target_mask[row])[-1]) + 2
+    for row in range(len(theirs)):
+        end = int(np.flatnonzero(theirs.target_mask[row])[-1]) + 2
         expected = whole[:end] if end <= len(whole) else [*whole, tokenizer.eos_token_id]
-        assert told.tokens[row, :end].tolist() == expected
-    assert student.find_gold_ids().tolist() == told.find_gold_ids().tolist()
+        assert theirs.tokens[row, :end].tolist() == expected
+    assert student.find_gold_ids().tolist() == theirs.find_gold_ids().tolist()
 
 
 def test_a_prompt_moves_on_as_its_document_is_cut() -> None:
@@ -263,10 +268,10 @@ def test_shares_of_a_mixture_are_those_of_the_students_tokens(
         (tmp_path / name).mkdir()
         write_rows(tmp_path / name, [{**row, "fact": fact} for row in PAIRS] * 4)
         sources.append({"path": str(tmp_path / name), "weight": 2.0})
-    told = {"context": "{prompt} {fact}", "max_length": 128}
+    theirs = {"context": "{prompt} {fact}", "max_length": 128}
     orders = [
         load(sources, tokenizer, context).train.select(slice(None)).tokens.tolist()
-        for context in (None, told)
+        for context in (None, theirs)
     ]
     assert orders[0] == orders[1]
 
@@ -307,9 +312,9 @@ def test_an_id_that_the_teacher_does_not_know_is_refused_in_its_prompt(
     )
     size = 1 + max(tokenizer("?!")["input_ids"])
     for context, message in (("{prompt}{prompt}", ""), ("{fact}{prompt}", "has the id")):
-        told = TeacherContext.of(TeacherConfig(model="t", context=context), config)
+        theirs = make_context(config, context=context)
         with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
-            load_corpus(config, tokenizer, Monitor(), size, told)
+            load_corpus(config, tokenizer, Monitor(), size, theirs)
 
 
 def test_a_text_file_has_no_columns_for_a_context(tmp_path: Path, tokenizer: Any) -> None:
@@ -317,8 +322,10 @@ def test_a_text_file_has_no_columns_for_a_context(tmp_path: Path, tokenizer: Any
     source = str(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"a\.txt: row 1 has no 'title', .* it is a plain text"):
         load(source, tokenizer, {"context": "{title}"}, format="auto")
-    student, told = read_all(load(source, tokenizer, {"context": "By a friend: "}, format="auto"))
-    assert told.length == 96 and student.find_gold_ids().tolist() == told.find_gold_ids().tolist()
+    student, theirs = read_all(load(source, tokenizer, {"context": "By a friend: "}, format="auto"))
+    assert (
+        theirs.length == 96 and student.find_gold_ids().tolist() == theirs.find_gold_ids().tolist()
+    )
 
 
 def test_a_chat_without_a_question_has_nothing_that_a_context_replaces(

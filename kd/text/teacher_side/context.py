@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kd.config.data import DataConfig
-from kd.config.teacher import TeacherConfig, read_context
+from kd.config.fields.contexts import read_context
+from kd.config.job import JobConfig
 from kd.errors import DataError
 from kd.text.chat.chat import Chat, Completion
 from kd.text.rows import Row, TextRow
@@ -35,13 +35,12 @@ class TeacherContext:
     length: int
 
     @classmethod
-    def of(cls, teacher: TeacherConfig | None, data: DataConfig) -> TeacherContext | None:
+    def of(cls, job: JobConfig) -> TeacherContext | None:
         """Return the context of a job; None if its teacher reads what the student reads."""
-        if teacher is None or not teacher.has_context:
-            return None
-        return cls(teacher.system, teacher.context, teacher.count_read(data.sequence_length))
+        found = job.teacher_context
+        return None if found is None else cls(*found)
 
-    def tell(self, content: Any, cells: Row, place: str) -> tuple[Any, Any]:
+    def apply(self, content: Any, cells: Row, place: str) -> tuple[Any, Any]:
         """Return the document of a row, and what the teacher reads in its place.
 
         The columns that the context names count as read. Raises ``DataError`` for a row that lacks
@@ -49,13 +48,13 @@ class TeacherContext:
         """
         row = TextRow(cells, place, "")
         if isinstance(content, Chat):
-            return self._mark_read(content), self._tell_chat(content, row)
+            return self._mark_read(content), self._apply_to_chat(content, row)
         if isinstance(content, Completion):
             if self.system:
                 detail = f"{place}: teacher.system needs a chat, but the prompt is a text."
                 raise DataError(detail, "Write it into teacher.context, before {prompt}.")
-            told = replace(content, prompt=self._fill(row, content.prompt))
-            return self._mark_read(content), told
+            theirs = replace(content, prompt=self._fill(row, content.prompt))
+            return self._mark_read(content), theirs
         return content, self._fill(row, None)
 
     def _mark_read(self, content: Any) -> Any:
@@ -63,7 +62,7 @@ class TeacherContext:
         unread = tuple(each for each in content.unread_columns if each not in names)
         return replace(content, unread_columns=unread)
 
-    def _tell_chat(self, chat: Chat, row: TextRow) -> Chat:
+    def _apply_to_chat(self, chat: Chat, row: TextRow) -> Chat:
         messages = list(chat.messages)
         if self.context:
             end = min(chat.list_learned(), default=len(messages))

@@ -25,7 +25,7 @@ def make_job(teacher: Path, folder: Path, **student: Any) -> dict[str, Any]:
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     return {
         "kind": "distill",
-        "name": "told",
+        "name": "context",
         "teacher": {"model": str(teacher), "context": "Say that all is well. {prompt}"},
         "student": {"model": str(teacher), **student},
         "data": {
@@ -49,7 +49,7 @@ def test_the_held_out_kl_to_the_teacher_that_was_told_more_falls(
     if student:
         pytest.importorskip("peft")
     job = make_job(tiny_teacher, tmp_path, **student)
-    run = tmp_path / "home" / "runs" / "told"
+    run = tmp_path / "home" / "runs" / "context"
     run_stages(parse_config(job), tmp_path / "home", run, Monitor())
     measured = [
         line["validation_kl"]

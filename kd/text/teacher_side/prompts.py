@@ -12,7 +12,7 @@ import numpy as np
 
 from kd.errors import DataError
 from kd.text.chat_tokens import EncodedChat
-from kd.text.told.sequences import TeacherPrompt
+from kd.text.teacher_side.sequences import TeacherPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 def match_prompts(
     texts: Sequence[EncodedChat],
-    told: Sequence[EncodedChat],
+    theirs: Sequence[EncodedChat],
     where: str,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[TeacherPrompt]:
     """Return what the teacher reads before the first learned token of each text of a row.
 
-    ``told`` are the texts as the teacher reads them. Raises ``DataError`` unless all tokens from
+    ``theirs`` are the texts as the teacher reads them. Raises ``DataError`` unless all tokens from
     the first learned one on are the same in both.
     """
-    if len(texts) != len(told):
+    if len(texts) != len(theirs):
         raise DataError(
-            f"{where}: the chat template makes {len(texts)} texts of it, and {len(told)} of what "
+            f"{where}: the chat template makes {len(texts)} texts of it, and {len(theirs)} of what "
             "the teacher reads.",
             "Use a template that renders answers alike whatever comes before them, or remove it.",
         )
-    return [_match(text, read, where, tokenizer) for text, read in zip(texts, told, strict=True)]
+    return [_match(text, read, where, tokenizer) for text, read in zip(texts, theirs, strict=True)]
 
 
 def _match(
-    text: EncodedChat, told: EncodedChat, where: str, tokenizer: PreTrainedTokenizerBase
+    text: EncodedChat, theirs: EncodedChat, where: str, tokenizer: PreTrainedTokenizerBase
 ) -> TeacherPrompt:
-    (first, ids, trained), (begin, read, learned) = map(_cut_prompt, (text, told))
+    (first, ids, trained), (begin, read, learned) = map(_cut_prompt, (text, theirs))
     if not (np.array_equal(ids, read) and np.array_equal(trained, learned)):
         same = np.cumprod(ids[: len(read)] == read[: len(ids)]).sum()
         shown = [repr(tokenizer.decode(each[same : same + 4].tolist())) for each in (ids, read)]
@@ -54,7 +54,7 @@ def _match(
     if begin == 0 < first:
         detail = f"{where}: the teacher's prompt is empty, so that nothing predicts the answer."
         raise DataError(detail, "Correct teacher.context or the row.")
-    return TeacherPrompt(told[0][:begin], first)
+    return TeacherPrompt(theirs[0][:begin], first)
 
 
 def _cut_prompt(text: EncodedChat) -> tuple[int, np.ndarray, np.ndarray]:

@@ -40,37 +40,37 @@ class TeacherPrompt:
 
 
 @dataclass(frozen=True, eq=False)
-class ToldSequences(Sequences):
-    """The student's sequences; ``told`` are those that the teacher reads, with equal targets."""
+class PairedSequences(Sequences):
+    """The student's sequences; ``teacher`` are those that the teacher reads, with equal targets."""
 
-    told: Sequences
+    teacher: Sequences
 
     @classmethod
-    def cut(cls, wide: Sequences, length: int) -> ToldSequences:
+    def cut(cls, wide: Sequences, length: int) -> PairedSequences:
         """Cut sequences of both, side by side, after the student's ``length`` positions."""
         parts = (slice(length), slice(length, None))
-        student, told = (wide.select((slice(None), part)) for part in parts)
-        return cls(*student.arrays, told)
+        student, teacher = (wide.select((slice(None), part)) for part in parts)
+        return cls(*student.arrays, teacher)
 
-    def select(self, indices: Any) -> ToldSequences:
+    def select(self, indices: Any) -> PairedSequences:
         """Return the sequences at ``indices`` (an index array, slice or mask), in that order."""
-        return ToldSequences(*super().select(indices).arrays, self.told.select(indices))
+        return PairedSequences(*super().select(indices).arrays, self.teacher.select(indices))
 
     @staticmethod
     def concatenate(parts: Iterable[Sequences]) -> Sequences:
         """Join all sequences of ``parts`` (at least one), in order."""
         kept = list(parts)
         joined = Sequences.concatenate(kept)
-        return ToldSequences(*joined.arrays, Sequences.concatenate(map(find_told, kept)))
+        return PairedSequences(*joined.arrays, Sequences.concatenate(map(find_teacher_side, kept)))
 
 
-def find_told(sequences: Sequences) -> Sequences:
+def find_teacher_side(sequences: Sequences) -> Sequences:
     """Return what the teacher reads: other sequences than the student's only with a context."""
-    return sequences.told if isinstance(sequences, ToldSequences) else sequences
+    return sequences.teacher if isinstance(sequences, PairedSequences) else sequences
 
 
 @dataclass(frozen=True)
-class ToldText:
+class PairedText:
     """Packed text of sequences of ``length`` tokens, with those that the teacher reads.
 
     ``wide`` has both side by side.
@@ -87,9 +87,9 @@ class ToldText:
         """Number of positions with a record, N."""
         return self.wide.positions // 2
 
-    def select(self, indices: Any) -> ToldSequences:
+    def select(self, indices: Any) -> PairedSequences:
         """Return the sequences at ``indices`` (an index array or a slice), in that order."""
-        return ToldSequences.cut(self.wide.select(indices), self.length)
+        return PairedSequences.cut(self.wide.select(indices), self.length)
 
 
 def widen(
