@@ -99,7 +99,7 @@ def _describe_record(passage: Passage, records: Records, codec: Codec) -> list[s
     tail = float(1 - p_V[heads].sum() - p_V[passage.gold_N[row]])
     rare = int(drawn[p_V[drawn].argmin()])
     chance = len(drawn) * float(p_V[rare]) / tail
-    _, arrays = encode_units(record, np.array([0, 1]), make_tables(passage, codec))
+    _, arrays = encode_units(record, np.array([0, 1]), codec, make_tables(passage, codec))
     return [
         f"entropy is {-(p_V * p_V.log()).sum():.2f} nats",
         f"1 − {known:.4f} = {rest:.4f}",

@@ -361,7 +361,7 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
             raise question.piece.refuse(f"no JSON ({error})") from error
         return question.read(answer)
 
-    def read_version(self) -> str:
+    def ask_version(self) -> str:
         """Return the version of vLLM, such as ``0.33.0``; "" if the server does not say it."""
         response = self.runner.run(self._request("GET", "/version"))
         with suppress(*_MISSHAPEN):

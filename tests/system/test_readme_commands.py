@@ -41,7 +41,6 @@ CANNOT_RUN = {
     ".venv/bin/pip install": "it needs an index of packages",
     "kd demo": "`make demo` and test_wheel.py run it",
     "make bench": "it measures for minutes; test_bench.py runs it with --quick",
-    "python bench/speed.py": "it measures for minutes; test_bench.py runs it with --quick",
     "python bench/quality.py": "it trains for hours; bench/test_quality.py runs it on small models",
     "docker compose": "it needs Docker, a registry and, for some services, a GPU",
     "sudo chown": "it needs the rights of root on the host of the containers",
