@@ -1,10 +1,10 @@
 """How the ranks share the work of a student: ``train.strategy``.
 
     single   one rank, one device
-    ddp      every rank holds the whole student; gradients are averaged over the ranks
+    ddp      every rank holds the whole student; gradients are added over the ranks
     fsdp     every rank holds a part of each parameter, of its gradient and of the optimiser's
              state; a layer is whole on a rank only while it computes (FSDP2, ZeRO stage 3)
-    hsdp     fsdp among the ranks of a host; each host holds all parts, and gradients are averaged
+    hsdp     fsdp among the ranks of a host; each host holds all parts, and gradients are added
              over the hosts
     pipeline every rank holds some consecutive layers (kd/parallel/stages.py)
 
@@ -46,13 +46,13 @@ class WholeLoss(nn.Module):
 
 
 def replicate(loss: WholeLoss) -> DistributedDataParallel:
-    """Let the gradients of ``loss`` become their mean over the ranks, as they are computed.
+    """Let the gradients of ``loss`` become their sum over the ranks, as they are computed.
 
     The parameters and buffers of rank 0 are copied to all ranks.
     """
     names = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
     device = next(loss.parameters()).device
-    return DistributedDataParallel(
+    replicas = DistributedDataParallel(
         loss,
         device_ids=[torch.cuda.current_device()] if device.type == "cuda" else None,
         forward_sync_buffers=False,
@@ -60,6 +60,14 @@ def replicate(loss: WholeLoss) -> DistributedDataParallel:
         # An expert that no token of a step reaches has no gradient, for which DDP would wait.
         find_unused_parameters=any("experts" in name for name in names),
     )
+    # By itself it takes means: to undo that would round the share of a token in the loss.
+    replicas.register_comm_hook(None, lambda _, bucket: _add_bucket(bucket))
+    return replicas
+
+
+def _add_bucket(bucket: Any) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda found: found.value()[0])
 
 
 def shard(
@@ -100,6 +108,11 @@ def shard(
     summed = torch.float32 if narrow else None
     outside = fsdp.MixedPrecisionPolicy(reduce_dtype=summed, cast_forward_inputs=False)
     fsdp.fully_shard(loss, mesh=mesh, mp_policy=outside, offload_policy=place)
+    for each in loss.modules():
+        if isinstance(each, fsdp.FSDPModule):
+            # Sums, as those of ``replicate``.
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
     return loss
 
 

@@ -144,9 +144,8 @@ def forward_backward(run: Run, step: Step) -> None:
         )
         terms: LossTerms = run.loss_module(work, batch)
         sums.add_(torch.stack([terms.total.detach(), terms.kd, terms.ce, terms.entropy]).double())
-        # Gradients are averaged over the ranks, but a mean over all tokens is a sum of the ranks'
-        # parts: so it is over the tokens of a rank, on average.
-        return terms.total / (step.tokens / run.group.readers.size)
+        # A mean over all tokens is a sum of the ranks' parts, and so are the gradients.
+        return terms.total / step.tokens
 
     with memory_errors(run.options, str(run.memory)):
         if isinstance(run.loss_module, StageLoss):
@@ -308,9 +307,8 @@ def take_step(run: Run, step: Step) -> None:
     # The scaler skips a step whose gradients overflowed: then nothing else moves either.
     if taken:
         state.scheduler.step()
-        # The temperature's own gradient is outside of the module whose gradients are averaged.
-        scale = step.loss_scale * run.group.readers.size
-        statistics = StepStatistics(step.kd_loss, step.entropy, slope, scale)
+        # The temperature's own gradient is outside of the module whose gradients are added up.
+        statistics = StepStatistics(step.kd_loss, step.entropy, slope, step.loss_scale)
         run.loss.temperature.step(step.number, statistics, run.group)
         if run.loss.control is not None:
             run.loss.control.step(run.group)
