@@ -178,10 +178,3 @@ def collect_weights(module: nn.Module, group: Group) -> dict[str, Tensor]:
         elif group.rank == source and whole is not None:
             dist.send(whole.cpu().contiguous(), 0)
     return found
-
-
-@torch.no_grad()
-def put_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Set the parameters of ``module`` to ``weights``, which ``collect_weights`` has collected."""
-    for name, parameter in module.named_parameters():
-        parameter.copy_(weights.pop(name))

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from cache.disk import TEMPORARY_PREFIX, storage_errors
 from kd.buckets.inputs import begin_downloads
 from kd.config.job import JobConfig
 from kd.config.kinds import TRAIN
@@ -21,13 +26,14 @@ from kd.models.vocabulary import choose_run_vocabulary
 from kd.parallel.devices import count_ranks
 from kd.parallel.group import ALONE, Group, leave_group
 from kd.parallel.launch import RankOrder, join_ranks, run_in_ranks
-from kd.parallel.strategies import collect_weights, put_weights
+from kd.parallel.strategies import collect_weights
 from kd.progress import Monitor, StageResult
 from kd.stages.results import keep_last_checkpoint, read_finished, tell_results
 from kd.stages.source import adopt_cache_layout, open_source
 from kd.training.loop import train
 from kd.training.resume.from_bucket import fetch_run
 from kd.training.samples import EvaluationSamples
+from kd.training.saved.tensor_file import write_tensors
 from kd.training.saved.uploads import CheckpointUploads
 
 
@@ -52,6 +58,27 @@ def join_training(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
         fetch_run(config, run_dir, TRAIN.name, monitor, apart=True)
     order = RankOrder(TRAIN.name, config.model_dump(mode="json"), str(home), str(run_dir))
     join_ranks(order, count_ranks(config, host.count), monitor, host)
+
+
+def keep_weights(weights: dict[str, Tensor], run_dir: Path) -> Path:
+    """Write the weights that rank 0 has collected to a file, and let go of them.
+
+    The student as it was at first is measured next: both at once may not fit in memory.
+    """
+    path = run_dir / f"{TEMPORARY_PREFIX}trained.safetensors"
+    if weights:
+        with saving_errors("the student"), storage_errors(run_dir):
+            write_tensors(path, weights)
+    return path
+
+
+@torch.no_grad()
+def take_weights(student: nn.Module, path: Path) -> None:
+    """Set the parameters of ``student`` from a file of ``keep_weights``, one by one; remove it."""
+    with safe_open(path, framework="pt") as file:
+        for name, parameter in student.named_parameters():
+            parameter.copy_(file.get_tensor(name))
+    path.unlink()
 
 
 def run_training(
@@ -80,18 +107,18 @@ def run_training(
             config, source, student, vocabulary, run_dir, monitor, group, uploads,
             EvaluationSamples.of(config.evaluation, source, tokenizer),
         )  # fmt: skip
-        weights = collect_weights(student, group) if not group.alone else {}
+        trained = None if group.alone else keep_weights(collect_weights(student, group), run_dir)
         # Before the block waits for the last upload: other ranks would wait for this one.
         leave_group(group)
     if not group.leads:
         return StageResult()
-    if weights:
+    if trained is not None:
         student = build_starting_student(config, tokenizer)
         # In float32, as the finished student is.
         progress.first_evaluation = compare_with_records(
             student, config, source, vocabulary, monitor
         )
-        put_weights(student, weights)
+        take_weights(student, trained)
 
     monitor.check("after the last step; the training is saved")
     monitor.emit("stage", stage="train", phase="saving")
