@@ -57,21 +57,22 @@ _LEVER_FIELDS = (
     "student.lora",
     "data.streaming",
 )
-#: Remarks and the ends of clauses: the table of levers has the first clause, without remarks.
-_REMARK = re.compile(r" \([^()]*(?:\([^()]*\)[^()]*)*\)(?!\^)|, for example .*")
-_END_OF_CLAUSE = re.compile(r"[.;:](?: |$)")
 
 
 def list_configuration() -> Iterator[str]:
-    """The levers, and one table of fields for each section of a job."""
+    """The levers by section, and one table of fields for each section of a job."""
     sections = list_sections()
-    rows = []
+    lines = []
     for section in sections:
-        for field in section.fields:
-            if section.places[0] in _LEVER_SECTIONS or field.place in _LEVER_FIELDS:
-                clause = _END_OF_CLAUSE.split(_REMARK.sub("", field.meaning))[0]
-                rows.append((f"[`{field.place}`](#{section.places[0]})", clause))
-    yield make_table(("lever", "what it does"), rows)
+        place = section.places[0]
+        levers = [
+            f"`{field.name}`"
+            for field in section.fields
+            if place in _LEVER_SECTIONS or field.place in _LEVER_FIELDS
+        ]
+        if levers:
+            lines.append(f"- [`{place}`](#{place}): {', '.join(levers)}")
+    yield "\n".join(lines)
     for section in sections:
         places = ", ".join(f"`{place}`" for place in section.places if place) or "The job"
         yield f"## {places}" + (f" with `{section.key}`" if section.key else "")

@@ -446,5 +446,5 @@ def test_the_commands_and_settings_that_the_documents_name_exist() -> None:
 
 def test_the_readme_lists_every_metric() -> None:
     readme = (OBSERVABILITY / "README.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(kd_\w+)(?:\{[\w, ]+\})?` \| (.+?) \|$", readme, re.MULTILINE))
-    assert rows == {name: described.help for name, described in METRICS.items()}
+    listed = readme.partition("of each metric what it tells:")[2].partition(".\n")[0]
+    assert re.findall(r"`(kd_\w+)`", listed) == list(METRICS)
