@@ -183,15 +183,20 @@ def plan_job(
 def _time_capture(
     config: JobConfig, devices: DeviceGroup, tokens: int, price: float | None
 ) -> CaptureTime | None:
-    """Time a capture of ``tokens`` by 2 N D; None without a capture by a local teacher."""
+    """Time a capture of ``tokens`` by 2 N D; None without a capture by a local teacher.
+
+    With a context the teacher reads as much at once as it may, for each sequence of the student's.
+    """
     teacher = config.captured_teacher
     if teacher is None or not teacher.is_local:
         return None
     model = outline_teacher(TeacherFiles.resolve(teacher, whole=False), torch.bfloat16)
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    flops = tokens * count_model_work(model, vocabulary).count_forward(config.data.sequence_length)
+    sequences = tokens / config.data.sequence_length
+    read = teacher.count_read(config.data.sequence_length)
+    flops = sequences * read * count_model_work(model, vocabulary).count_forward(read)
     rate = ASSUMED_UTILIZATION * devices.rates.half
-    micro_batches = tokens / (teacher.batch_size * config.data.sequence_length)
+    micro_batches = sequences / teacher.batch_size
     launches = len(find_decoder_layers(model)) * LAYER_LAUNCHES / 3 + CAPTURE_LAUNCHES
     seconds = max(flops / rate, micro_batches * launches * LAUNCH_SECONDS) / devices.count
     held = count_weight_bytes(model, torch.bfloat16.itemsize, teacher.quantization)

@@ -108,6 +108,24 @@ def test_tokens_and_price_multiply(tiny_teacher: Path, tiny_text: Path) -> None:
     assert long.capture.seconds == pytest.approx(10 * short.capture.seconds, rel=0.1)
 
 
+def test_a_capture_reads_the_context_too(tiny_teacher: Path, tiny_text: Path) -> None:
+    """A teacher that reads 8,192 tokens for each sequence of 64 needs far longer for as many."""
+    section = {"model": str(tiny_teacher), "batch_size": 4096}
+    longer = section | {"context": "{fact}", "max_length": 8192}
+    job = {
+        "student": {"init": {"layers": 2, "hidden_size": 32}},
+        "data": {"train": str(tiny_text), "sequence_length": 64},
+        "train": {"max_steps": 100, "batch_size": 8},
+    }
+    device = DeviceGroup.parse("8xh100")
+    plain, read = (
+        plan_job(parse_config(job | {"teacher": each}), Path(), Path(), device, 10**9).capture
+        for each in (section, longer)
+    )
+    assert plain is not None and read is not None
+    assert read.seconds > 20 * plain.seconds
+
+
 def test_adapters_have_less_work_and_smaller_gradients(tiny_teacher: Path, tiny_text: Path) -> None:
     student = {"model": str(tiny_teacher)}
     plain = plan(tiny_teacher, tiny_text, student=student)
