@@ -4,15 +4,20 @@
                                  [--work FOLDER] [--out FILE] [--quick]
 
 The teacher writes answers to questions, after an instruction of some 200 tokens. The student is the
-teacher itself with adapters, and learns from a cache whose teacher reads the instruction, which is
-a column of each row (``teacher.context``). On held-out questions
+teacher itself with adapters, and learns from a cache whose teacher reads more than the student,
+from a column of each row (``teacher.context``):
 
-    KL(teacher with the instruction || student without it)
+    instruction   the instruction, which all rows share
+    reference     the answer itself, which only its own row has
+
+On held-out questions
+
+    KL(teacher with the context || student without it)
 
 is computed from whole distributions, before and after. The control is trained in the same way,
-from a cache whose teacher reads the instruction of another row, one of another task: what it gains
-is what any long instruction does to the same answers. Each seed draws another cache, another order
-of training and other held-out questions.
+from a cache whose teacher reads the context of another row: an instruction of another task, or the
+answer to another question. What it gains is what any such context does to the same answers. Each
+seed draws another cache, another order of training and other held-out questions.
 
 A stopped run continues in the same --work. --quick takes the example's teacher and a few steps.
 """
@@ -88,7 +93,11 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-CONTEXTS = {"the own row": "instruction", "another row": "other"}
+#: The columns of the own and of another row that a teacher reads, and the text before them.
+CONTEXTS = {
+    "instruction": ({"the own row": "instruction", "another row": "other"}, ""),
+    "reference": ({"the own row": "reference", "another row": "strange"}, "Reference answer: "),
+}
 #: Answers that are written at once.
 BATCH = 16
 
@@ -168,7 +177,13 @@ def write_rows(teacher: Path, sizes: Sizes, work: Path) -> list[dict[str, Any]]:
                 file.write(json.dumps({"messages": messages}) + "\n")
         print(f"{start + len(some)} of {len(asked)} answers", file=sys.stderr, flush=True)
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [{**json.loads(line), "instruction": INSTRUCTION, "other": OTHER} for line in lines]
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    answers = [row["messages"][-1]["content"] for row in rows]
+    turned = answers[1:] + answers[:1]
+    return [
+        {**row, "instruction": INSTRUCTION, "other": OTHER, "reference": own, "strange": strange}
+        for row, own, strange in zip(rows, answers, turned, strict=True)
+    ]
 
 
 def write_split(rows: list[dict[str, Any]], seed: int, work: Path) -> list[str]:
@@ -187,10 +202,10 @@ def write_split(rows: list[dict[str, Any]], seed: int, work: Path) -> list[str]:
 
 
 def make_job(
-    teacher: Path, sizes: Sizes, paths: list[str], column: str, seed: int
+    teacher: Path, sizes: Sizes, paths: list[str], context: str, seed: int
 ) -> dict[str, Any]:
     """Return the job of one student: the teacher with adapters."""
-    theirs = {"context": f"{{{column}}}\n\n{{prompt}}", "max_length": sizes.teacher_length}
+    theirs = {"context": f"{context}\n\n{{prompt}}", "max_length": sizes.teacher_length}
     return {
         "name": "context",
         "teacher": {"model": str(teacher), "batch_size": 8, **theirs},
@@ -237,47 +252,50 @@ def measure_kl(job: dict[str, Any], student: Path, work: Path) -> float:
 
 
 def measure_seed(
-    teacher: Path, sizes: Sizes, rows: list[dict[str, Any]], seed: int, work: Path
+    teacher: Path, sizes: Sizes, rows: list[dict[str, Any]], seed: int, work: Path, kind: str
 ) -> dict[str, float]:
     """Return the held-out KL before the training and after each; a stopped run goes on."""
-    kept = work / f"seed {seed}.json"
+    kept = work / f"{kind}, seed {seed}.json"
     if kept.is_file():
         found: dict[str, float] = json.loads(kept.read_text(encoding="utf-8"))
         return found
     paths = write_split(rows, seed, work)
+    columns, before = CONTEXTS[kind]
     jobs = {
-        name: make_job(teacher, sizes, paths, column, seed) for name, column in CONTEXTS.items()
+        name: make_job(teacher, sizes, paths, f"{before}{{{column}}}", seed)
+        for name, column in columns.items()
     }
     true = jobs["the own row"]
     found = {"before": measure_kl(true, teacher, work)}
     for name, job in jobs.items():
-        run = work / "runs" / f"{name}, seed {seed}"
+        run = work / "runs" / f"{kind} of {name}, seed {seed}"
         run_or_load(job, run, work)
         found[name] = measure_kl(true, run / "student", work)
-        print(f"seed {seed}, {name}: {found[name]:.4f}", file=sys.stderr, flush=True)
+        print(f"seed {seed}, {kind} of {name}: {found[name]:.4f}", file=sys.stderr, flush=True)
     kept.write_text(json.dumps(found), encoding="utf-8")
     return found
 
 
-def render(found: list[dict[str, float]]) -> str:
+def render(found: dict[str, list[dict[str, float]]]) -> str:
     """Return the table, and by which share each context lets the KL fall."""
     lines = [
         f"Machine: {read_cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "",
-        "| seed | before | instruction of the own row | of another row |",
-        "|---|--:|--:|--:|",
+        "| context | seed | before | of the own row | of another row |",
+        "|---|--:|--:|--:|--:|",
     ]
-    for seed, each in enumerate(found):
-        cells = " | ".join(f"{each[name]:.4f}" for name in ("before", *CONTEXTS))
-        lines.append(f"| {seed} | {cells} |")
-    lines.append("")
-    for name in CONTEXTS:
-        shares = [1 - each[name] / each["before"] for each in found]
-        lines.append(
-            f"- The instruction of {name}: the held-out KL falls by {statistics.fmean(shares):.1%} "
-            f"({min(shares):.1%} to {max(shares):.1%})."
-        )
-    return "\n".join(lines) + "\n"
+    told = []
+    for kind, (columns, _) in CONTEXTS.items():
+        for seed, each in enumerate(found[kind]):
+            cells = " | ".join(f"{each[name]:.4f}" for name in ("before", *columns))
+            lines.append(f"| {kind} | {seed} | {cells} |")
+        for name in columns:
+            shares = [1 - each[name] / each["before"] for each in found[kind]]
+            told.append(
+                f"- The {kind} of {name}: the held-out KL falls by {statistics.fmean(shares):.1%} "
+                f"({min(shares):.1%} to {max(shares):.1%})."
+            )
+    return "\n".join([*lines, "", *told]) + "\n"
 
 
 def main() -> None:
@@ -298,7 +316,12 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     teacher = save_teacher(arguments, work)
     rows = write_rows(teacher, sizes, work)
-    found = [measure_seed(teacher, sizes, rows, seed, work) for seed in range(arguments.seeds)]
+    found = {
+        kind: [
+            measure_seed(teacher, sizes, rows, seed, work, kind) for seed in range(arguments.seeds)
+        ]
+        for kind in CONTEXTS
+    }
     text = render(found)
     print(text, end="")
     if arguments.out is not None:
