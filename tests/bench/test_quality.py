@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -35,16 +36,20 @@ from kd.text.batches import PlainText
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 THRESHOLD = "threshold 0.04"
-#: Runs the bench, and kills its process where the run of a name has come so far.
+#: Runs the bench, and kills its process where the run of a name has come so far. A checkpoint is
+#: written beside the steps: one that has begun is waited for.
 KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys, time
 from bench import quality
 from kd.progress import Monitor
 name, done = sys.argv.pop(1), int(sys.argv.pop(1))
+runs = pathlib.Path(sys.argv[sys.argv.index("--work") + 1], "runs")
 
 def make_monitor(run, should_stop):
     def listen(event):
         if run == name and event.type == "progress" and event.data["done"] == done:
+            while name != "capture" and not list(runs.glob(f"{name}*/checkpoints/step-*")):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
     return Monitor(listen, should_stop)
 
@@ -431,3 +436,20 @@ def test_figures_are_kept_as_json(flags: Flags) -> None:
     job = load_config(kept.with_name("job.json"))
     assert job == study.make_job(study.rows[0], 0)
     assert (found["steps"], found["entries"], found["bytes_per_token"]) == (4, None, None)
+
+
+def test_the_distance_to_the_teacher_is_that_of_the_whole_distributions(flags: Flags) -> None:
+    """The student is the teacher, but also predicts the padding rows of the teacher's head.
+
+    With Q its probability of the vocabulary, KL is the mean of -log Q and 1 - TV that of Q, so
+    KL is a little larger than -log(1 - TV).
+    """
+    changes = {"steps": 1, "warmup": 0, "learning_rate": 1e-12, "from_teacher": 2}
+    words = flags(seeds=1, rows=[FULL], layers=None, width=None, **changes)
+    assert run_bench(words) == 0
+    (kept,) = (parse(words).work / "runs").glob("*/found.json")
+    found = json.loads(kept.read_text())
+    assert 0.02 < found["kl"] < 0.05
+    least = -math.log(found["acceptance"])
+    assert least <= found["kl"] <= 1.02 * least
+    assert 0.0 <= found["calibration"] <= 1.0

@@ -84,8 +84,8 @@ def describe_study(study: Study) -> str:
 def render_shares(study: Study, found: Found) -> str:
     """Render the table of rows."""
     columns = ["told", "entries", "bytes/token", "held-out CE, mean (each seed)"]
-    columns += ["share of the gap", "over seeds", "over text", "hours"]
-    lines = [f"| {' | '.join(columns)} |", "|---|--:|--:|---|--:|--:|--:|--:|"]
+    columns += ["KL", "ECE", "acceptance", "share of the gap", "over seeds", "over text", "hours"]
+    lines = [f"| {' | '.join(columns)} |", "|---|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|"]
     targets_S = study.text.corpus.validation.target_mask.sum(1)
     for row in study.rows:
         if students := found.get(row.name):
@@ -111,10 +111,16 @@ def _render_row(name: str, students: dict[int, Finished], share: Share | None) -
             _render_reach(share.over_text),
         )
     )
+    measured = zip(*((each.kl, each.calibration, each.acceptance) for each in figures), strict=True)
+    kl, calibration, acceptance = ("-" if None in each else _render_mean(each) for each in measured)
     return (
-        f"| {name} | {entries} | {size} | {mean:.4f} ({losses}) | {value} | {seeds} | {text} "
-        f"| {hours:.2f} |"
+        f"| {name} | {entries} | {size} | {mean:.4f} ({losses}) | {kl} | {calibration} "
+        f"| {acceptance} | {value} | {seeds} | {text} | {hours:.2f} |"
     )
+
+
+def _render_mean(values: tuple[float | None, ...]) -> str:
+    return f"{statistics.fmean(value for value in values if value is not None):.4f}"
 
 
 def _render_reach(ratio: Ratio) -> str:

@@ -32,8 +32,9 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
+from bench.support.quality.closeness import measure_closeness
 from bench.support.quality.methods import count_entries
-from bench.support.quality.rows import Row, Told
+from bench.support.quality.rows import FULL, Row, Told
 from bench.support.quality.study import Study
 from cache.disk import locked, make_folder, remove_path, write_file
 from kd.config.job import JobConfig
@@ -62,7 +63,9 @@ class Figures:
 
     ``loss`` is its held-out cross-entropy in nats a token; ``seconds`` those of its steps. A row
     without a teacher has no ``entries`` and ``bytes_per_token``; ``measured`` tells bytes on the
-    disk from bytes that a format's description gives.
+    disk from bytes that a format's description gives. ``kl`` (teacher to student, in nats),
+    ``calibration`` (ECE) and ``acceptance`` (of speculative decoding) are None if the study has no
+    row of all of p.
     """
 
     row: str
@@ -74,6 +77,9 @@ class Figures:
     entries: float | None
     bytes_per_token: float | None
     measured: bool
+    kl: float | None = None
+    calibration: float | None = None
+    acceptance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,7 @@ def run_one(
             progress.step,
             progress.seconds,
             *measure_records(study, row, told),
+            *measure_distance(study, student, job),
         )
         stored = io.BytesIO()
         np.save(stored, losses_N)
@@ -209,6 +216,18 @@ def untie(student: PreTrainedModel) -> None:
     if head.weight is student.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.detach().clone())
     student.config.tie_word_embeddings = False
+
+
+def measure_distance(
+    study: Study, student: PreTrainedModel, job: JobConfig
+) -> tuple[float, float | None, float] | tuple[()]:
+    """Measure KL, calibration and acceptance by the records of the row of all of p, if any."""
+    full = next((row for row in study.rows if row.name == FULL), None)
+    if full is None:
+        return ()
+    (records,) = study.open_caches(full)
+    found = measure_closeness(student, records, study.text.vocabulary, job)
+    return found.kl, found.calibration_error, found.acceptance
 
 
 @torch.no_grad()
