@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -214,6 +214,8 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
     room: asyncio.Semaphore
     monitor: Monitor = SILENT
     tested: ServedTest | None = None
+    #: The server's own log-probabilities are recorded.
+    recorder: ClassVar[None] = None
 
     @classmethod
     def connect(

@@ -86,7 +86,8 @@ class TeacherConfig(Section):
     """Backend http: address of the server, without /v1/completions at its end."""
 
     tokenizer: str | None = Field(None, min_length=1)
-    """Backend http: local folder or hub id of the model's tokenizer."""
+    """Backend http: local folder or hub id of the model's tokenizer. The server is compared with
+    weights there if they are not too large and the folder has the name of teacher.model."""
 
     api_key_env: str | None = Field(None, pattern=r"^KD_TEACHER_KEY(_[A-Z0-9_]+)?$")
     """Backend http: name of the worker's environment variable that holds the server's API key:

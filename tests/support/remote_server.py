@@ -220,6 +220,8 @@ class RemoteServer:
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         tokens = body["prompt"]
         logprobs_NV, last_V = self._read(tokens)
+        if self.fault == "swapped":
+            logprobs_NV, last_V = swap_best(logprobs_NV), swap_best(last_V)
         choice: dict[str, Any] = {
             "index": 0,
             "text": "!",
@@ -245,6 +247,12 @@ class RemoteServer:
             "model": "teacher",
             "choices": [choice],
         }
+
+
+def swap_best(logprobs: torch.Tensor) -> torch.Tensor:
+    """Exchange the two most probable tokens."""
+    best = logprobs.topk(2)
+    return logprobs.scatter(-1, best.indices, best.values.flip(-1))
 
 
 def make_items(logprobs_NV: torch.Tensor, tokens: list[int], k: int) -> list[Any]:

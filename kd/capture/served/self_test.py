@@ -5,6 +5,7 @@
                a prompt is what it says of these positions: none is shifted
     prose      on ordinary text a model loses about as much as its entropy says. One that answers at
                a higher temperature seems far less sure than it is
+    weights    if they are on this machine, too, a forward pass here says the same
 
 Answers are checked one by one, too (``kd.capture.remote``, ``kd.capture.served.scoring``): the ids
 that were sent come back, no position is missing, and the scores of chosen ids agree with those of
@@ -16,6 +17,7 @@ Shapes: N positions of the test's text, K entries of a position.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,17 +52,31 @@ MOST_SURPLUS = 1.0
 _SHORT = 10.0
 
 
-def make_probe(tokens: list[int]) -> Sequences:
-    """Return the test's text as one document, all of whose positions have a target."""
-    place = np.arange(len(tokens))[None]
-    return Sequences(np.array([tokens], np.uint32), place == 0, place < len(tokens) - 1)
+@dataclass(frozen=True)
+class Probe:
+    """The test's text, and the most probable tokens by the weights on this machine, if any are."""
+
+    tokens: list[int]
+    local: TopEntries | None = None
+
+    @property
+    def sequences(self) -> Sequences:
+        """The text as one document, all of whose positions have a target."""
+        place = np.arange(len(self.tokens))[None]
+        targets = place < len(self.tokens) - 1
+        return Sequences(np.array([self.tokens], np.uint32), place == 0, targets)
 
 
-def examine_server(teacher: remote.RemoteTeacher, tokens: list[int]) -> ServedTest:
+def ask_often(teacher: remote.RemoteTeacher, probe: Probe) -> list[Any]:
+    """Return the answers to equal requests about ``probe``."""
+    (piece,) = remote.cut_into_prompts(probe.sequences, 0, 0)
+    return teacher.ask(teacher.make_question(piece) for _ in range(REQUESTS))
+
+
+def examine_server(teacher: remote.RemoteTeacher, probe: Probe) -> ServedTest:
     """Test a server that returns its most probable tokens. Raises as ``judge``."""
-    (piece,) = remote.cut_into_prompts(make_probe(tokens), 0, 0)
-    found = teacher.ask(teacher.make_question(piece) for _ in range(REQUESTS))
-    return judge(teacher, tokens, [(top, bound_entropy(top)) for top in found])
+    found = ask_often(teacher, probe)
+    return judge(teacher, probe, [(top, bound_entropy(top)) for top in found])
 
 
 def bound_entropy(top: TopEntries) -> float:
@@ -71,13 +87,13 @@ def bound_entropy(top: TopEntries) -> float:
 
 
 def judge(
-    teacher: remote.RemoteTeacher, tokens: list[int], answers: list[tuple[TopEntries, float]]
+    teacher: remote.RemoteTeacher, probe: Probe, answers: list[tuple[TopEntries, float]]
 ) -> ServedTest:
-    """Judge the answers to equal requests about ``tokens``, and ask what it predicts after some.
+    """Judge the answers to equal requests about ``probe``, and ask what it predicts after some.
 
     With each answer comes the mean entropy. Raises ``ModelError`` that names what is wrong.
     """
-    url = remote.find_server_url(teacher.config)
+    url, tokens = remote.find_server_url(teacher.config), probe.tokens
     top, entropy = answers[0]
     spread = max(compare(top, other) for other, _ in answers[1:])
     if not spread <= MOST_SPREAD:
@@ -94,12 +110,20 @@ def judge(
             f"{entropy:.2f} nats, and its loss only {loss:.2f}.",
             "Serve the model without a processor of logits that changes the temperature.",
         )
+    if probe.local is not None and not (apart := compare(probe.local, top)) <= MOST_SPREAD:
+        raise ModelError(
+            f"{url} does not answer as the weights in {teacher.config.tokenizer} do: their "
+            f"log-probabilities differ by {apart:.3g} nats. It has other weights, exchanges ids, "
+            "shifts its answers or changes the temperature.",
+            "Serve these weights, or set teacher.tokenizer to a folder without weights.",
+        )
     return ServedTest(len(answers), spread)
 
 
 def compare(one: TopEntries, other: TopEntries) -> float:
     """Return by how many nats two answers differ: a root mean square under the first one's p."""
-    (ids_NK, logp_NK), (other_NK, theirs_NK) = map(_cut, (one, other))
+    k = min(SCORED_TOP, one.ids.shape[1], other.ids.shape[1])
+    (ids_NK, logp_NK), (other_NK, theirs_NK) = (_cut(each, k) for each in (one, other))
     same = ids_NK[:, :, None] == other_NK[:, None, :]
     found_NK = np.where(same, theirs_NK[:, None, :], -np.inf).max(2)
     # A token that the other answer leaves out is at most as probable there as its last entry.
@@ -108,9 +132,8 @@ def compare(one: TopEntries, other: TopEntries) -> float:
     return math.sqrt(float(squared_NK.sum(1).mean()))
 
 
-def _cut(top: TopEntries) -> tuple[NDArray[Any], NDArray[Any]]:
-    logp_NK = np.maximum(top.logprobs[:, :SCORED_TOP], -1e4)
-    return top.ids[:, :SCORED_TOP], logp_NK.astype(np.float64)
+def _cut(top: TopEntries, k: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    return top.ids[:, :k], np.maximum(top.logprobs[:, :k], -1e4).astype(np.float64)
 
 
 def _require_places(teacher: remote.RemoteTeacher, tokens: list[int], top: TopEntries) -> None:

@@ -31,9 +31,9 @@ from cache.records import Sequences
 from cache.rounding import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.writing.writer import open_writer
 from kd.capture import remote
+from kd.capture.opening import open_reader
 from kd.capture.plan import plan_capture
 from kd.capture.remote import RemoteTeacher, TopEntries, find_server_url, hash_remote_teacher
-from kd.capture.teacher import open_reader
 from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.errors import Interrupted, ModelError, TokenizerMismatch
