@@ -9,14 +9,18 @@ from itertools import islice
 
 from cache.writing.writer import CacheWriter
 from kd.capture.plan import CapturePlan
+from kd.capture.recording import Recorder
 from kd.capture.remote import RemoteTeacher
-from kd.capture.served.local_weights import read_top_here
+from kd.capture.served.local_weights import read_lm_head, read_top_here
 from kd.capture.served.proposing import ProposedTeacher
 from kd.capture.served.self_test import PROSE, Probe, examine_server
+from kd.capture.served.sglang import SGLangTeacher
+from kd.capture.served.states import StatesTeacher
 from kd.capture.shards import RecordReader
 from kd.capture.teacher import Teacher, fit_recorder, warn_of_plain_layers
 from kd.models import tokenizers
 from kd.models.attention.isolation import warn_of_mask
+from kd.models.precision import pick_device
 from kd.models.teacher_files import TeacherFiles
 from kd.models.tokenizing.rules import sample_texts
 from kd.progress import Monitor
@@ -41,7 +45,8 @@ def open_reader(
         warn_of_plain_layers(teacher.model, plan.identity.teacher.quantization, monitor)
         yield fit_recorder(teacher, plan, writer, monitor, knots)
         return
-    with RemoteTeacher.connect(section, plan.identity.record_codec(), monitor) as remote:
+    kind = SGLangTeacher if section.backend == "sglang" else RemoteTeacher
+    with kind.connect(section, plan.identity.record_codec(), monitor) as remote:
         some = (text[:ASKED_CHARACTERS] for text in islice(sample_texts(plan.data), ASKED_TEXTS))
         probes = tokenizers.encode_probes(plan.tokenizer, (*tokenizers.PROBE_TEXTS, *some))
         remote.require_same_tokenizer(probes, plan.read_length)
@@ -58,7 +63,13 @@ def _test_server(
     if plan.identity.teacher.proposal:
         proposed = ProposedTeacher(remote, load_proposal(plan, writer, monitor))
         return replace(proposed, tested=proposed.examine_server(probe))
-    return replace(remote, tested=examine_server(remote, probe))
+    if not remote.codec.rules.needs_lm_head:
+        return replace(remote, tested=examine_server(remote, probe))
+    lm_head = read_lm_head(plan.teacher, vocabulary, pick_device())
+    teacher = StatesTeacher(remote, Recorder(lm_head, remote.codec))
+    tested = teacher.examine_server(probe)
+    writer.write_lm_head(teacher.recorder.make_lm_head_arrays())
+    return replace(teacher, tested=tested)
 
 
 def load_proposal(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Teacher:

@@ -1,4 +1,4 @@
-"""The weights of a server's model on this machine: a forward pass to compare with.
+"""The weights of a server's model on this machine: a forward pass to compare with, and an LM head.
 
 They are in the folder of ``teacher.tokenizer``, where somebody has put the whole model.
 
@@ -8,6 +8,7 @@ Shapes: N positions of a text, V vocabulary, D hidden width.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import PurePath
 
 import numpy as np
@@ -17,11 +18,13 @@ from torch import Tensor
 from cache.errors import PotstillError
 from cache.profiles.threshold import SCORED_TOP
 from kd.capture.remote import TopEntries
+from kd.models.attention.isolation import make_small
 from kd.models.folder import ModelFolder
 from kd.models.layers import compute_hidden_states, find_device
-from kd.models.lm_head import LMHead, find_lm_head
-from kd.models.loading import choose_teacher_dtype, load_teacher
+from kd.models.lm_head import LMHead, count_rows, find_lm_head, require_rows
+from kd.models.loading import choose_teacher_dtype, load_teacher, outline_teacher
 from kd.models.precision import pick_device
+from kd.models.stored.tensors import read_head
 from kd.models.teacher_files import TeacherFiles
 from kd.progress import Monitor
 
@@ -74,3 +77,20 @@ def pick_top(lm_head: LMHead, hidden_ND: Tensor) -> TopEntries:
     none = np.zeros(len(logp_NV), np.float32)
     ids, logprobs = (each.cpu().numpy() for each in (best.indices, best.values))
     return TopEntries(np.arange(len(none)), ids.astype(np.uint32), logprobs, none, none)
+
+
+def read_lm_head(teacher: TeacherFiles, vocabulary: int, device: torch.device) -> LMHead:
+    """Return the LM head in the folder of ``teacher.tokenizer``, in float32.
+
+    Only its own tensors are read; scale and soft cap are those of a small model of its class.
+    Raises the errors of ``read_head`` and ``find_lm_head``.
+    """
+    hollow = outline_teacher(teacher, torch.float32)
+    require_rows(hollow, vocabulary)
+    small = make_small(hollow)
+    shown = hollow if small is None else small.eval()
+    lm_head = find_lm_head(shown, count_rows(shown))
+    weight, bias = read_head(hollow, ModelFolder(teacher.folder))
+    weight = weight.to(device, torch.float32)
+    bias = None if bias is None else bias.to(weight)
+    return replace(lm_head, weight=weight, bias=bias, vocabulary=vocabulary)

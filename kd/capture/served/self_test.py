@@ -140,7 +140,7 @@ def _require_places(teacher: remote.RemoteTeacher, tokens: list[int], top: TopEn
     """Compare what the server predicts after some beginnings with what it says of prompts."""
     url, last = remote.find_server_url(teacher.config), len(tokens) - 2
     places = sorted({0, last // 2, last})
-    found = teacher.ask(_ask_next(teacher, tokens[: place + 1]) for place in places)
+    found = teacher.ask(teacher.make_next_question(tokens[: place + 1]) for place in places)
     for place, own in zip(places, found, strict=True):
         if own is None:
             message = "whether positions are shifted could not be checked: it returns no logprobs"
@@ -157,26 +157,3 @@ def _require_places(teacher: remote.RemoteTeacher, tokens: list[int], top: TopEn
                 f"of a prompt that goes on ({apart:.3g} nats): {what}.",
                 "Update the server, or use another one.",
             )
-
-
-def _ask_next(teacher: remote.RemoteTeacher, tokens: list[int]) -> remote.Question:
-    """Ask for the most probable tokens after ``tokens``."""
-    k = min(SCORED_TOP, teacher.codec.k, teacher.codec.vocabulary_size)
-    asked = {"prompt": tokens, "add_special_tokens": False, "max_tokens": 1, "logprobs": k}
-    options = {"model": teacher.config.model, "return_tokens_as_token_ids": True, **remote.NEUTRAL}
-    return remote.Question(
-        remote.DocumentPrompt(0, 0, tokens, []), "/v1/completions", asked | options, _read_next
-    )
-
-
-def _read_next(answer: Any) -> TopEntries | None:
-    """Return the most probable tokens, which are named token_id:ID; None if there are none."""
-    try:
-        (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
-        pairs = sorted(((-value, int(name[9:])) for name, value in found.items()))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return None
-    values, ids = zip(*pairs, strict=True)
-    none = np.zeros(1, np.float32)
-    columns = (np.array([ids], np.uint32), -np.array([values], np.float32))
-    return TopEntries(np.zeros(1, np.int64), *columns, none, none)
