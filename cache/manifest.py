@@ -91,8 +91,8 @@ class TeacherIdentity:
 
     ``quantization`` names how its weights were quantised when they were loaded
     (docs/formats.md), and ``parallel`` says how they were spread over several
-    devices; each is empty if they were not. If a server scored ids, ``server`` is its kind and
-    version, and ``proposal`` the sha256 and the dtype of the model that drew them.
+    devices; each is empty if they were not. If a server scored ids, or is SGLang, ``server`` is its
+    kind and version, and ``proposal`` the sha256 and the dtype of the model that drew the ids.
     """
 
     model_sha256: str
@@ -437,7 +437,7 @@ class Manifest:
         return sign_json({"format": FORMAT, "version": self._choose_version(), **content})
 
     def _choose_version(self) -> int:
-        newest = (self.identity.data.context_sha256, self.identity.teacher.proposal, self.served)
+        newest = (self.identity.data.context_sha256, self.identity.teacher.server, self.served)
         if any(newest):
             return FORMAT_VERSION
         if self.dither.digest:

@@ -34,9 +34,8 @@ from kd.capture.extending import adopt_known_shards
 from kd.capture.fidelity.live import LiveTeacher
 from kd.capture.fidelity.measure import measure_fidelity
 from kd.capture.fidelity.verdict import judge_fidelity
+from kd.capture.opening import open_reader
 from kd.capture.plan import CapturePlan, make_provenance
-from kd.capture.remote import RemoteTeacher
-from kd.capture.served.proposing import ProposedTeacher
 from kd.capture.shards import (
     CaptureReport,
     Patience,
@@ -45,7 +44,7 @@ from kd.capture.shards import (
     record_ranges,
     record_shards,
 )
-from kd.capture.teacher import Teacher, open_reader
+from kd.capture.teacher import Teacher
 from kd.capture.usefulness import HeldOutWatch
 from kd.errors import OtherCapture
 from kd.models.folder import ModelFolder
@@ -88,8 +87,7 @@ def capture_cache(plan: CapturePlan, root: Path, monitor: Monitor) -> Json:
         size = plan.identity.tokenizer.vocabulary_size
         writer.write_token_map(make_token_map(plan.tokenizer, size).to_arrays())
         verdict = check_fidelity(writer.open_sealed(), plan, teacher, monitor)
-        served = teacher.tested if isinstance(teacher, RemoteTeacher | ProposedTeacher) else None
-        writer.finish(make_provenance(plan), *verdict, served)
+        writer.finish(make_provenance(plan), *verdict, teacher.tested if teacher else None)
     sealed = open_cache(folder, plan.identity)
     hold_for(sealed, folder)
     warn_of_overruled(sealed, monitor)

@@ -20,6 +20,7 @@ from cache.random import SEQUENCES
 from kd.capture.codec_identity import Recipe, make_codec_identity
 from kd.capture.remote import RemoteTeacher, hash_remote_teacher
 from kd.capture.served.scoring import require_scoring_version
+from kd.capture.served.sglang import SGLangTeacher
 from kd.config.cache import CacheConfig
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
@@ -170,11 +171,15 @@ def _identify_teacher(teacher: TeacherFiles, monitor: Monitor) -> manifest.Teach
     """Identify the teacher by its weights, their precision, and how they are rounded and spread.
 
     The weights of a remote teacher cannot be seen: it is identified by its address and name, and
-    by the model that proposes ids to it.
+    by the model that proposes ids to it, or by the version of SGLang.
     """
     section = teacher.section
     if not section.is_local:
         known = manifest.TeacherIdentity(hash_remote_teacher(section), "remote")
+        if section.backend == "sglang":
+            # No record is made: any codec does.
+            with SGLangTeacher.connect(section, Codec("topk", 1, k=1), monitor) as server:
+                return replace(known, server=f"sglang {server.read_server()['version']}")
         return known if section.proposer is None else _add_proposal(known, section, monitor)
     # Another precision gives other logits, so it belongs to the identity of the teacher.
     dtype = loading.choose_teacher_dtype(teacher, pick_device())

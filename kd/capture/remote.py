@@ -1,5 +1,5 @@
 """A remote teacher: reads the K most probable tokens of every position from an OpenAI-compatible
-server (vLLM). ``kd.capture.served`` asks for other tokens too.
+server (vLLM). ``kd.capture.served`` asks for other tokens too, and asks other servers.
 
     packed sequence -> documents -> POST /v1/completions with prompt_logprobs
                     -> checked entries -> records
@@ -25,13 +25,14 @@ import math
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import httpx
 import numpy as np
@@ -39,6 +40,7 @@ from numpy.typing import NDArray
 
 from cache.codec import Codec
 from cache.manifest import ServedTest, TokenizerProbe, encode_canonical_json
+from cache.profiles.threshold import SCORED_TOP
 from cache.profiles.topk import TopReading
 from cache.records import Records, Sequences
 from cache.rounding import RecordPositions
@@ -61,6 +63,8 @@ LONGEST_BACKOFF = 30.0
 LONGEST_PAUSE = 600.0
 #: Seconds after which a wait for answers is interrupted, to see whether the job must stop.
 POLL_SECONDS = 0.5
+#: Sequences that are asked about at once, for each request that may run; more answers would wait.
+AHEAD = 4
 #: Seconds without an answer after which an event reports the wait.
 WAITING_SECONDS = 30.0
 #: The most by which rounding may lift a sum of probabilities above 1; an answer beyond it is
@@ -90,7 +94,7 @@ def hash_remote_teacher(config: TeacherConfig) -> str:
 
 def find_server_url(config: TeacherConfig) -> str:
     """Return the part of the address before /v1/completions; the configured one may end in /v1."""
-    assert config.url is not None, "TeacherConfig refuses backend http without url"
+    assert config.url is not None, "TeacherConfig refuses a server without url"
     return config.url.rstrip("/").removesuffix("/v1")
 
 
@@ -167,8 +171,8 @@ class DocumentPrompt:
         where = f"position {self.start if place is None else self.start + place}"
         return ModelError(
             f"sequence {self.number}, {where}: the teacher's server gave a wrong answer: {what}.",
-            "Use vLLM, or a server that implements prompt_logprobs in the same way, with the model "
-            "of teacher.tokenizer. The next attempt continues after the last whole shard.",
+            "Use vLLM or SGLang (teacher.backend), or a server that answers in the same way, with "
+            "the model of teacher.tokenizer. The next attempt goes on after the last whole shard.",
         )
 
 
@@ -214,17 +218,25 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
     room: asyncio.Semaphore
     monitor: Monitor = SILENT
     tested: ServedTest | None = None
+    #: The server's own log-probabilities are recorded.
+    recorder: ClassVar[None] = None
+    #: Whether it can return hidden states, too.
+    gives_states: ClassVar[bool] = False
+    #: What to do about a refusal whose status is not in ``_REMEDIES``.
+    remedy: ClassVar[str] = (
+        "Start vLLM with --max-logprobs of at least cache.k, and with a --max-model-len above "
+        "data.sequence_length."
+    )
 
     @classmethod
-    def connect(
-        cls, config: TeacherConfig, codec: Codec, monitor: Monitor = SILENT
-    ) -> RemoteTeacher:
+    def connect(cls, config: TeacherConfig, codec: Codec, monitor: Monitor = SILENT) -> Self:
         """Return a teacher for records of ``codec``.
 
-        Raises ``ModelError`` for a profile other than topk without a proposal, and where the API
-        key is missing.
+        Raises ``ModelError`` for a profile that the server does not serve, and where the API key is
+        missing.
         """
-        if not codec.k or codec.always_keep:
+        served = codec.k or (codec.rules.needs_lm_head and cls.gives_states)
+        if not served or codec.always_keep:
             raise ModelError(
                 "a server returns only its most probable tokens, and those that it is asked for.",
                 "With teacher.backend http, set cache.profile to topk and cache.always_keep to [], "
@@ -241,20 +253,24 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
         room = asyncio.Semaphore(config.concurrency)
         return cls(config, codec, client, asyncio.Runner(), room, monitor)
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *_: object) -> None:
         self.runner.run(self.client.aclose())
         self.runner.close()
 
     def require_same_tokenizer(self, probes: Iterable[TokenizerProbe], length: int) -> None:
-        """Compare the server's tokenizer through /tokenize of vLLM.
+        """Compare the server's tokenizer through /tokenize of vLLM, which SGLang has too.
 
         Without /tokenize, emit a warning. Raises ``TokenizerMismatch`` if a probe is encoded
         differently, and ``ModelError`` if the server's context is too short for ``length`` tokens.
         """
+        answer: Mapping[str, Any] = {}
         for probe in probes:
             body = {"model": self.config.model, "prompt": probe.text, "add_special_tokens": True}
             response = self.runner.run(self._request("POST", "/tokenize", body))
-            if (answer := _read_tokenize_answer(response)) is None:
+            if "tokens" not in (answer := _read_object(response)):
                 self.monitor.emit(
                     "warning",
                     message="whether its tokenizer is teacher.tokenizer could not be checked by "
@@ -269,16 +285,20 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
                     f"teacher.tokenizer does: expected {expected} ..., got {str(found)[:60]}.",
                     "Set teacher.tokenizer to the tokenizer of the model that the server runs.",
                 )
-            context = answer.get("max_model_len")
-            field = "teacher.max_length" if self.config.has_context else "data.sequence_length"
-            if isinstance(context, int) and context <= length:
-                # It must have room for one more token
-                raise ModelError(
-                    f"{find_server_url(self.config)} has a context of {context} tokens, "
-                    f"but {field} is {length}.",
-                    f"Set {field} to {context - 1} or less, "
-                    "or start vLLM with a longer --max-model-len.",
-                )
+        context = self.find_context(answer)
+        field = "teacher.max_length" if self.config.has_context else "data.sequence_length"
+        if isinstance(context, int) and context <= length:
+            # It must have room for one more token
+            raise ModelError(
+                f"{find_server_url(self.config)} has a context of {context} tokens, "
+                f"but {field} is {length}.",
+                f"Set {field} to {context - 1} or less, "
+                "or start the server with a longer context (vLLM: --max-model-len).",
+            )
+
+    def find_context(self, answer: Mapping[str, Any]) -> Any:
+        """Return the tokens that the server reads at most; ``answer`` is one of /tokenize."""
+        return answer.get("max_model_len")
 
     def take_tail_sums(self) -> None:
         """Return None: a server sends no tails."""
@@ -296,23 +316,30 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
             yield TeacherReading(1, len(top), top.nbytes, encode)
 
     def read_top(self, sequences: Sequences, first: int) -> Iterator[TopEntries]:
-        """Yield the entries of each sequence, in order.
+        """Yield the entries of each sequence, in order. Raises as ``read_answers``."""
+        for found in self.read_answers(sequences, first):
+            yield TopEntries.concatenate([TopEntries.empty(self.codec.k), *found])
+
+    def read_answers(self, sequences: Sequences, first: int) -> Iterator[list[Any]]:
+        """Yield what was read of the documents of each sequence, in order.
 
         Requests for documents run at the same time. Raises ``ModelError``: with sequence and
         position where an answer is wrong, and with the server's text where it refuses or is not
         available.
         """
-        rows = range(len(sequences))
-        answers = [
-            self.start(map(self.make_question, cut_into_prompts(sequences, row, first)))
-            for row in rows
-        ]
+        asked = deque[Answers]()
         try:
-            for row in answers:
-                found = self.wait(row)
-                yield TopEntries.concatenate([TopEntries.empty(self.codec.k), *found])
+            for row in range(len(sequences)):
+                pieces = cut_into_prompts(sequences, row, first)
+                asked.append(self.start(map(self.make_question, pieces)))
+                if len(asked) == AHEAD * self.config.concurrency:
+                    yield self.wait(asked[0])
+                    asked.popleft()
+            while asked:
+                yield self.wait(asked[0])
+                asked.popleft()
         finally:
-            give_up(itertools.chain(*answers))
+            give_up(itertools.chain(*asked))
 
     def ask(self, questions: Iterable[Question]) -> list[Any]:
         """Ask at the same time, and return what was read of the answers, in order."""
@@ -353,7 +380,7 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
             response = await self._request("POST", question.path, question.body)
         if not response.is_success:
             raise ModelError(
-                self.describe_answer(response), _REMEDIES.get(response.status_code, _REMEDY)
+                self.describe_answer(response), _REMEDIES.get(response.status_code, self.remedy)
             )
         try:
             answer = response.json()
@@ -361,12 +388,15 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
             raise question.piece.refuse(f"no JSON ({error})") from error
         return question.read(answer)
 
-    def ask_version(self) -> str:
-        """Return the version of vLLM, such as ``0.33.0``; "" if the server does not say it."""
-        response = self.runner.run(self._request("GET", "/version"))
-        with suppress(*_MISSHAPEN):
-            return str(response.json()["version"]) if response.is_success else ""
-        return ""
+    def read_about(self, path: str) -> Mapping[str, Any]:
+        """Return what the server says of itself at ``path``; nothing if it does not say it.
+
+        Raises ``ModelError`` if the API key is wrong.
+        """
+        response = self.runner.run(self._request("GET", path))
+        if response.status_code in (401, 403):
+            raise ModelError(self.describe_answer(response), _REMEDIES[response.status_code])
+        return _read_object(response)
 
     async def _request(
         self, method: str, path: str, body: Mapping[str, object] | None = None
@@ -414,6 +444,14 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
         read = partial(parse_answer, piece=piece, k=k, vocabulary=vocabulary)
         return Question(piece, "/v1/completions", body, read)
 
+    def make_next_question(self, tokens: list[int]) -> Question:
+        """Return the question for the most probable tokens after ``tokens``."""
+        asked = {"prompt": tokens, "add_special_tokens": False, "max_tokens": 1}
+        options = {"model": self.config.model, "return_tokens_as_token_ids": True, **NEUTRAL}
+        k = min(SCORED_TOP, self.codec.k, self.codec.vocabulary_size)
+        body = asked | options | {"logprobs": k}
+        return Question(DocumentPrompt(0, 0, tokens, []), "/v1/completions", body, _parse_next)
+
     def describe_answer(self, response: httpx.Response) -> str:
         """Return the server's address, the status and the text of a failed answer, without the API
         key.
@@ -424,11 +462,6 @@ class RemoteTeacher(AbstractContextManager["RemoteTeacher"]):
         return f"{find_server_url(self.config)} answers {response.status_code}: {text[:300]}"
 
 
-#: The remedy for a refusal whose status is not in ``_REMEDIES``.
-_REMEDY = (
-    "Start vLLM with --max-logprobs of at least cache.k, and with a --max-model-len above "
-    "data.sequence_length."
-)
 #: The remedy for each status of a refusal.
 _REMEDIES = {
     401: "Put the server's key into the variable that teacher.api_key_env names.",
@@ -444,13 +477,13 @@ def give_up(tasks: Iterable[asyncio.Task[Any]]) -> None:
             task.exception()
 
 
-def _read_tokenize_answer(response: httpx.Response) -> Mapping[str, Any] | None:
-    """Return the answer of /tokenize, or None if the server has no such endpoint."""
+def _read_object(response: httpx.Response) -> Mapping[str, Any]:
+    """Return the JSON object of an answer; an empty one if the server has no such endpoint."""
     try:
         answer = response.json() if response.is_success else None
     except ValueError:  # not JSON, such as an HTML page
-        return None
-    return answer if isinstance(answer, dict) and "tokens" in answer else None
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def _read_api_key(config: TeacherConfig) -> str | None:
@@ -496,7 +529,7 @@ def _parse_retry_after(response: httpx.Response) -> float:
 # ---------------------------------------------------------------------- answers
 
 #: Errors that reading a value of another shape raises.
-_MISSHAPEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+MISSHAPEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 
 
 def parse_answer(answer: Any, piece: DocumentPrompt, k: int, vocabulary: int) -> TopEntries:
@@ -507,8 +540,8 @@ def parse_answer(answer: Any, piece: DocumentPrompt, k: int, vocabulary: int) ->
     try:
         (choice,) = answer["choices"]
         items, read = choice["prompt_logprobs"], choice.get("prompt_token_ids")
-    except _MISSHAPEN as error:
-        raise piece.refuse(f"no choice with prompt_logprobs ({_describe_error(error)})") from error
+    except MISSHAPEN as error:
+        raise piece.refuse(f"no choice with prompt_logprobs ({describe_error(error)})") from error
     return parse_items(items, read, piece, k, vocabulary)
 
 
@@ -525,8 +558,8 @@ def parse_items(
     for place in piece.targets:
         try:
             found.append(_parse_entries(items[place + 1], piece.tokens[place + 1], k, vocabulary))
-        except _MISSHAPEN as error:
-            raise piece.refuse(_describe_error(error), place) from error
+        except MISSHAPEN as error:
+            raise piece.refuse(describe_error(error), place) from error
     logprobs = np.array([values for _, values, _ in found])
     mass = np.minimum(log_sum_exp(logprobs), 0.0)
     partial = (mass < 0.0) & (k < vocabulary)
@@ -537,6 +570,23 @@ def parse_items(
         np.array([gold for _, _, gold in found], np.float32),
         np.where(partial, log1mexp(np.where(partial, mass, -1.0)), -np.inf).astype(np.float32),
     )
+
+
+def _parse_next(answer: Any) -> TopEntries | None:
+    """Return the most probable tokens, which are named token_id:ID; None if there are none."""
+    with suppress(*MISSHAPEN):
+        (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+        return make_single_entries((value, int(name[9:])) for name, value in found.items())
+    return None
+
+
+def make_single_entries(pairs: Iterable[tuple[float, int]]) -> TopEntries:
+    """Return the entries of one position from log-probabilities and ids; there must be some."""
+    ordered = sorted((-value, token) for value, token in pairs)
+    values, ids = zip(*ordered, strict=True)
+    none = np.zeros(1, np.float32)
+    columns = (np.array([ids], np.uint32), -np.array([values], np.float32))
+    return TopEntries(np.zeros(1, np.int64), *columns, none, none)
 
 
 def _require_items(items: Any, read: Any, piece: DocumentPrompt) -> None:
@@ -594,6 +644,6 @@ def _parse_logprob(entry: Any) -> float:
     return float(logprob)
 
 
-def _describe_error(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return the text of an error, with the class name of those that Python itself raises."""
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

@@ -24,11 +24,11 @@ from itertools import filterfalse, islice
 from typing import Protocol, Self
 
 from cache.disk import measure_disk
-from cache.manifest import CacheIdentity
+from cache.manifest import CacheIdentity, ServedTest
 from cache.records import Records, Sequences, TailSums
 from cache.shards.shard_runs import ShardRuns
 from cache.writing.writer import CacheWriter
-from kd.capture.recording import TeacherReading
+from kd.capture.recording import Recorder, TeacherReading
 from kd.capture.usefulness import HeldOutWatch
 from kd.progress import Monitor, ProgressMeter, ShardRanges
 
@@ -49,6 +49,14 @@ ENCODERS = 2
 
 class RecordReader(Protocol):
     """A teacher that makes records of sequences: a local model, or a server."""
+
+    @property
+    def tested(self) -> ServedTest | None:
+        """The result of the test of a server."""
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What makes records of hidden states on this machine."""
 
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
         """Yield what is delivered of each micro-batch; ``first`` is the first sequence's number."""

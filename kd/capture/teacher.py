@@ -1,4 +1,4 @@
-"""The teacher of a capture: a model on this machine that reads sequences, or a server's.
+"""The teacher of a capture on this machine: a model that reads sequences.
 
 Shapes: B sequences of a micro-batch, L positions of a sequence, N positions of one sequence with a
 target, D hidden width.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -25,76 +23,22 @@ from cache.writing.writer import CacheWriter
 from kd.capture.knots import KnotChoice, choose_knots
 from kd.capture.plan import CapturePlan
 from kd.capture.recording import Recorder, SequenceStates, TailMeter, TeacherReading
-from kd.capture.remote import RemoteTeacher
-from kd.capture.served.proposing import ProposedTeacher
-from kd.capture.served.self_test import PROSE, examine_server
-from kd.capture.shards import RecordReader
 from kd.capture.units.fitting import fit_tables
 from kd.errors import OutOfMemory, is_out_of_memory
-from kd.models import tokenizers
 from kd.models.attention.causality import require_causal
-from kd.models.attention.isolation import isolate_documents, warn_of_mask
+from kd.models.attention.isolation import isolate_documents
 from kd.models.layers import compute_hidden_states, find_device, require_context
 from kd.models.lm_head import find_lm_head
 from kd.models.loading import load_teacher
 from kd.models.precision import pick_device
 from kd.models.quantization.rounding import describe_plain_layers
-from kd.models.teacher_files import TeacherFiles
-from kd.models.tokenizing.rules import sample_texts
 from kd.progress import SILENT, Monitor
 from kd.text.batches import make_batch
 from kd.text.steps.reading import group_by_width
 from kd.text.stored.packed import PackedText, iterate
 from kd.text.teacher_side.sequences import find_teacher_side
 
-#: Texts of the job that a server is asked to tokenize, and the characters of one.
-ASKED_TEXTS, ASKED_CHARACTERS = 16, 1024
 Read = TypeVar("Read")
-
-
-@contextmanager
-def open_reader(
-    plan: CapturePlan, writer: CacheWriter, monitor: Monitor, knots: int | None = None
-) -> Iterator[RecordReader]:
-    """Open the teacher of ``plan``: load its model, or connect to its server.
-
-    ``knots`` is the number of knots that another worker has chosen.
-    """
-    section = plan.teacher.section
-    if section.is_local:
-        teacher = Teacher.load(plan, monitor)
-        if plan.identity.data.packing:
-            warn_of_mask(teacher.model, plan.data.sequence_length, monitor)
-        warn_of_plain_layers(teacher.model, plan.identity.teacher.quantization, monitor)
-        yield fit_recorder(teacher, plan, writer, monitor, knots)
-        return
-    with RemoteTeacher.connect(section, plan.identity.record_codec(), monitor) as remote:
-        length = plan.read_length
-        some = (text[:ASKED_CHARACTERS] for text in islice(sample_texts(plan.data), ASKED_TEXTS))
-        remote.require_same_tokenizer(
-            tokenizers.encode_probes(plan.tokenizer, (*tokenizers.PROBE_TEXTS, *some)), length
-        )
-        tokens = plan.tokenizer(PROSE)["input_ids"][:length]
-        if section.proposer is None:
-            yield replace(remote, tested=examine_server(remote, tokens))
-            return
-        proposal = load_proposal(plan, writer, monitor)
-        proposed = ProposedTeacher(remote, proposal)
-        yield replace(proposed, tested=proposed.examine_server(tokens))
-
-
-def load_proposal(plan: CapturePlan, writer: CacheWriter, monitor: Monitor) -> Teacher:
-    """Load the model that proposes ids to a server. Raises ``TokenizerMismatch``."""
-    section = plan.teacher.section.proposer
-    assert section is not None, "the identity of the cache has a proposal"
-    files = TeacherFiles.resolve(section)
-    vocabulary = plan.identity.tokenizer.vocabulary_size
-    known = tokenizers.KnownTokenizer.of(plan.tokenizer, vocabulary, "the teacher's")
-    own = tokenizers.load_source_tokenizer(section.files, files.folder)
-    texts = sample_texts(plan.data)
-    tokenizers.require_same_tokenizer(own, known, "The proposal's", texts, monitor.note)
-    proposal = Teacher.load(replace(plan, teacher=files), monitor)
-    return fit_recorder(proposal, plan, writer, monitor)
 
 
 def warn_of_plain_layers(model: PreTrainedModel, quantization: str, monitor: Monitor) -> None:
@@ -169,6 +113,8 @@ class Teacher:
     batch_size: int
     monitor: Monitor = SILENT
     cuts_padding: bool = False
+    #: No server is tested.
+    tested: ClassVar[None] = None
 
     @classmethod
     def load(cls, plan: CapturePlan, monitor: Monitor = SILENT) -> Teacher:

@@ -333,19 +333,23 @@ class JobConfig(Placement):
             only, other = ("proposal", "cache.k") if proposes else ("k", "teacher.proposal")
             what = f"cache.profile {self.cache.profile} has no use for {only} without {other}"
             raise ValueError(f"{what}, which belong to profile threshold")
-        if self.served_teacher is None:
+        if (served := self.served_teacher) is None:
+            return self
+        sglang = served.backend == "sglang"
+        if sglang and self.cache.rules.needs_lm_head:
             return self
         if self.needs_cache and not self.cache.entries:
             raise ValueError(
-                "teacher.backend http returns only the most probable tokens: set cache.profile to "
-                f"topk, not {self.cache.profile}, or set teacher.proposal and cache.k"
+                f"teacher.backend {served.backend} returns only the most probable tokens: set "
+                f"cache.profile to topk, not {self.cache.profile}, "
+                f"or {'to hidden' if sglang else 'set teacher.proposal and cache.k'}"
             )
         if proposes and self.cache.always_keep:
             raise ValueError("teacher.proposal draws all ids: set cache.always_keep to []")
         if self.loss.entropy_weighting:
             raise ValueError(
-                "teacher.backend http returns no entropies, but loss.entropy_weighting weighs "
-                "tokens by them"
+                f"teacher.backend {served.backend} returns no entropies, but "
+                "loss.entropy_weighting weighs tokens by them"
             )
         return self
 

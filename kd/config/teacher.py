@@ -20,14 +20,15 @@ _UNSET = (None, "auto", "none")
 class TeacherConfig(Section):
     """The model whose predictions are recorded."""
 
-    backend: Literal["local", "http"] = "local"
+    backend: Literal["local", "http", "sglang"] = "local"
     """local = the model runs in the worker; http = an OpenAI-compatible server that returns
-    prompt_logprobs (vLLM) runs it, for cache.profile topk, or threshold with proposal."""
+    prompt_logprobs (vLLM) runs it, for cache.profile topk, or threshold with proposal; sglang = a
+    server of SGLang runs it, for topk or hidden."""
 
     model: str = Field(min_length=1)
     """Local folder, hub id or folder of a bucket (s3://bucket/name) of the teacher, a causal
     language model, or a model that also reads images or sound, whose language model is used. With
-    backend http it is the model's name on the server."""
+    another backend it is the model's name on the server."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
@@ -83,13 +84,15 @@ class TeacherConfig(Section):
     (KD_TRUST_REMOTE_CODE=1)."""
 
     url: str | None = Field(None, pattern=r"^https?://[^/?#@\s]+(/[^?#@\s]*)?$")
-    """Backend http: address of the server, without /v1/completions at its end."""
+    """With a server: address of the server, without /v1/completions at its end."""
 
     tokenizer: str | None = Field(None, min_length=1)
-    """Backend http: local folder or hub id of the model's tokenizer."""
+    """With a server: local folder or hub id of the model's tokenizer. Profile hidden reads the LM
+    head there, too. The server is compared with weights there if they are not too large and the
+    folder has the name of teacher.model."""
 
     api_key_env: str | None = Field(None, pattern=r"^KD_TEACHER_KEY(_[A-Z0-9_]+)?$")
-    """Backend http: name of the worker's environment variable that holds the server's API key:
+    """With a server: name of the worker's environment variable that holds the server's API key:
     KD_TEACHER_KEY, or a name that begins with KD_TEACHER_KEY_, so that a job cannot name another
     secret."""
 
@@ -99,7 +102,7 @@ class TeacherConfig(Section):
     position, which the server scores (vLLM 0.33 or later): profile threshold is unbiased then."""
 
     concurrency: int = Field(8, ge=1, le=256)
-    """Backend http: requests that may run at the same time."""
+    """With a server: requests that may run at the same time."""
 
     @property
     def is_local(self) -> bool:
@@ -163,12 +166,13 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _backend_has_its_fields(self) -> Self:
-        if self.backend == "http":
+        if not self.is_local:
             if missing := [name for name in ("url", "tokenizer") if getattr(self, name) is None]:
                 fields = " and ".join(f"teacher.{name}" for name in missing)
-                raise ValueError(f"teacher.backend http needs {fields}")
+                raise ValueError(f"teacher.backend {self.backend} needs {fields}")
             # The server has loaded the model in its own way.
             strange = {"gguf_file", "dtype", "quantization", "parallel"}
+            strange |= {"proposal"} if self.backend == "sglang" else set()
         else:
             strange = {"url", "tokenizer", "api_key_env", "proposal"}
         if unused := sorted(name for name in strange if getattr(self, name) not in _UNSET):

@@ -18,10 +18,10 @@ from cache.writing.writer import open_writer as open_for_capture
 from kd.capture.estimate.job import choose_recipe, make_estimate, require_capture
 from kd.capture.estimate.storage import CacheSize, estimate_cache_size
 from kd.capture.estimate.text import CaptureSize, TokenCounter, estimate_capture_size
+from kd.capture.opening import open_reader
 from kd.capture.plan import CapturePlan, make_provenance, plan_capture
-from kd.capture.served.proposing import ProposedTeacher
 from kd.capture.shards import RecordReader
-from kd.capture.teacher import Teacher, open_reader
+from kd.capture.teacher import Teacher
 from kd.client.wire.plans import JobEstimate
 from kd.config.job import JobConfig
 from kd.errors import ConfigError
@@ -142,7 +142,7 @@ def _seal(root: Path, planned: CapturePlan, some: _Sample, reader: RecordReader)
     codec = replace(planned.identity.codec, shard_sequences=size)
     identity = replace(planned.identity, data=data, codec=codec)
     with open_for_capture(root, identity) as writer:
-        here = reader.recorder if isinstance(reader, Teacher | ProposedTeacher) else None
+        here = reader.recorder
         if here is not None and here.tables is not None:
             writer.write_tables(here.tables)
         end = 0
@@ -150,8 +150,8 @@ def _seal(root: Path, planned: CapturePlan, some: _Sample, reader: RecordReader)
             sequences = some.sequences.select(identity.shard_range(shard))
             begin, end = end, end + sequences.positions
             writer.write_shard(shard, sequences, some.records.slice(begin, end))
-        if identity.record_codec().rules.needs_lm_head and isinstance(reader, Teacher):
-            writer.write_lm_head(reader.recorder.make_lm_head_arrays())
+        if identity.record_codec().rules.needs_lm_head and here is not None:
+            writer.write_lm_head(here.make_lm_head_arrays())
         writer.finish(make_provenance(planned))
     return open_cache(root / identity.fingerprint, identity)
 

@@ -134,6 +134,8 @@ def _find_folder_problems(config: JobConfig, folders: Folders) -> list[Problem]:
         looked_up += teacher_checks.find_teacher_problems(
             teacher, folders.root, config.cuts_teacher, length
         )
+        if not teacher.is_local and is_open and config.cache.rules.needs_lm_head:
+            looked_up += teacher_checks.find_missing_head(teacher, folders.root)
     looked_up += [
         *validate.find_student_problems(config, folders.root),
         *validate.find_text_problems(config, folders.root, folders.note),

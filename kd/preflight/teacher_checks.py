@@ -71,6 +71,15 @@ def _check_stored_weights(teacher: TeacherConfig, root: Path, is_cut: bool) -> I
         yield from ask_folder("/teacher/quantization", folder, plain)
 
 
+def find_missing_head(teacher: TeacherConfig, root: Path) -> Iterator[Problem]:
+    """Find that the files of a served teacher lack the LM head that profile hidden stores."""
+    folder = ModelFolder(locate_model(teacher.files.name, root))
+    if folder.has_config and not folder.weight_files:
+        what = f"profile hidden stores the LM head, but {folder.path} has no *.safetensors."
+        remedy = "Set teacher.tokenizer to a local folder of the whole model."
+        yield Problem(point_at_teacher(teacher.files), what, remedy)
+
+
 def find_missing_readers(teacher: TeacherConfig) -> list[Problem]:
     """Find that this machine lacks what reads a teacher: torchao to quantise it, or gguf."""
     found = [NO_QUANTIZER] if teacher.quantization and not is_torchao_installed() else []

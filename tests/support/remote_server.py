@@ -1,8 +1,10 @@
-"""A small server with the endpoints of vLLM, whose answers come from a real model.
+"""A small server with the endpoints of vLLM and SGLang, whose answers come from a real model.
 
     POST /v1/completions         prompt_logprobs
     POST /inference/v1/generate  prompt_logprobs, and prompt_logprob_token_ids of version 0.33
     POST /tokenize, GET /version
+    POST /generate               flat log-probabilities and hidden states of SGLang 0.5.23
+    GET /server_info
 
 A test can make it answer wrongly: it appends a function to ``twists``, and one answer uses it up;
 or it sets ``fault``, which is wrong in every answer.
@@ -18,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -34,8 +37,21 @@ Twist = Callable[[Any], Any]
 #: late = each position answers for the one before it; last = the last position is dropped; warm =
 #: all answers are those of temperature 2; warm prompts = those of prompts are; swapped = two ids of
 #: each position are exchanged; replicas = every second answer is that of other weights; silent =
-#: there are no log-probabilities of generated tokens.
-Fault = Literal["late", "last", "warm", "warm prompts", "swapped", "replicas", "silent"]
+#: there are no log-probabilities of generated tokens. Of hidden states: late states = each is that
+#: of the position before; chunked = only those of the last half come; raw = before the last norm.
+Fault = Literal[
+    "late", "last", "warm", "warm prompts", "swapped", "replicas", "silent",
+    "late states", "chunked", "raw",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reading:
+    """log p of the prompt's L - 1 positions and of the token after it, and L hidden states."""
+
+    logprobs_NV: torch.Tensor
+    last_V: torch.Tensor
+    states_LD: torch.Tensor
 
 
 class RemoteServer:
@@ -52,6 +68,9 @@ class RemoteServer:
         self.max_logprobs = max_logprobs
         self.max_model_len = 512
         self.version: str | None = "0.33.0"
+        #: The answer of /server_info in place of its own.
+        self.about: dict[str, Any] | None = None
+        self.gives_states = True
         self.fault: Fault | None = None
         #: Seconds before each answer.
         self.delay = 0.0
@@ -94,6 +113,18 @@ class RemoteServer:
         async def version() -> Response:
             return JSONResponse({"version": self.version}) if self.version else error(404, "?")
 
+        @app.get("/server_info")
+        async def server_info(request: Request) -> Response:
+            if (
+                self.key is not None
+                and request.headers.get("Authorization") != f"Bearer {self.key}"
+            ):
+                return JSONResponse({"error": "Unauthorized"}, 401)
+            about = {"version": "0.5.23", "model_path": "/models/teacher", "frontend": "python"}
+            limit = {"served_model_name": "teacher", "max_req_input_len": self.max_model_len - 6}
+            return JSONResponse(self.about if self.about is not None else about | limit)
+
+        @app.post("/generate")
         @app.post("/v1/completions")
         @app.post("/inference/v1/generate")
         async def completions(request: Request) -> Response:
@@ -123,9 +154,14 @@ class RemoteServer:
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
         time.sleep(self.delay)
         try:
-            if refusal := self._refusal(body, authorization):
+            if "input_ids" in body:
+                refusal, make = self._flat_refusal(body, authorization), self._flat
+            else:
+                refusal = self._refusal(body, authorization)
+                make = self._generation if "token_ids" in body else self._completion
+            if refusal:
                 return refusal
-            answer = self._generation(body) if "token_ids" in body else self._completion(body)
+            answer = make(body)
             twisted = twist(answer) if twist else answer
             return (
                 twisted
@@ -179,10 +215,83 @@ class RemoteServer:
             return error(400, "prompt_logprob_token_ids contain out-of-vocab token ids")
         return None
 
+    def _flat_refusal(self, body: dict[str, Any], authorization: str | None) -> Response | None:
+        """Refuse as SGLang does, in its words."""
+        if self.key is not None and authorization != f"Bearer {self.key}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        if (length := len(body["input_ids"])) >= self.max_model_len:
+            why = f"The input ({length} tokens) is longer than the model's context length"
+            return JSONResponse(
+                {"error": {"message": f"{why} ({self.max_model_len} tokens)."}}, 400
+            )
+        if body.get("return_hidden_states") and not self.gives_states:
+            why = "The server is not configured to return hidden states."
+            return JSONResponse({"error": {"message": why}}, 400)
+        return None
+
+    def _flat(self, body: dict[str, Any]) -> dict[str, Any]:
+        tokens, k = body["input_ids"], body["top_logprobs_num"]
+        found = self._read(tokens)
+        asks = body.get("logprob_start_len", -1) == 0
+        best = found.last_V.topk(k)
+        after = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        about: dict[str, Any] = {
+            "id": "1",
+            "finish_reason": {"type": "length", "length": 1},
+            "prompt_tokens": len(tokens),
+            "input_token_logprobs": [],
+            "output_token_logprobs": [[float(best.values[0]), int(best.indices[0]), None]],
+        }
+        if self.fault != "silent":
+            about["output_top_logprobs"] = [[[value, token, None] for value, token in after]]
+        if asks:
+            gold_N = found.logprobs_NV.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+            about["input_token_logprobs"] = [
+                [value, token, None] for value, token in zip([None, *gold_N], tokens, strict=True)
+            ]
+            about |= self._make_flat(found.logprobs_NV, k)
+        if body.get("return_hidden_states"):
+            about["hidden_states"] = [self._choose_states(found.states_LD).tolist()]
+        answer = {"text": "!", "output_ids": [0], "meta_info": about}
+        return answer | (
+            {"prompt_token_ids": tokens} if body.get("return_prompt_token_ids") else {}
+        )
+
+    def _make_flat(self, logprobs_NV: torch.Tensor, k: int) -> dict[str, Any]:
+        assert k <= self.vocabulary
+        best = logprobs_NV[:-1].topk(k) if self.fault == "last" else logprobs_NV.topk(k)
+        values_NK, ids_NK = best.values.float().numpy(), best.indices.int().numpy()
+        if self.fault == "swapped":
+            values_NK[:, [0, 1]] = values_NK[:, [1, 0]]
+        name = "input_top_logprobs"
+        return {
+            f"{name}_val_flat_b64": base64.b64encode(values_NK.tobytes()).decode(),
+            f"{name}_idx_flat_b64": base64.b64encode(ids_NK.tobytes()).decode(),
+            f"{name}_val_flat_b64_dtype": "float32",
+            f"{name}_idx_flat_b64_dtype": "int32",
+            f"{name}_shape": list(values_NK.shape),
+            f"{name}_null_prefix": 1,
+        }
+
+    def _choose_states(self, states_LD: torch.Tensor) -> torch.Tensor:
+        if self.fault == "late states":
+            return states_LD.roll(1, 0)
+        return states_LD[len(states_LD) // 2 :] if self.fault == "chunked" else states_LD
+
+    def _read_raw(self, tokens: list[int]) -> torch.Tensor:
+        """Return the states before the last norm."""
+        given: list[torch.Tensor] = []
+        with self._lock:
+            hook = self.model.model.norm.register_forward_pre_hook(lambda _, x: given.append(x[0]))
+            self.model(torch.tensor([tokens]))
+            hook.remove()
+        return given[0][0]
+
     @torch.no_grad()
-    def _read(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log p of the prompt's L - 1 positions, and of the token after it."""
-        logits_LV = self.model(torch.tensor([tokens])).logits[0, :, : self.vocabulary]
+    def _read(self, tokens: list[int]) -> Reading:
+        found = self.model(torch.tensor([tokens]), output_hidden_states=True)
+        logits_LV = found.logits[0, :, : self.vocabulary]
+        states_LD = self._read_raw(tokens) if self.fault == "raw" else found.hidden_states[-1][0]
         with self._lock:
             self._answers += 1
             other = self.fault == "replicas" and self._answers % 2 == 0
@@ -192,11 +301,11 @@ class RemoteServer:
         warm_LV = logits_LV / (2.0 if self.fault in ("warm", "warm prompts") else 1.0)
         last_V = warm_LV[-1] if self.fault == "warm" else logits_LV[-1]
         prompt_NV = warm_LV[:-1].roll(1, 0) if self.fault == "late" else warm_LV[:-1]
-        return prompt_NV.log_softmax(-1), last_V.log_softmax(-1)
+        return Reading(prompt_NV.log_softmax(-1), last_V.log_softmax(-1), states_LD)
 
     def _generation(self, body: dict[str, Any]) -> dict[str, Any]:
         tokens, options = body["token_ids"], body["sampling_params"]
-        logprobs_NV, _ = self._read(tokens)
+        logprobs_NV = self._read(tokens).logprobs_NV
         answer: dict[str, Any] = {
             "request_id": "generate-tokens-1",
             "model": "teacher",
@@ -219,7 +328,10 @@ class RemoteServer:
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         tokens = body["prompt"]
-        logprobs_NV, last_V = self._read(tokens)
+        found = self._read(tokens)
+        logprobs_NV, last_V = found.logprobs_NV, found.last_V
+        if self.fault == "swapped":
+            logprobs_NV, last_V = swap_best(logprobs_NV), swap_best(last_V)
         choice: dict[str, Any] = {
             "index": 0,
             "text": "!",
@@ -245,6 +357,12 @@ class RemoteServer:
             "model": "teacher",
             "choices": [choice],
         }
+
+
+def swap_best(logprobs: torch.Tensor) -> torch.Tensor:
+    """Exchange the two most probable tokens."""
+    best = logprobs.topk(2)
+    return logprobs.scatter(-1, best.indices, best.values.flip(-1))
 
 
 def make_items(logprobs_NV: torch.Tensor, tokens: list[int], k: int) -> list[Any]:

@@ -32,7 +32,7 @@ from kd.capture.remote import Answers, RemoteTeacher, TopEntries, cut_into_promp
 from kd.capture.sampling import make_sample
 from kd.capture.served.drawing import DrawnIds, draw_ids, weigh
 from kd.capture.served.scoring import Scores, make_question
-from kd.capture.served.self_test import REQUESTS, judge, make_probe
+from kd.capture.served.self_test import REQUESTS, Probe, judge
 from kd.capture.units.drawing import UnitRandomness, UnitSampler
 from kd.errors import ModelError
 
@@ -102,13 +102,12 @@ class ProposedTeacher:
             give_up(itertools.chain.from_iterable(each.answers for each in asked))
 
     @torch.no_grad()
-    def examine_server(self, tokens: list[int]) -> ServedTest:
-        """Test the server with ``tokens``. Raises as ``judge``."""
-        probe = make_probe(tokens)
-        (states,) = self.proposal.read_states(probe)
-        asked = [self.ask(probe, 0, 0, states) for _ in range(REQUESTS)]
+    def examine_server(self, probe: Probe) -> ServedTest:
+        """Test the server with ``probe``. Raises as ``judge``."""
+        (states,) = self.proposal.read_states(probe.sequences)
+        asked = [self.ask(probe.sequences, 0, 0, states) for _ in range(REQUESTS)]
         try:
-            return judge(self.remote, tokens, list(map(self._answer, asked)))
+            return judge(self.remote, probe, list(map(self._answer, asked)))
         finally:
             give_up(itertools.chain.from_iterable(each.answers for each in asked))
 

@@ -43,7 +43,7 @@ _LEAST = np.float32(-9999.0)
 
 def require_scoring_version(teacher: remote.RemoteTeacher) -> str:
     """Return the version of a server of vLLM. Raises ``ModelError`` if it cannot score ids."""
-    version = teacher.ask_version()
+    version = str(teacher.read_about("/version").get("version") or "")
     numbers = re.match(r"v?(\d+)\.(\d+)", version)
     if numbers is None or tuple(map(int, numbers.groups())) < FIRST_VERSION:
         found = f"is vLLM {version}" if numbers else "does not say at /version that it is vLLM"

@@ -5,6 +5,7 @@
                a prompt is what it says of these positions: none is shifted
     prose      on ordinary text a model loses about as much as its entropy says. One that answers at
                a higher temperature seems far less sure than it is
+    weights    if they are on this machine, too, a forward pass here says the same
 
 Answers are checked one by one, too (``kd.capture.remote``, ``kd.capture.served.scoring``): the ids
 that were sent come back, no position is missing, and the scores of chosen ids agree with those of
@@ -16,6 +17,7 @@ Shapes: N positions of the test's text, K entries of a position.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,17 +52,31 @@ MOST_SURPLUS = 1.0
 _SHORT = 10.0
 
 
-def make_probe(tokens: list[int]) -> Sequences:
-    """Return the test's text as one document, all of whose positions have a target."""
-    place = np.arange(len(tokens))[None]
-    return Sequences(np.array([tokens], np.uint32), place == 0, place < len(tokens) - 1)
+@dataclass(frozen=True)
+class Probe:
+    """The test's text, and the most probable tokens by the weights on this machine, if any are."""
+
+    tokens: list[int]
+    local: TopEntries | None = None
+
+    @property
+    def sequences(self) -> Sequences:
+        """The text as one document, all of whose positions have a target."""
+        place = np.arange(len(self.tokens))[None]
+        targets = place < len(self.tokens) - 1
+        return Sequences(np.array([self.tokens], np.uint32), place == 0, targets)
 
 
-def examine_server(teacher: remote.RemoteTeacher, tokens: list[int]) -> ServedTest:
+def ask_often(teacher: remote.RemoteTeacher, probe: Probe) -> list[Any]:
+    """Return the answers to equal requests about ``probe``."""
+    (piece,) = remote.cut_into_prompts(probe.sequences, 0, 0)
+    return teacher.ask(teacher.make_question(piece) for _ in range(REQUESTS))
+
+
+def examine_server(teacher: remote.RemoteTeacher, probe: Probe) -> ServedTest:
     """Test a server that returns its most probable tokens. Raises as ``judge``."""
-    (piece,) = remote.cut_into_prompts(make_probe(tokens), 0, 0)
-    found = teacher.ask(teacher.make_question(piece) for _ in range(REQUESTS))
-    return judge(teacher, tokens, [(top, bound_entropy(top)) for top in found])
+    found = ask_often(teacher, probe)
+    return judge(teacher, probe, [(top, bound_entropy(top)) for top in found])
 
 
 def bound_entropy(top: TopEntries) -> float:
@@ -71,13 +87,13 @@ def bound_entropy(top: TopEntries) -> float:
 
 
 def judge(
-    teacher: remote.RemoteTeacher, tokens: list[int], answers: list[tuple[TopEntries, float]]
+    teacher: remote.RemoteTeacher, probe: Probe, answers: list[tuple[TopEntries, float]]
 ) -> ServedTest:
-    """Judge the answers to equal requests about ``tokens``, and ask what it predicts after some.
+    """Judge the answers to equal requests about ``probe``, and ask what it predicts after some.
 
     With each answer comes the mean entropy. Raises ``ModelError`` that names what is wrong.
     """
-    url = remote.find_server_url(teacher.config)
+    url, tokens = remote.find_server_url(teacher.config), probe.tokens
     top, entropy = answers[0]
     spread = max(compare(top, other) for other, _ in answers[1:])
     if not spread <= MOST_SPREAD:
@@ -94,12 +110,20 @@ def judge(
             f"{entropy:.2f} nats, and its loss only {loss:.2f}.",
             "Serve the model without a processor of logits that changes the temperature.",
         )
+    if probe.local is not None and not (apart := compare(probe.local, top)) <= MOST_SPREAD:
+        raise ModelError(
+            f"{url} does not answer as the weights in {teacher.config.tokenizer} do: their "
+            f"log-probabilities differ by {apart:.3g} nats. It has other weights, exchanges ids, "
+            "shifts its answers or changes the temperature.",
+            "Serve these weights, or set teacher.tokenizer to a folder without weights.",
+        )
     return ServedTest(len(answers), spread)
 
 
 def compare(one: TopEntries, other: TopEntries) -> float:
     """Return by how many nats two answers differ: a root mean square under the first one's p."""
-    (ids_NK, logp_NK), (other_NK, theirs_NK) = map(_cut, (one, other))
+    k = min(SCORED_TOP, one.ids.shape[1], other.ids.shape[1])
+    (ids_NK, logp_NK), (other_NK, theirs_NK) = (_cut(each, k) for each in (one, other))
     same = ids_NK[:, :, None] == other_NK[:, None, :]
     found_NK = np.where(same, theirs_NK[:, None, :], -np.inf).max(2)
     # A token that the other answer leaves out is at most as probable there as its last entry.
@@ -108,16 +132,15 @@ def compare(one: TopEntries, other: TopEntries) -> float:
     return math.sqrt(float(squared_NK.sum(1).mean()))
 
 
-def _cut(top: TopEntries) -> tuple[NDArray[Any], NDArray[Any]]:
-    logp_NK = np.maximum(top.logprobs[:, :SCORED_TOP], -1e4)
-    return top.ids[:, :SCORED_TOP], logp_NK.astype(np.float64)
+def _cut(top: TopEntries, k: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    return top.ids[:, :k], np.maximum(top.logprobs[:, :k], -1e4).astype(np.float64)
 
 
 def _require_places(teacher: remote.RemoteTeacher, tokens: list[int], top: TopEntries) -> None:
     """Compare what the server predicts after some beginnings with what it says of prompts."""
     url, last = remote.find_server_url(teacher.config), len(tokens) - 2
     places = sorted({0, last // 2, last})
-    found = teacher.ask(_ask_next(teacher, tokens[: place + 1]) for place in places)
+    found = teacher.ask(teacher.make_next_question(tokens[: place + 1]) for place in places)
     for place, own in zip(places, found, strict=True):
         if own is None:
             message = "whether positions are shifted could not be checked: it returns no logprobs"
@@ -134,26 +157,3 @@ def _require_places(teacher: remote.RemoteTeacher, tokens: list[int], top: TopEn
                 f"of a prompt that goes on ({apart:.3g} nats): {what}.",
                 "Update the server, or use another one.",
             )
-
-
-def _ask_next(teacher: remote.RemoteTeacher, tokens: list[int]) -> remote.Question:
-    """Ask for the most probable tokens after ``tokens``."""
-    k = min(SCORED_TOP, teacher.codec.k, teacher.codec.vocabulary_size)
-    asked = {"prompt": tokens, "add_special_tokens": False, "max_tokens": 1, "logprobs": k}
-    options = {"model": teacher.config.model, "return_tokens_as_token_ids": True, **remote.NEUTRAL}
-    return remote.Question(
-        remote.DocumentPrompt(0, 0, tokens, []), "/v1/completions", asked | options, _read_next
-    )
-
-
-def _read_next(answer: Any) -> TopEntries | None:
-    """Return the most probable tokens, which are named token_id:ID; None if there are none."""
-    try:
-        (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
-        pairs = sorted(((-value, int(name[9:])) for name, value in found.items()))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return None
-    values, ids = zip(*pairs, strict=True)
-    none = np.zeros(1, np.float32)
-    columns = (np.array([ids], np.uint32), -np.array([values], np.float32))
-    return TopEntries(np.zeros(1, np.int64), *columns, none, none)

@@ -8,7 +8,7 @@ are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kd.errors import ModelError
@@ -127,20 +128,52 @@ def has_own_head(hollow: PreTrainedModel, folder: ModelFolder) -> bool:
 
     Files may hold one matrix twice, and then the two are one.
     """
+    layers = (hollow.get_output_embeddings(), hollow.get_input_embeddings())
+    found = _find_weights(hollow, folder, layers)
+    tensors = _read_tensors(folder, {*found}) if len({*found} - {""}) == 2 else {}
+    return len(tensors) == 2 and not torch.equal(*tensors.values())
+
+
+def read_head(hollow: PreTrainedModel, folder: ModelFolder) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of the LM head in the files; a tied one is the embedding.
+
+    No other tensor is read. Raises ``ModelError`` if the files do not hold it.
+    """
+    head: Any = hollow.get_output_embeddings()
+    tied = getattr(hollow.config, "tie_word_embeddings", False)
+    layers = (head, hollow.get_input_embeddings() if tied else None)
+    name = next(filter(None, _find_weights(hollow, folder, layers)), "")
+    bias = f"{name.removesuffix('weight')}bias"
+    found = _read_tensors(folder, {name, bias})
+    if name not in found or (head.bias is not None) != (bias in found):
+        detail = f"{folder.path} does not hold the LM head of its model."
+        raise ModelError(detail, "Give a local folder of the whole model.")
+    return found[name], found.get(bias)
+
+
+def _find_weights(
+    hollow: PreTrainedModel, folder: ModelFolder, layers: Sequence[nn.Module | None]
+) -> list[str]:
+    """Return the name of the weight of each layer in the files; "" where they do not hold it."""
     shapes = folder.read_parameter_shapes()
-    names = set()
-    for layer in (hollow.get_output_embeddings(), hollow.get_input_embeddings()):
+    names = []
+    for layer in layers:
         shape = None if layer is None else tuple(layer.weight.shape)  # type: ignore[arg-type]
         paths = [name for name, each in hollow.named_modules() if each is layer] or [""]
         end = f".{paths[0].rpartition('.')[2]}.weight"
         found = [name for name in shapes if f".{name}".endswith(end) and shapes[name] == shape]
         # Layers that predict later tokens may hold copies, deeper inside.
-        names |= {min(found, key=len)} if found else set()
-    tensors = []
-    for path in folder.list_read_files() if len(names) == 2 else ():
+        names.append(min(found, key=len) if found else "")
+    return names
+
+
+def _read_tensors(folder: ModelFolder, names: set[str]) -> dict[str, Tensor]:
+    """Read the tensors of these names that the files hold."""
+    tensors: dict[str, Tensor] = {}
+    for path in folder.list_read_files():
         with safe_open(path, "pt") as file:
-            tensors += [file.get_tensor(name) for name in names & {*file.keys()}]
-    return len(tensors) == 2 and not torch.equal(*tensors)
+            tensors |= {name: file.get_tensor(name) for name in names & {*file.keys()}}
+    return tensors
 
 
 @contextmanager

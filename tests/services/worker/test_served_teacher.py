@@ -22,8 +22,9 @@ CHILD = "services.worker.stage_child"
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("backend", ["http", "sglang"])
 def test_a_job_with_a_served_teacher_survives_a_kill_of_its_worker(
-    new_parts: MakeParts, tiny_text: Path, tmp_path: Path
+    new_parts: MakeParts, tiny_text: Path, tmp_path: Path, backend: str
 ) -> None:
     """The second worker asks only for what is not sealed, and the cache is that of one capture."""
     teacher = AUSTEN / "teacher"
@@ -39,7 +40,7 @@ def test_a_job_with_a_served_teacher_survives_a_kill_of_its_worker(
     worker = parts.start_worker()
     with RemoteServer(teacher, 2048) as server:
         server.delay = 0.1
-        job = make_job(server.url, teacher, tiny_text)
+        job = make_job(server.url, teacher, tiny_text, backend)
         response = parts.http.post("/jobs", json=job)
         assert response.status_code == 202, response.text
         job_id = response.json()["id"]
@@ -72,16 +73,17 @@ def has_sealed_shard(caches: Path) -> bool:
     return any((folder / seal).is_file() for folder in caches.glob("*") for seal in seals)
 
 
-def make_job(url: str, teacher: Path, text: Path) -> dict[str, Any]:
+def make_job(url: str, teacher: Path, text: Path, backend: str) -> dict[str, Any]:
+    proposes = backend == "http"
     return {
         "name": "served",
         "teacher": {
-            "backend": "http",
+            "backend": backend,
             "model": "teacher",
             "url": url,
             "tokenizer": str(teacher),
-            "proposal": str(teacher),
             "concurrency": 2,
+            **({"proposal": str(teacher)} if proposes else {}),
         },
         "student": {"init": {"layers": 1, "hidden_size": 16}},
         "data": {
@@ -90,7 +92,7 @@ def make_job(url: str, teacher: Path, text: Path) -> dict[str, Any]:
             "max_train_samples": 24,
             "max_eval_samples": 4,
         },
-        "cache": {"k": 32, "shard_sequences": 5},
+        "cache": ({"k": 32} if proposes else {"profile": "hidden"}) | {"shard_sequences": 5},
         "train": {"max_steps": 4, "batch_size": 4, "learning_rate": 1e-3},
         "evaluation": {"continuations": 0, "samples": 0},
     }

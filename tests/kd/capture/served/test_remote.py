@@ -31,9 +31,16 @@ from cache.records import Sequences
 from cache.rounding import KNOWN_STEP, TOP_STEP, UNKNOWN, UNKNOWN_ENTROPY
 from cache.writing.writer import open_writer
 from kd.capture import remote
+from kd.capture.opening import open_reader
 from kd.capture.plan import plan_capture
-from kd.capture.remote import RemoteTeacher, TopEntries, find_server_url, hash_remote_teacher
-from kd.capture.teacher import open_reader
+from kd.capture.remote import (
+    RemoteTeacher,
+    TopEntries,
+    cut_into_prompts,
+    find_server_url,
+    hash_remote_teacher,
+)
+from kd.capture.served.sglang import SGLangTeacher
 from kd.config.jobfile import parse_config
 from kd.config.teacher import TeacherConfig
 from kd.errors import Interrupted, ModelError, TokenizerMismatch
@@ -69,8 +76,9 @@ def options(url: str, **changes: Any) -> TeacherConfig:
 
 
 def teacher(url: str, k: int = 5, monitor: Monitor | None = None, **changes: Any) -> RemoteTeacher:
-    codec = Codec("topk", VOCABULARY, seed=1, k=k)
-    return RemoteTeacher.connect(options(url, **changes), codec, *([monitor] if monitor else []))
+    codec, section = Codec("topk", VOCABULARY, seed=1, k=k), options(url, **changes)
+    kind = SGLangTeacher if section.backend == "sglang" else RemoteTeacher
+    return kind.connect(section, codec, *([monitor] if monitor else []))
 
 
 def ask(url: str, sequences: Sequences, first: int = 7, **changes: Any) -> list[TopEntries]:
@@ -114,11 +122,15 @@ def local(folder: Path, sequences: Sequences) -> torch.Tensor:
 # ---------------------------------------------------------------------- what is read
 
 
+BACKENDS = pytest.mark.parametrize("backend", ["http", "sglang"])
+
+
+@BACKENDS
 @pytest.mark.parametrize("k", [1, 5, 64])
-def test_the_entries_are_the_local_teachers(server, tiny_teacher, one_thread, k):
+def test_the_entries_are_the_local_teachers(server, tiny_teacher, one_thread, k, backend):
     logprobs_NV = local(tiny_teacher, PACKED)
     best = logprobs_NV.topk(k)
-    top = TopEntries.concatenate(ask(server.url, PACKED, k=k))
+    top = TopEntries.concatenate(ask(server.url, PACKED, k=k, backend=backend))
     assert np.array_equal(top.ids, best.indices.numpy())
     assert np.allclose(top.logprobs, best.values.numpy(), atol=2e-5)
     gold = logprobs_NV.gather(
@@ -158,9 +170,20 @@ def test_each_document_is_a_prompt_of_its_own_up_to_its_last_target(server):
         assert body["add_special_tokens"] is False
 
 
-def test_a_small_vocabulary_has_no_more_than_its_entries(server):
+def test_sglang_reads_all_of_a_prompt_and_is_sent_no_temperature(server):
+    ask(server.url, PACKED, k=3, concurrency=1, backend="sglang")
+    pieces = [cut_into_prompts(PACKED, row, 0) for row in range(len(PACKED))]
+    tokens = [piece.tokens for piece in itertools.chain(*pieces)]
+    assert [body["input_ids"] for body in server.asked] == tokens
+    for body in server.asked:
+        assert (body["top_logprobs_num"], body["logprob_start_len"]) == (3, 0)
+        assert body["sampling_params"] == {"max_new_tokens": 1}
+
+
+@BACKENDS
+def test_a_small_vocabulary_has_no_more_than_its_entries(server, backend):
     sequences = packed([[]], targets=0.1)
-    (top,) = ask(server.url, sequences, k=VOCABULARY + 2)
+    (top,) = ask(server.url, sequences, k=VOCABULARY + 2, backend=backend)
     assert (np.sort(top.ids[:, :VOCABULARY], axis=1) == np.arange(VOCABULARY)).all()
     assert (top.ids[:, VOCABULARY:] == 0).all() and np.isneginf(top.logprobs[:, VOCABULARY:]).all()
     assert np.isneginf(top.residual).all()
@@ -195,7 +218,9 @@ def test_what_vllm_writes_for_a_probability_of_zero_weighs_nothing(server):
     assert top.gold == -9999.0 and np.exp(top.logprobs.astype(np.float64)).sum() < 1.0
 
 
-def test_order_is_kept_while_several_are_in_flight(server, one_thread):
+def test_order_is_kept_while_several_are_in_flight(server, one_thread, monkeypatch):
+    """Also if there are more sequences than are asked about at once."""
+    monkeypatch.setattr(remote, "AHEAD", 1)
     sequences = packed([[10, 20, 30]] * 6)
     expected = ask(server.url, sequences, concurrency=1)
     assert server.most_in_flight == 1
@@ -250,14 +275,18 @@ TEMPORARY = {
 }
 
 
-@pytest.mark.parametrize("twists", TEMPORARY.values(), ids=TEMPORARY)
-def test_what_may_pass_is_tried_again(server, twists, monkeypatch):
+@pytest.mark.parametrize(
+    "backend, twists",
+    [*(("http", each) for each in TEMPORARY.values()), ("sglang", TEMPORARY["all of them"])],
+    ids=[*TEMPORARY, "sglang"],
+)
+def test_what_may_pass_is_tried_again(server, backend, twists, monkeypatch):
     sequences = packed([[]])
-    (expected,) = ask(server.url, sequences)
+    (expected,) = ask(server.url, sequences, backend=backend)
     monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.5)
     server.asked.clear()
     server.twists.extend(twists)
-    (found,) = ask(server.url, sequences)
+    (found,) = ask(server.url, sequences, backend=backend)
     assert len(server.asked) == len(twists) + 1
     assert np.array_equal(found.logprobs, expected.logprobs) and np.array_equal(
         found.ids, expected.ids
@@ -516,16 +545,23 @@ def only(place: int) -> np.ndarray:
     return mask
 
 
-def test_a_model_with_more_tokens_than_the_tokenizer_is_refused(server):
+@BACKENDS
+def test_a_model_with_more_tokens_than_the_tokenizer_is_refused(server, backend):
     server.vocabulary = 2112
     with pytest.raises(ModelError, match="lies outside the tokenizer's 2048 tokens"):
-        ask(server.url, PACKED, k=64)
+        ask(server.url, PACKED, k=64, backend=backend)
 
 
 REFUSALS = {
     "model": ({"model": "other"}, 404, "teacher.model"),
     "k": ({"k": 5000}, 400, "--max-logprobs"),
     "key": ({"api_key_env": "KD_TEACHER_KEY"}, 401, "teacher.api_key_env"),
+    "sglang": ({"backend": "sglang"}, 400, "--context-length"),
+    "key of sglang": (
+        {"backend": "sglang", "api_key_env": "KD_TEACHER_KEY"},
+        401,
+        "teacher.api_key_env",
+    ),
 }
 
 
@@ -535,9 +571,10 @@ def test_a_refusal_is_told_in_the_servers_words_at_once(
 ):
     server.key = "right" if status == 401 else None
     server.max_logprobs = 20 if status == 400 else 4096
+    server.max_model_len = LENGTH - 1
     monkeypatch.setenv("KD_TEACHER_KEY", "wrong-key-9c1")
     with pytest.raises(
-        ModelError, match=f"answers {status}: .*(not exist|max allowed: 20|Unauthorized)"
+        ModelError, match=f"answers {status}: .*(not exist|max allowed: 20|Unauthorized|longer)"
     ) as caught:
         ask(server.url, packed([[]]), **changes)
     assert remedy in caught.value.remedy and len(server.asked) == 1
@@ -727,6 +764,8 @@ HTTP = {"backend": "http", "model": "m", "url": "https://host/v1", "tokenizer": 
         ({"gguf_file": "a.gguf"}, "no use for gguf_file"),
         ({"dtype": "float16"}, "no use for dtype"),
         ({"backend": "local"}, "no use for tokenizer, url"),
+        ({"backend": "sglang", "url": None}, "backend sglang needs teacher.url"),
+        ({"backend": "sglang", "proposal": "p"}, "sglang has no use for proposal"),
         ({"url": "host:8000"}, "pattern"),
         ({"url": "ftp://host"}, "pattern"),
         ({"url": "http://name:secret@host"}, "pattern"),
