@@ -17,7 +17,7 @@ from kd.models.loading import build_student, hide_progress_bars
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.preflight.problems import Folders, require_no_problems
 from kd.progress import SILENT, Monitor
-from kd.stages.capture import run_precompute
+from kd.stages.joining import run_captures
 from kd.stages.source import adopt_cache_layout, open_source
 
 
@@ -49,7 +49,7 @@ def _run_check(config: JobConfig, home: Path, folder: Path, monitor: Monitor) ->
         if config.needs_cache:
             monitor.emit("stage", phase="reading a few sequences with the teacher")
             (folder / "run").mkdir()
-            run_precompute(config, folder, folder / "run", monitor)
+            run_captures(config, folder, folder / "run", monitor)
     tokenizer, source = open_source(config, home, folder / "run", monitor)
     config = adopt_cache_layout(source, config)
     # The same first weights as in the job's own training.
