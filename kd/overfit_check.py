@@ -17,7 +17,7 @@ from kd.models.loading import build_student, hide_progress_bars
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.preflight.problems import Folders, require_no_problems
 from kd.progress import SILENT, Monitor
-from kd.stages.joining import run_captures
+from kd.stages.capture import run_precompute
 from kd.stages.source import adopt_cache_layout, open_source
 
 
@@ -31,6 +31,10 @@ def check_overfitting(config: JobConfig, home: Path, monitor: Monitor = SILENT) 
     if config.train is None or config.student is None:
         what = f"kind {config.kind} trains no student."
         raise ConfigError.of_field("/kind", what, "Check a job that does.")
+    if config.teachers:
+        what = "a check is of one teacher, but the job has several."
+        remedy = "Check a job with each teacher and its sources alone."
+        raise ConfigError.of_field("/teachers", what, remedy)
     require_no_problems(config, Folders(Path(), home))
     hide_progress_bars()
     with storage_errors(home):
@@ -49,7 +53,7 @@ def _run_check(config: JobConfig, home: Path, folder: Path, monitor: Monitor) ->
         if config.needs_cache:
             monitor.emit("stage", phase="reading a few sequences with the teacher")
             (folder / "run").mkdir()
-            run_captures(config, folder, folder / "run", monitor)
+            run_precompute(config, folder, folder / "run", monitor)
     tokenizer, source = open_source(config, home, folder / "run", monitor)
     config = adopt_cache_layout(source, config)
     # The same first weights as in the job's own training.
