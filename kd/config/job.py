@@ -353,7 +353,8 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _remote_teacher_gives_its_best(self) -> Self:
-        proposes = self.teacher is not None and self.teacher.proposal is not None
+        # Of several teachers one is enough: the others are checked one by one.
+        proposes = any(each.proposal is not None for each in self.named_teachers.values())
         if proposes != (self.cache.sampled and self.cache.k is not None) and self.needs_cache:
             only, other = ("proposal", "cache.k") if proposes else ("k", "teacher.proposal")
             what = f"cache.profile {self.cache.profile} has no use for {only} without {other}"
