@@ -200,6 +200,7 @@ def test_the_cut_into_micro_batches_and_the_order_of_members_do_not_matter(world
         assert_close(found, whole)
 
 
+@pytest.mark.long
 def test_every_draw_of_a_mixture_weighs_one_and_their_mean_is_the_mixture(world: World) -> None:
     exact = [world.capture(name, **EXACT) for name in world.teachers]
     p_NV = sum(0.5 * decode_logprobs(cache, [0]).exp() for cache in exact)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 
 from cache.store import open_cache
 from kd.config.jobfile import parse_config
+from kd.errors import ConfigError, Interrupted, TrainingError
 from kd.files import read_json
 from kd.pipeline import run_stages
+from kd.preflight.problems import Folders, find_problems
 from kd.progress import Event, Monitor
 from kd.stages.capture import run_precompute
 from tests.support.kd.several import make_other_teacher, make_several_job, write_texts
@@ -92,3 +96,57 @@ def test_every_profile_trains_by_sources(
     checks = read_json(folder / "report.json")["checks"]
     assert [each["ok"] for each in checks if each["check"] == "parity"] == [True]
     assert open_cache(tmp_path / "caches" / read_json(folder / "cache.json")["fingerprints"][1])
+
+
+def test_problems_stand_at_the_places_of_the_whole_job(
+    teachers: dict[str, Path], texts: dict[str, Path], tmp_path: Path
+) -> None:
+    job = make_several_job(teachers, [{"path": "gone.txt", "teacher": "math"}, *route(texts)])
+    job["teachers"]["code"]["model"] = str(tmp_path / "nowhere")
+    found = find_problems(parse_config(job), Folders(Path(), tmp_path, opened=True))
+    pointers = [problem.pointer for problem in found]
+    assert pointers == ["/teachers/code/model", "/data/train/0"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_mixture_of_two_tokenizers_is_refused_before_any_capture(
+    teachers: dict[str, Path], texts: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "strange"
+    shutil.copytree(teachers["code"], folder)
+    rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = rules["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(rules), encoding="utf-8")
+    mixture = [{"path": str(texts["math"]), "mixture": {"math": 0.5, "code": 0.5}}]
+    job = make_several_job(teachers | {"code": folder}, mixture) | {"kind": "precompute"}
+    del job["student"], job["train"]
+    with pytest.raises(ConfigError, match="Give a mixture only teachers of one tokenizer"):
+        run(job, tmp_path)
+    assert not list((tmp_path / "caches").glob("*/"))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_training_goes_on_from_its_checkpoint_and_refuses_another_balance(
+    teachers: dict[str, Path], texts: dict[str, Path], tmp_path: Path
+) -> None:
+    job = make_several_job(teachers, route(texts), train={"dropout": 0.1})
+    _, whole = run(job, tmp_path, "whole")
+    stops: list[int] = []
+
+    def stop() -> bool:
+        return bool(stops)
+
+    def listen(event: Event) -> None:
+        if event.type == "metrics" and event.data["step"] == 3:
+            stops.append(3)
+
+    folder = tmp_path / "stopped"
+    with pytest.raises(Interrupted):
+        run_stages(parse_config(job), tmp_path, folder, Monitor(listen, stop))
+    with pytest.raises(TrainingError, match=r"loss\.balance"):
+        run(job | {"loss": {"balance": "domains"}}, tmp_path, "stopped")
+    run(job, tmp_path, "stopped")
+    weights = [(each / "student" / "model.safetensors").read_bytes() for each in (whole, folder)]
+    assert weights[0] == weights[1]

@@ -39,7 +39,7 @@ def make_several_job(
             "max_train_samples": 16, "max_eval_samples": 3,
         },
         "cache": {"shard_sequences": 4},
-        "train": {"max_steps": 6, "batch_size": 4, "save_steps": 2},
+        "train": {"max_steps": 6, "batch_size": 4, "save_steps": 2, "logging_steps": 1},
         "evaluation": {"continuations": 0, "samples": 0},
     }  # fmt: skip
     return job | {name: job.get(name, {}) | section for name, section in sections.items()}

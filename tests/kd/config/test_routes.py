@@ -1,0 +1,131 @@
+"""Jobs with several teachers: what is refused, and the ordinary jobs that they are split into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kd.config.job import JobConfig
+from kd.config.jobfile import parse_config
+from kd.config.routing.parts import list_members, split_job
+from kd.errors import ConfigError
+from tests.support.kd.jobs import changed
+
+JOB: dict[str, Any] = {
+    "kind": "distill",
+    "name": "several",
+    "teachers": {"math": {"model": "m"}, "code": {"model": "c", "batch_size": 2}},
+    "student": {"model": "s"},
+    "data": {
+        "train": [
+            {"path": "math/*.jsonl", "teacher": "math"},
+            {"path": "org/both", "mixture": {"math": 0.5, "code": 0.5}},
+            {"path": "more.txt.gz", "teacher": "math"},
+        ],
+        "sequence_length": 128,
+    },
+    "train": {"max_steps": 10},
+}
+MATH, CODE = {"path": "a.txt", "teacher": "math"}, {"path": "b.txt", "teacher": "code"}
+SERVER = {"backend": "http", "model": "x", "url": "http://localhost:8000", "tokenizer": "t"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("teacher", {"model": "m"}, "teacher and teachers are both given"),
+        ("teachers", {}, "data.train.0 names the teacher math, but there is no section teachers"),
+        ("data.train.0.teacher", "maths", "data.train.0 names the teacher maths, but teachers has"),
+        ("data.train.0", "a.txt", "data.train.0 names no teacher"),
+        ("data.train.0", {"path": "a"}, "data.train.0 names no teacher"),
+        ("data.train", [MATH], "teachers.code is named by no source of data.train"),
+        ("data.train.1.mixture", {"math": 0.5, "code": 0.4}, "must add up to 1, but got 0.9"),
+        ("data.train.1.teacher", "math", "teacher and mixture are both given"),
+        ("data.validation", [MATH], "must name the same teachers and mixtures"),
+        ("data.validation", ["v.txt"], "data.validation.0 names no teacher"),
+        ("kind", "verify", "teachers cannot be combined with kind verify"),
+        ("cache.fingerprint", "a" * 32, "teachers cannot be combined with cache.fingerprint"),
+        ("cache.extends", "a" * 32, "teachers cannot be combined with cache.extends"),
+        ("cache.profile", "topk", "a mixture needs records whose mean is the teacher"),
+        ("resources.workers", 2, "teachers cannot be combined with resources.workers"),
+        ("evaluation.teacher", True, "teachers cannot be combined with evaluation.teacher"),
+        ("student", {"from_teacher": {"layers": 1}}, "combined with student.from_teacher"),
+        (
+            "student",
+            {"init": {"layers": 1, "hidden_size": 8}},
+            "student.init.tokenizer is required",
+        ),
+        ("cache.k", 8, "cache.profile threshold has no use for k without teacher.proposal"),
+        ("teachers.code", SERVER, "with teachers code, math: teacher.backend http returns only"),
+        ("teachers.Code", {"model": "c"}, "String should match pattern"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(changed(path, value, JOB))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"divergence": "reverse_kl"}, "combined with loss.divergence reverse_kl: use forward_kl"),
+        ({"features": {"weight": 1.0}}, "combined with loss.features"),
+        ({"temperature": {"mode": "adversarial"}}, "combined with a learned loss.temperature"),
+    ],
+)
+def test_losses_that_need_one_distribution_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(JOB | {"loss": changes, "cache": {"profile": "hidden"}})
+
+
+def test_hard_labels_and_searches_need_one_teacher() -> None:
+    search = {"space": {"train.learning_rate": {"min": 1e-4, "max": 1e-3}}}
+    with pytest.raises(ConfigError, match="combined with kind search: use distill"):
+        parse_config(JOB | {"kind": "search", "search": search})
+    with pytest.raises(ConfigError, match=r"combined with loss\.alpha 1"):
+        parse_config(JOB | {"kind": "train", "loss": {"alpha": 1.0}})
+    lone = {key: value for key, value in JOB.items() if key != "teachers"}
+    lone |= {"teacher": {"model": "m"}, "data": {"train": "a.txt"}}
+    with pytest.raises(ConfigError, match=r"loss\.balance domains is for a job with teachers"):
+        parse_config(lone | {"loss": {"balance": "domains"}})
+
+
+def test_a_job_is_split_into_ordinary_ones() -> None:
+    parts = split_job(parse_config(JOB | {"loss": {"balance": "domains"}}))
+    assert [part.name for part in parts] == ["0.5 code + 0.5 math", "math"]
+    assert [[member.weight for member in part.members] for part in parts] == [[0.5, 0.5], [1.0]]
+    math = parts[1].members[0]
+    lone = {key: value for key, value in JOB.items() if key != "teachers"}
+    lone |= {"teacher": {"model": "m"}}
+    lone["data"] = JOB["data"] | {"train": ["math/*.jsonl", "more.txt.gz"]}
+    assert math.job == parse_config(lone)
+    assert math.locate("/data/train/1") == "/data/train/2"
+    assert math.locate("/teacher/model") == "/teachers/math/model"
+    assert math.locate("/student/model") == "/student/model"
+    (source,) = parts[0].members[0].job.data.train
+    assert not isinstance(source, str) and source.path == "org/both" and source.route == ()
+
+
+def test_a_job_of_one_teacher_is_one_part(tmp_path: Any) -> None:
+    lone = {key: value for key, value in JOB.items() if key != "teachers"}
+    config = parse_config(lone | {"teacher": {"model": "m"}, "data": {"train": "a.txt"}})
+    (member,) = list_members(config)
+    assert member.job is config and member.locate("/teacher/model") == "/teacher/model"
+
+
+def test_ids_that_a_server_scores_are_left_out_for_other_teachers() -> None:
+    job = changed("teachers.code", SERVER | {"proposal": "p"}, JOB)
+    job = job | {"data": {"train": [MATH, CODE]}, "cache": {"k": 8}}
+    jobs = {member.name: member.job for member in list_members(parse_config(job))}
+    assert {name: each.cache.k for name, each in jobs.items()} == {"math": None, "code": 8}
+
+
+def test_thirds_add_up() -> None:
+    shares = {"math": 0.333333, "code": 0.666667}
+    job = parse_config(changed("data.train.1.mixture", shares, JOB))
+    weights = [member.weight for member in split_job(job)[0].members]
+    assert sum(weights) == pytest.approx(1.0, abs=1e-15)
+    assert isinstance(job, JobConfig) and parse_config(job.model_dump(mode="json")) == job
