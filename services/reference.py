@@ -62,6 +62,11 @@ _REMARK = re.compile(r" \([^()]*(?:\([^()]*\)[^()]*)*\)(?!\^)|, for example .*")
 _END_OF_CLAUSE = re.compile(r"[.;:](?: |$)")
 
 
+def _make_anchor(places: tuple[str, ...]) -> str:
+    """The anchor of the heading of a section at these places, as GitHub makes it."""
+    return re.sub(r"[^\w-]", "", "-".join(places))
+
+
 def list_configuration() -> Iterator[str]:
     """The levers, and one table of fields for each section of a job."""
     sections = list_sections()
@@ -70,7 +75,7 @@ def list_configuration() -> Iterator[str]:
         for field in section.fields:
             if section.places[0] in _LEVER_SECTIONS or field.place in _LEVER_FIELDS:
                 clause = _END_OF_CLAUSE.split(_REMARK.sub("", field.meaning))[0]
-                rows.append((f"[`{field.place}`](#{section.places[0]})", clause))
+                rows.append((f"[`{field.place}`](#{_make_anchor(section.places)})", clause))
     yield make_table(("lever", "what it does"), rows)
     for section in sections:
         places = ", ".join(f"`{place}`" for place in section.places if place) or "The job"

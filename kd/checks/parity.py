@@ -24,7 +24,7 @@ from kd.loss.dense import (
     compute_token_weights,
 )
 from kd.loss.fused import compute_distillation_loss
-from kd.loss.joined_targets import JoinedTarget, Share
+from kd.loss.joined.targets import JoinedTarget, Share
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import Targets, TeacherTarget, widen_logprobs

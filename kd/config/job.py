@@ -23,7 +23,6 @@ from kd.config.kinds import KINDS, Kind, KindName, describe_kinds, list_kinds_wi
 from kd.config.loss import LearnedTemperature, LossConfig
 from kd.config.optimisation.resuming import ResumeConfig
 from kd.config.placement import PLACEMENT_FIELDS, Placement
-from kd.config.routing.parts import require_routes
 from kd.config.search import SearchConfig
 from kd.config.student import StudentConfig
 from kd.config.teacher import TeacherConfig
@@ -205,11 +204,6 @@ class JobConfig(Placement):
         """
         own = bool(self.data.validation) or self.data.held_out_fraction > 0
         return own or self.cache.fingerprint is not None
-
-    @model_validator(mode="after")
-    def _teachers_have_text(self) -> Self:
-        require_routes(self)
-        return self
 
     @model_validator(mode="after")
     def _kind_has_its_parts(self) -> Self:

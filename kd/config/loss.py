@@ -143,9 +143,6 @@ class LossConfig(Section):
     label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
     """Share of each hard label that is spread evenly over the vocabulary."""
 
-    z_loss: float = Field(0.0, ge=0.0, le=1.0)
-    """Weight of log(Z)^2, which keeps the student's logits from drifting."""
-
     entropy_weighting: float = Field(0.0, ge=-4.0, le=4.0)
     """Exponent e of a token's weight (1 + H)^e in D, where H is the teacher's entropy; the weights
     are scaled to mean 1 in each step. With an exponent above 0, tokens about which the teacher is

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
-from kd.loss.joined_targets import Share, join_targets
+from kd.loss.joined.targets import Share, join_targets
 from kd.loss.sparse_targets import decode_tempered, decode_threshold
 from kd.loss.targets import Columns, Targets, TeacherTarget, decode_entropies, detach_number
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, decode_lm_head, decode_top
 from kd.models.lm_head import LMHead
 from kd.text.batches import Source
-from kd.text.joined import JoinedSource, take_columns
+from kd.text.joined.source import JoinedSource, take_columns
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cache.rounding import make_cosine_basis
 from kd.loss.fused import LossTerms
-from kd.loss.joined_targets import JoinedTarget
+from kd.loss.joined.targets import JoinedTarget
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import Targets, TeacherTarget, widen_logprobs

@@ -27,7 +27,7 @@ from kd.progress import NOTICES, Monitor, StageResult
 from kd.stages.capture import require_possible_student, run_precompute
 from kd.stages.source import select_cache_inputs
 from kd.text.corpus import TEXTS
-from kd.text.joined import name_join
+from kd.text.joined.source import name_join
 
 #: The folder of the captures of several teachers in a run folder.
 CAPTURES = "captures"

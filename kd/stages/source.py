@@ -28,7 +28,7 @@ from kd.models.vocabulary import choose_student_vocabulary
 from kd.progress import Monitor, Notice
 from kd.text.batches import PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
-from kd.text.joined import JoinedSource, SourcePart
+from kd.text.joined.source import JoinedSource, SourcePart
 from kd.training.preparing.requirements import require_served
 
 #: The last characters before a user's words, by which a cache of chats is recognised.

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from kd.config.data import Route, TextSources
-
-if TYPE_CHECKING:
-    from kd.config.job import JobConfig
+from kd.config.job import JobConfig
+from kd.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -83,92 +81,95 @@ def _make_part(job: JobConfig, route: Route) -> Part:
         teacher = job.teachers[name]
         # A server's ids are of no use to a teacher that gives all of its distribution.
         drops = job.cache.sampled and teacher.proposal is None
-        cache = job.cache.model_copy(update={"k": None}) if drops else job.cache
-        own = {"teacher": teacher, "teachers": {}, "data": data, "cache": cache, "loss": loss}
-        members.append(Member(name, weight, type(job)(**(dict(job) | own)), numbers))
+        records = job.cache.model_copy(update={"k": None}) if drops else job.cache
+        own = {"teacher": teacher, "teachers": {}, "data": data, "cache": records, "loss": loss}
+        members.append(Member(name, weight, JobConfig(**(dict(job) | own)), numbers))
     shares = [name if weight == 1.0 else f"{weight:.3g} {name}" for name, weight in route]
     return Part(" + ".join(shares), tuple(members))
 
 
-def require_routes(job: JobConfig) -> None:
-    """Raise ``ValueError`` if the teachers and the sources of a job do not fit each other.
+def find_route_problems(job: JobConfig) -> Iterator[Problem]:
+    """Find what does not fit of the teachers and the sources of a job; the ordinary jobs come last.
 
-    The ordinary jobs are checked too, each under the name of its teacher.
+    Each of those is checked as a job of its own, under the names of its teachers.
     """
-    if found := next(_find_faults(job), None):
-        raise ValueError(found)
-    if not job.teachers:
+    found = list(_find_nameless(job) if job.teachers else _find_routed(job))
+    yield from found
+    if found or not job.teachers:
         return
     for route in sorted(_list_routes(job.data.train)):
         try:
             _make_part(job, route)
         except ValidationError as error:
             what = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-            raise ValueError(f"with teachers {', '.join(dict(route))}: {what}") from None
+            yield Problem("/teachers", f"with {', '.join(dict(route))}: {what}.")
 
 
-def _find_faults(job: JobConfig) -> Iterator[str]:
-    """Yield what is wrong, with its place and a remedy."""
-    fields = ("train", "validation")
-    placed = [
-        (f"data.{field}.{number}", () if isinstance(source, str) else source.route)
-        for field in fields
-        for number, source in enumerate(getattr(job.data, field))
-    ]
-    if not job.teachers:
-        for place, route in placed:
-            if route:
-                what = f"{place} names the teacher {route[0][0]}"
-                yield f"{what}, but there is no section teachers: add it, or remove the name"
-        if job.loss.balance == "domains":
-            yield "loss.balance domains is for a job with teachers: set it to tokens"
-        return
-    if job.teacher is not None:
-        yield "teacher and teachers are both given: move the section teacher into teachers"
+def _list_places(job: JobConfig) -> Iterator[tuple[str, Route]]:
+    for field in ("train", "validation"):
+        for number, source in enumerate(getattr(job.data, field)):
+            route = () if isinstance(source, str) else source.route
+            yield f"/data/{field}/{number}", route
+
+
+def _find_routed(job: JobConfig) -> Iterator[Problem]:
+    """Find what a job of one teacher has no use for."""
+    for pointer, route in _list_places(job):
+        if route:
+            detail = f"it names the teacher {route[0][0]}, but there is no section teachers."
+            yield Problem(pointer, detail, "Add that section, or remove the name.")
+    if job.loss.balance == "domains":
+        yield Problem("/loss/balance", "domains is for a job with teachers.", "Set it to tokens.")
+
+
+def _find_nameless(job: JobConfig) -> Iterator[Problem]:
+    """Find sources without a teacher, and teachers without a source."""
+    if "/teacher" in job.named_teachers:
+        detail = "teacher and teachers are both given."
+        yield Problem("/teacher", detail, "Move this section into teachers, under a name.")
     known = ", ".join(job.teachers)
-    for place, route in placed:
+    for pointer, route in _list_places(job):
         if not route:
-            yield f"{place} names no teacher: write it as {{path: ..., teacher: NAME}} ({known})"
+            remedy = f"Write it as {{path: ..., teacher: NAME}}; teachers has {known}."
+            yield Problem(pointer, "it names no teacher.", remedy)
         for name, _ in route:
             if name not in job.teachers:
-                yield f"{place} names the teacher {name}, but teachers has only {known}"
-    routes, held_out = (_list_routes(getattr(job.data, field)) for field in fields)
-    for name in job.teachers.keys() - {name for route in routes for name, _ in route}:
-        yield f"teachers.{name} is named by no source of data.train: name it, or remove it"
+                detail = f"it names the teacher {name}, but teachers has only {known}."
+                yield Problem(pointer, detail, "Correct the name, or add the teacher.")
+    routes, held_out = (_list_routes(sources) for sources in (job.data.train, job.data.validation))
+    for name in sorted(job.teachers.keys() - {name for route in routes for name, _ in route}):
+        detail = "no source of data.train names it."
+        yield Problem(f"/teachers/{name}", detail, "Name it there, or remove it.")
     if job.data.validation and routes != held_out:
-        yield (
-            "data.train and data.validation must name the same teachers and mixtures: complete "
-            "one of them, or remove data.validation, so that a share of each is held out"
+        yield Problem(
+            "/data/validation",
+            "it must name the same teachers and mixtures as data.train.",
+            "Complete one of them, or remove it: then a share of each domain is held out.",
         )
     yield from _find_unserved(job, any(len(route) > 1 for route in routes))
 
 
-def _find_unserved(job: JobConfig, mixes: bool) -> Iterator[str]:
-    """Yield what several teachers cannot serve; ``mixes``: some sources have a mixture of them."""
+def _find_unserved(job: JobConfig, mixes: bool) -> Iterator[Problem]:
+    """Find what several teachers cannot serve; ``mixes``: some sources have a mixture of them."""
+    no_search = "Use distill, precompute or train."
+    each = "Capture each teacher with a job of its own: its cache is found then."
     refused = {
-        f"kind {job.kind}: use distill, precompute or train": job.kind
-        not in ("distill", "precompute", "train"),
-        "loss.alpha 1, which needs no teacher: lower it": not job.needs_cache,
-        "cache.fingerprint: remove it, because each teacher has a cache of its own":
-            job.cache.fingerprint is not None,
-        "cache.extends: capture the longer text with a job of one teacher":
-            job.cache.extends is not None,
-        "resources.workers: capture each teacher with a job of its own, whose cache is found then":
-            job.resources.workers != 1,
-        "student.from_teacher: save such a student with a job of one teacher": job.cuts_teacher,
-        "evaluation.teacher: set it to false; the report compares with the records":
-            job.evaluation.teacher,
-        f"loss.divergence {job.loss.divergence}: use forward_kl":
-            job.loss.divergence != "forward_kl",
-        "a learned loss.temperature: use a number or a schedule": job.loss.learns_temperature,
-        "loss.features: set its weight to 0": job.loss.features.weight > 0,
-    }  # fmt: skip
-    yield from (
-        f"teachers cannot be combined with {what}" for what, is_so in refused.items() if is_so
-    )
+        "/kind": (job.kind not in ("distill", "precompute", "train"), no_search),
+        "/loss/alpha": (not job.needs_cache, "Lower it: 1 needs no teacher."),
+        "/cache/fingerprint": (job.cache.fingerprint is not None, "Remove it."),
+        "/cache/extends": (job.cache.extends is not None, each),
+        "/resources/workers": (job.resources.workers != 1, f"Set it to 1. {each}"),
+        "/loss/divergence": (job.loss.divergence != "forward_kl", "Set it to forward_kl."),
+        "/loss/temperature": (job.loss.learns_temperature, "Use a number or a schedule."),
+        "/loss/features": (job.loss.features.weight > 0, "Set its weight to 0."),
+    }
+    for pointer, (is_refused, remedy) in refused.items():
+        if is_refused:
+            yield Problem(pointer, "it cannot be combined with teachers.", remedy)
     rules = job.cache.rules
     if mixes and not (rules.sampled or rules.any_divergence):
-        yield (
-            f"a mixture needs records whose mean is the teacher, but cache.profile "
-            f"{job.cache.profile} cuts it off: use threshold, or one teacher for each source"
+        yield Problem(
+            "/cache/profile",
+            f"a mixture needs records whose mean is the teacher, which {job.cache.profile} cuts.",
+            "Set it to threshold, or give each source one teacher.",
         )

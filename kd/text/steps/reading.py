@@ -18,7 +18,7 @@ from cache.store import Cache
 from kd.config.train import TrainConfig
 from kd.parallel.group import ALONE, Group
 from kd.text.batches import Batch, Source, make_batch
-from kd.text.joined import list_domains
+from kd.text.joined.source import list_domains
 from kd.text.packing import measure_text_lengths
 from kd.text.steps.order import EpochOrder, choose_epoch_order, list_step_epochs, list_step_indices
 

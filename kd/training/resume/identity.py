@@ -33,7 +33,6 @@ TEACHER_FREE_FIELDS = (
 #: they existed: then a checkpoint's identity does not have them.
 NEWER_FIELDS: dict[str, float | None] = {
     "lm_head_floor": 0.0,
-    "adaptive_clipping": None,
     "dropout": None,
     "fp8": False,
 }

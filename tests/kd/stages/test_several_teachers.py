@@ -17,7 +17,7 @@ from kd.pipeline import run_stages
 from kd.preflight.problems import Folders, find_problems
 from kd.progress import Event, Monitor
 from kd.stages.capture import run_precompute
-from tests.support.kd.several import make_other_teacher, make_several_job, write_texts
+from tests.support.kd.teachers.several import make_other_teacher, make_several_job, write_texts
 
 
 @pytest.fixture(scope="module")

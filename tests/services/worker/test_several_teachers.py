@@ -14,7 +14,7 @@ from kd.config.jobfile import parse_config
 from kd.files import read_json
 from kd.progress import Monitor
 from kd.stages.joining import run_captures
-from tests.support.kd.several import make_several_job, write_texts
+from tests.support.kd.teachers.several import make_several_job, write_texts
 from tests.support.remote_server import RemoteServer
 from tests.support.services.runs import MakeParts
 

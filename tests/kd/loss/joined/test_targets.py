@@ -22,10 +22,10 @@ from kd.models.lm_head import LMHead
 from kd.progress import SILENT
 from kd.stages.capture import run_precompute
 from kd.text.batches import Batch, Source, make_batch
-from kd.text.joined import JoinedSource, SourcePart
+from kd.text.joined.source import JoinedSource, SourcePart
 from kd.text.steps.reading import deal_validation_batches
 from tests.support.kd.captures import PROFILES
-from tests.support.kd.several import make_other_teacher
+from tests.support.kd.teachers.several import make_other_teacher
 
 V, D = 2048, 8
 CPU = torch.device("cpu")
