@@ -96,21 +96,17 @@ def summarise_join(parts: tuple[Part, ...], found: list[Json], balance: str) -> 
     """
     left = iter(found)
     own = [[next(left) for _ in part.members] for part in parts]
-    tokens = sum(members[0]["tokens"] for members in own)
-
-    def spread(key: str) -> float:
-        """Add up what each position takes in all caches."""
-        whole = sum(each[key] * each["tokens"] for each in found)
-        return round(float(whole) / max(tokens, 1), 3)
-
-    names = [each["fingerprint"] for each in found]
     pairs = [[(each["weight"], each["fingerprint"]) for each in members] for members in own]
+    tokens = sum(members[0]["tokens"] for members in own)
+    whole = {
+        key: sum(each[key] * each["tokens"] for each in found) / max(tokens, 1)
+        for key in ("bytes_per_token", "entries_per_token")
+    }
     return {
-        "fingerprint": names[0],
-        "fingerprints": names,
+        **{key: round(value, 3) for key, value in whole.items()},
+        "fingerprint": found[0]["fingerprint"],
+        "fingerprints": [each["fingerprint"] for each in found],
         "join": name_join(pairs, balance),
-        "bytes_per_token": spread("bytes_per_token"),
-        "entries_per_token": spread("entries_per_token"),
         "tokens": tokens,
         "reused": all(each["reused"] for each in found),
         "caches": found,
