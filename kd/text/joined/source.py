@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,24 +98,28 @@ class JoinedSource:
         """The members of all parts; their place is the number before their columns."""
         return [member for part in self.parts for member in part.members]
 
+    @functools.cached_property
+    def _bounds(self) -> list[int]:
+        """Where the training sequences of each part begin, then its held-out ones; and the end."""
+        counts = [part.text.train_count for part in self.parts]
+        counts += [part.text.validation_count for part in self.parts]
+        return list(itertools.accumulate(counts, initial=0))
+
     @property
     def domains(self) -> dict[str, range]:
         """The held-out sequences of each part, by its name."""
-        starts = self.train_count + self._bounds(
-            [part.text.validation_count for part in self.parts]
-        )
-        ends = zip(self.parts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-        return {part.name: range(first, stop) for part, first, stop in ends}
+        pairs = itertools.pairwise(self._bounds[len(self.parts) :])
+        return {part.name: range(*pair) for part, pair in zip(self.parts, pairs, strict=True)}
 
     @property
     def train_count(self) -> int:
         """Number of sequences to train on; their indices come first."""
-        return sum(part.text.train_count for part in self.parts)
+        return self._bounds[len(self.parts)]
 
     @property
     def validation_count(self) -> int:
         """Number of held-out sequences."""
-        return sum(part.text.validation_count for part in self.parts)
+        return self._bounds[-1] - self.train_count
 
     @property
     def shard_sequences(self) -> int:
@@ -161,11 +166,14 @@ class JoinedSource:
         """Return the sequences of ``indices`` and their records, in that order."""
         numbers = np.asarray(indices)
         drawn = np.broadcast_to(draws, numbers.shape)
-        places, own = self._locate(numbers)
+        stretch = np.searchsorted(self._bounds, numbers, "right") - 1
+        later, place = np.divmod(stretch, len(self.parts))
+        own = numbers - np.take(self._bounds, stretch)
+        own += later * np.take([part.text.train_count for part in self.parts], place)
         read = [
             (number, rows, [source.read(own[rows], drawn[rows]) for _, source in part.members])
             for number, part in enumerate(self.parts)
-            if len(rows := np.flatnonzero(places == number))
+            if len(rows := np.flatnonzero(place == number))
         ]
         sequences = _interleave([(rows, found[0][0]) for _, rows, found in read], len(numbers))
         if any(records is None for *_, found in read for _, records in found):
@@ -206,26 +214,6 @@ class JoinedSource:
         """The weight of a token of each part, so that all parts weigh as much: N / (D N_d)."""
         counts = np.array([count_training_positions(part.text) for part in self.parts], np.float64)
         return counts.sum() / (len(counts) * np.maximum(counts, 1))
-
-    def _locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the part of each sequence, and its number in that part."""
-        train = self._bounds([part.text.train_count for part in self.parts])
-        held_out = self._bounds([part.text.validation_count for part in self.parts])
-        is_held_out = numbers >= self.train_count
-        later = numbers - self.train_count
-        places = np.where(
-            is_held_out,
-            np.searchsorted(held_out, later, "right") - 1,
-            np.searchsorted(train, numbers, "right") - 1,
-        )
-        own = np.where(
-            is_held_out, later - held_out[places] + np.diff(train)[places], numbers - train[places]
-        )
-        return places, own
-
-    @staticmethod
-    def _bounds(counts: list[int]) -> NDArray[np.int64]:
-        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def _interleave(parts: list[tuple[NDArray[np.int64], Sequences]], count: int) -> Sequences:
