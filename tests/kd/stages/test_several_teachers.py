@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 
 from cache.store import open_cache
+from kd.capture.estimate.job import estimate_by_table
 from kd.config.jobfile import parse_config
 from kd.errors import ConfigError, Interrupted, TrainingError
 from kd.files import read_json
+from kd.overfit_check import check_overfitting
 from kd.pipeline import run_stages
+from kd.preflight.named_paths import list_named_resources
 from kd.preflight.problems import Folders, find_problems
 from kd.progress import Event, Monitor
 from kd.stages.capture import run_precompute
+from services.store.jobs.records import make_job_id
+from services.store.run_folder import read_run
 from tests.support.kd.teachers.several import make_other_teacher, make_several_job, write_texts
 
 
@@ -150,3 +155,30 @@ def test_a_training_goes_on_from_its_checkpoint_and_refuses_another_balance(
     run(job, tmp_path, "stopped")
     weights = [(each / "student" / "model.safetensors").read_bytes() for each in (whole, folder)]
     assert weights[0] == weights[1]
+
+
+def test_what_is_of_one_teacher_refuses_several(
+    teachers: dict[str, Path], texts: dict[str, Path], tmp_path: Path
+) -> None:
+    config = parse_config(make_several_job(teachers, route(texts)))
+    with pytest.raises(ConfigError, match="an estimate is of one teacher"):
+        estimate_by_table(config, Path(), tmp_path)
+    with pytest.raises(ConfigError, match="a check is of one teacher"):
+        check_overfitting(config, tmp_path)
+    named = {each.pointer: each.kind for each in list_named_resources(config)}
+    assert named["/teachers/math/model"] == named["/teachers/code/model"] == "model"
+    assert named["/data/train/0/path"] == named["/data/train/1/path"] == "text"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_folder_tells_all_caches(
+    teachers: dict[str, Path], texts: dict[str, Path], tmp_path: Path
+) -> None:
+    job = make_several_job(teachers, route(texts)) | {"kind": "precompute"}
+    _, folder = run(job, tmp_path, make_job_id())
+    found = read_run(folder)
+    assert found.fingerprints == read_json(folder / "cache.json")["fingerprints"]
+    assert found.fingerprint == found.fingerprints[0] and found.error is None
+    assert {each.parent.name for each in folder.glob("captures/*/cache.json")} == {
+        *found.fingerprints
+    }
