@@ -85,7 +85,8 @@ def require_same_text(
     except TokenizerMismatch as error:
         raise ConfigError.of_field(pointer, error.detail, remedy) from None
     if planned.identity.data.sha256 != theirs.identity.data.sha256:
-        detail = f"{other.name} reads other tokens than {first.name}, for example by its template."
+        what = "for example by its chat template, or by data.packing"
+        detail = f"{other.name} reads other tokens than {first.name}, {what}."
         raise ConfigError.of_field(pointer, detail, remedy)
 
 

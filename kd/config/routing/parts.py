@@ -84,8 +84,9 @@ def _make_part(job: JobConfig, route: Route) -> Part:
         records = job.cache.model_copy(update={"k": None}) if drops else job.cache
         own = {"teacher": teacher, "teachers": {}, "data": data, "cache": records, "loss": loss}
         members.append(Member(name, weight, JobConfig(**(dict(job) | own)), numbers))
-    shares = [name if weight == 1.0 else f"{weight:.3g} {name}" for name, weight in route]
-    return Part(" + ".join(shares), tuple(members))
+    shares = [name if weight == 1.0 else f"{weight:.9g} {name}" for name, weight in route]
+    # A name of metrics, in which trackers allow no other sign.
+    return Part(" and ".join(shares), tuple(members))
 
 
 def find_route_problems(job: JobConfig) -> Iterator[Problem]:

@@ -107,7 +107,7 @@ def test_hard_labels_and_searches_need_one_teacher() -> None:
 
 def test_a_job_is_split_into_ordinary_ones() -> None:
     parts = split_job(parse_config(JOB | {"loss": {"balance": "domains"}}))
-    assert [part.name for part in parts] == ["0.5 code + 0.5 math", "math"]
+    assert [part.name for part in parts] == ["0.5 code and 0.5 math", "math"]
     assert [[member.weight for member in part.members] for part in parts] == [[0.5, 0.5], [1.0]]
     math = parts[1].members[0]
     lone = {key: value for key, value in JOB.items() if key != "teachers"}
