@@ -11,7 +11,6 @@ Before the first capture, which may take days, everything is planned and compare
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from cache.json_object import Json
@@ -21,9 +20,9 @@ from kd.config.job import JobConfig
 from kd.config.kinds import CAPTURE
 from kd.config.routing.parts import Member, Part, split_job
 from kd.errors import ConfigError, TokenizerMismatch
-from kd.files import find_caches, read_json, write_json
+from kd.files import find_caches, write_json
 from kd.models.tokenizers import KnownTokenizer, require_same_tokenizer
-from kd.progress import NOTICES, Monitor, StageResult
+from kd.progress import NOTICES, Monitor, StageResult, keep_notices
 from kd.stages.capture import require_possible_student, run_precompute
 from kd.stages.source import select_cache_inputs
 from kd.text.corpus import TEXTS
@@ -48,11 +47,7 @@ def run_captures(config: JobConfig, home: Path, run_dir: Path, monitor: Monitor)
         folder = run_dir / CAPTURES / name
         made = run_precompute(member.job, home, folder, monitor).cache
         found.append({"teacher": member.name, "weight": member.weight, **made})
-    notices = [
-        each for name in names for each in read_json(run_dir / CAPTURES / name / NOTICES) or ()
-    ]
-    if notices:
-        write_json(run_dir / NOTICES, list({json.dumps(each): each for each in notices}.values()))
+    keep_notices(run_dir / NOTICES, monitor)
     summary = summarise_join(parts, found, config.loss.balance)
     write_json(run_dir / CAPTURE.last_file, {**summary, "inputs": select_cache_inputs(config)})
     return StageResult(summary)
