@@ -20,6 +20,7 @@ from kd.preflight.named_paths import list_named_resources
 from kd.preflight.problems import Folders, find_problems
 from kd.progress import Event, Monitor
 from kd.stages.capture import run_precompute
+from kd.tracking.metrics import read_metrics
 from services.store.jobs.records import make_job_id
 from services.store.run_folder import read_run
 from tests.support.kd.teachers.several import make_other_teacher, make_several_job, write_texts
@@ -182,3 +183,31 @@ def test_a_run_folder_tells_all_caches(
     assert {each.parent.name for each in folder.glob("captures/*/cache.json")} == {
         *found.fingerprints
     }
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_thread")
+def test_two_processes_take_the_steps_of_one(
+    teachers: dict[str, Path],
+    texts: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Domains keep their weights, whichever process has which sequences."""
+    monkeypatch.setenv("KD_DEVICES", "cpu,cpu")
+    mixed = {"path": str(texts["code"]), "mixture": {"math": 0.5, "code": 0.5}}
+    sources = [{"path": str(texts["math"]), "teacher": "math"}, mixed]
+    found = []
+    for gpus in (1, 2):
+        job = make_several_job(
+            teachers,
+            sources,
+            loss={"balance": "domains"},
+            train={"max_steps": 3, "batch_size": 4, "precision": "fp32"},
+            resources={"gpus": gpus},
+        )
+        _, folder = run(job, tmp_path, f"run {gpus}")
+        lines = read_metrics(folder / "metrics.jsonl")
+        found.append([(x["loss"], x["grad_norm"]) for x in lines if x["type"] == "metrics"])
+    assert len(found[0]) == 3
+    assert found[0] == [pytest.approx(each, rel=1e-6) for each in found[1]]
