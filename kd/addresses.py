@@ -74,9 +74,8 @@ def find_packing(path: PurePath) -> str:
 
 
 def names_text(path: str) -> bool:
-    """Return whether ``path`` is that of a file of text, a pattern of files, or in a bucket."""
-    is_pattern = any(mark in path for mark in "*?[")
-    return is_pattern or "://" in path or find_suffix(PurePath(path)) in SUFFIXES
+    """Return whether ``path`` is that of a file of text, or of no form that an id of a hub has."""
+    return not HUB_ID.match(path) or find_suffix(PurePath(path)) in SUFFIXES
 
 
 def resolve_public_address(host: str, allowed: Iterable[str], port: int | None = None) -> str:

@@ -37,8 +37,8 @@ class DatasetSpec(Section):
     mixture, all sources are read completely."""
 
     teacher: str | None = None
-    """With teachers: the one that reads this source. A path of files, such as math/*.jsonl, is then
-    read as without a mapping around it."""
+    """With teachers: the one that reads this source. A path that no dataset of a hub can have, such
+    as math/*.jsonl or ./texts, is then read as without a mapping around it."""
 
     mixture: dict[str, Annotated[float, Field(gt=0, le=1)]] | None = None
     """With teachers: several of them and their weights, such as {math: 0.5, code: 0.5}. The student

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.config.routing.parts import list_members, split_job
@@ -133,6 +134,20 @@ def test_ids_that_a_server_scores_are_left_out_for_other_teachers() -> None:
     job = job | {"data": {"train": [MATH, CODE]}, "cache": {"k": 8}}
     jobs = {member.name: member.job for member in list_members(parse_config(job))}
     assert {name: each.cache.k for name, each in jobs.items()} == {"math": None, "code": 8}
+
+
+@pytest.mark.parametrize(
+    ("path", "is_text"),
+    [
+        ("a.txt", True), ("x/a.jsonl.zst", True), ("x/*", True), ("/abs/folder", True),
+        ("./folder", True), ("s3://bucket/x", True), ("owner/name", False), ("name", False),
+    ],
+)  # fmt: skip
+def test_a_path_that_is_no_id_of_a_hub_is_read_as_a_text(path: str, is_text: bool) -> None:
+    spec = DatasetSpec.model_validate({"path": path, "teacher": "math"})
+    assert spec.leave_route() == (path if is_text else DatasetSpec(path=path))
+    parted = DatasetSpec.model_validate({"path": path, "teacher": "math", "split": "train[:9]"})
+    assert parted.leave_route() == DatasetSpec(path=path, split="train[:9]")
 
 
 def test_thirds_add_up() -> None:

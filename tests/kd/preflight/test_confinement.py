@@ -375,7 +375,7 @@ def test_each_of_several_teachers_and_its_text_are_confined(
         }
     )
     found = [each.pointer for each in find_problems(config, Folders(root, None, limits))]
-    places = ["/data/train/2/path", "/teachers/one/model", "/teachers/two/proposal"]
+    places = ["/data/train/2", "/teachers/one/model", "/teachers/two/proposal"]
     assert sorted(found) == ["/data/train/0", *places, "/teachers/two/url"]
 
 
