@@ -59,7 +59,7 @@ class Sizes:
     length: int
 
 
-FULL = Sizes(240_000, 80_000, 150, 250, 8, 128)
+FULL = Sizes(300_000, 100_000, 250, 500, 8, 128)
 QUICK = Sizes(24_000, 12_000, 2, 3, 4, 64)
 
 
