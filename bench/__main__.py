@@ -101,6 +101,11 @@ BENCHES = {
         "noise and bias of records of a served teacher, for several proposals and numbers of ids",
         "90 minutes",
     ),
+    "several-teachers": Bench(
+        "bench/teachers/several.py",
+        "one student of two teachers: by sources or as a mixture, by tokens or by domains",
+        "20 minutes",
+    ),
     "quality": Bench(
         "bench/quality.py",
         "students of each kind of record, and their shares of full distillation",

@@ -536,7 +536,6 @@ def make_lever_jobs(setting: Setting) -> dict[str, tuple[str, JobConfig]]:
         {"train": {"gradient_checkpointing": "full"}},
         {"train": {"gradient_checkpointing": "sqrt"}},
         WITHOUT_CONTROL,
-        {"loss": {"z_loss": 1e-4}},
         {"loss": {"entropy_weighting": 1.0}},
     ]
     tempered = [{"loss": {"temperature": each}} for each in temperatures]

@@ -1,4 +1,4 @@
-"""Names of models, hub ids, and the network addresses of hosts that a job may name."""
+"""Names of models and texts, hub ids, and the network addresses of hosts that a job may name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,24 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from kd.errors import ConfigError
 
 #: The form of a model's id on the hub: name or owner/name.
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?\Z")
+
+#: The formats of text by the suffix of a file.
+SUFFIXES = {
+    ".txt": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
+#: The suffixes of compressed files, which stand after that of the format, and the kinds that they
+#: promise.
+PACKED = {".gz": "gzip", ".zst": "zstd"}
 
 #: A host, an address or a network, and a port behind it.
 _PORT = re.compile(r"(\[[^]]*\]|[^:]*):(\d+)")
@@ -46,6 +59,23 @@ class ModelSource:
     def weights(self) -> str | None:
         """The pattern of the files with weights that are downloaded; None for a tokenizer alone."""
         return self.gguf_file or ("*.safetensors" if self.has_weights else None)
+
+
+def find_suffix(path: PurePath) -> str:
+    """Return the suffix that shows a file's format, without that of its compression after it."""
+    whole = path.name if find_packing(path) == "" else path.stem
+    return PurePath(whole).suffix.lower()
+
+
+def find_packing(path: PurePath) -> str:
+    """Return the suffix of a file's compression, or nothing."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in PACKED else ""
+
+
+def names_text(path: str) -> bool:
+    """Return whether ``path`` is that of a file of text, or of no form that an id of a hub has."""
+    return not HUB_ID.match(path) or find_suffix(PurePath(path)) in SUFFIXES
 
 
 def resolve_public_address(host: str, allowed: Iterable[str], port: int | None = None) -> str:

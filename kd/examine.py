@@ -138,9 +138,10 @@ def open_text(
     """The job's text, and the job with the layout of that text; ``size`` is V of the model.
 
     Plain text is enough to measure models. A baseline is trained from the cache, as the student
-    was.
+    was, and each of several teachers holds out text of its own.
     """
-    if config.cache.fingerprint is not None or config.evaluation.baseline:
+    from_cache = config.cache.fingerprint is not None or config.evaluation.baseline
+    if from_cache or config.teachers:
         _, source = open_source(config, home, run_dir, monitor)
         if isinstance(source, Cache):
             # The model need not be the job's student, which was compared above.

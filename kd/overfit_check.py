@@ -31,6 +31,10 @@ def check_overfitting(config: JobConfig, home: Path, monitor: Monitor = SILENT) 
     if config.train is None or config.student is None:
         what = f"kind {config.kind} trains no student."
         raise ConfigError.of_field("/kind", what, "Check a job that does.")
+    if config.teachers:
+        what = "a check is of one teacher, but the job has several."
+        remedy = "Check a job with each teacher and its sources alone."
+        raise ConfigError.of_field("/teachers", what, remedy)
     require_no_problems(config, Folders(Path(), home))
     hide_progress_bars()
     with storage_errors(home):

@@ -11,7 +11,7 @@
     train      batches, loss            student                   kd/training/loop.py
     report     student, held-out text   report.json, report.md    kd/evaluation/report.py
 
-kd/stages/capture.py makes the sealed cache, and kd/stages/training.py all that follows it. Three
+kd/stages/joining.py makes the sealed caches, and kd/stages/training.py all that follows it. Three
 more tasks have no place in that line: a search trains many students (kd/search/trials.py), and
 kd/stages/cache_checks.py compares a sealed cache with its digests, or with its teacher. The table
 in kd/config/kinds.py says which kind of job has which stages, and ``TASKS`` what runs them.
@@ -48,7 +48,7 @@ from kd.preflight.stored_models import note_models
 from kd.progress import SILENT, Monitor, StageResult
 from kd.search.trials import search_students
 from kd.stages.cache_checks import run_fidelity, run_verify
-from kd.stages.capture import run_precompute
+from kd.stages.joining import run_captures
 from kd.stages.results import CHECKPOINTS
 from kd.stages.source import are_cache_inputs, read_cache_inputs
 from kd.stages.training import run_train
@@ -62,7 +62,7 @@ LOG = "log.txt"
 
 #: What runs each stage of the table of kinds, by the name of its task.
 TASKS: dict[str, Callable[[JobConfig, Path, Path, Monitor], StageResult]] = {
-    "capture": run_precompute,
+    "capture": run_captures,
     "train": run_train,
     "search": partial(search_students, train_student=run_train),
     "verify": run_verify,

@@ -13,11 +13,13 @@ bar, the pipe from a worker's process to its supervisor, or nobody.
     check        {step, check, ok, message, remedy, facts}
     profile      {phases, tokens_per_second, mfu, peak_memory_bytes}
     evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement,
-                 validation_tokens; validation_perplexity_low and _high below 2,000 tokens}
+                 validation_tokens; validation_perplexity_low and _high below 2,000 tokens; with
+                 several teachers some of them for each domain, as validation_kl/math}
     report       {student_perplexity, student_bits_per_byte, teacher_perplexity,
                  teacher_bits_per_byte, held_out_tokens, held_out_bytes} of the finished student
     samples      {step, texts}: a {prompt, text} of each prompt that the student continued
-    plan         {fingerprint} of the cache that the run needs; it may be sealed, partial or missing
+    plan         {fingerprint} of the cache that the run needs, sealed, partial or missing; and
+                 fingerprints, those of all caches of a run with several teachers
     cache        {fingerprint, bytes_per_token, entries_per_token, tokens, reused;
                  teacher_quantization, where the teacher's weights were quantised; overruled, where
                  the records differ from the teacher and the job accepted that}

@@ -59,6 +59,11 @@ _LEVER_FIELDS = (
 )
 
 
+def _make_anchor(places: tuple[str, ...]) -> str:
+    """The anchor of the heading of a section at these places, as GitHub makes it."""
+    return re.sub(r"[^\w-]", "", "-".join(places))
+
+
 def list_configuration() -> Iterator[str]:
     """The levers by section, and one table of fields for each section of a job."""
     sections = list_sections()
@@ -71,7 +76,7 @@ def list_configuration() -> Iterator[str]:
             if place in _LEVER_SECTIONS or field.place in _LEVER_FIELDS
         ]
         if levers:
-            lines.append(f"- [`{place}`](#{place}): {', '.join(levers)}")
+            lines.append(f"- [`{place}`](#{_make_anchor(section.places)}): {', '.join(levers)}")
     yield "\n".join(lines)
     for section in sections:
         places = ", ".join(f"`{place}`" for place in section.places if place) or "The job"

@@ -63,9 +63,11 @@ def plan_capture(
 def settle_packing(config: JobConfig, monitor: Monitor = SILENT) -> JobConfig:
     """Return the job with data.packing true or false in place of auto, and say why false.
 
-    A job that names a sealed cache stays as it is: it gets the layout of that cache.
+    A job that names a sealed cache stays as it is: it gets the layout of that cache. So does one of
+    several teachers, whose ordinary jobs are settled one by one.
     """
-    if config.data.packing != "auto" or config.cache.fingerprint is not None:
+    named = config.cache.fingerprint is not None
+    if config.data.packing != "auto" or named or config.teachers:
         return config
     if config.teacher_context is not None:
         return set_packing(config, False)

@@ -24,9 +24,10 @@ from kd.loss.dense import (
     compute_token_weights,
 )
 from kd.loss.fused import compute_distillation_loss
+from kd.loss.joined.targets import JoinedTarget, Share
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
-from kd.loss.targets import Targets, widen_logprobs
+from kd.loss.targets import Targets, TeacherTarget, widen_logprobs
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget
 from kd.models.lm_head import LMHead
 from kd.models.precision import float32_products
@@ -89,20 +90,33 @@ def check_parity(
 
 def take_first_positions(targets: Targets, count: int) -> Targets:
     """The targets of the first ``count`` positions."""
-    teacher = targets.teacher
+    teacher = targets.teacher if targets.teacher is None else _cut(targets.teacher, count)
+    cut = {name: getattr(targets, name) for name in ("entropy_N", "weight_N")}
+    cut = {name: None if each is None else each[:count] for name, each in cut.items()}
+    return replace(targets, gold_N=targets.gold_N[:count], teacher=teacher, **cut)
+
+
+def _cut(teacher: TeacherTarget, count: int) -> TeacherTarget:
+    """The targets of a teacher at the first ``count`` positions."""
     match teacher:
         case SparseTarget() | TopTarget():
-            teacher = teacher.take_chunk(slice(0, count))  # their chunks are targets, too
+            return teacher.take_chunk(slice(0, count))  # their chunks are targets, too
         case DenseTarget():
-            teacher = replace(teacher, logprobs_NV=teacher.logprobs_NV[:count])
+            return replace(teacher, logprobs_NV=teacher.logprobs_NV[:count])
         case HiddenTarget():
-            teacher = replace(
+            return replace(
                 teacher, hidden_ND=teacher.hidden_ND[:count], scale_N=teacher.scale_N[:count]
             )
-        case other if other is not None:
+        case JoinedTarget():
+            counts = [int((places_R < count).sum()) for places_R, *_ in teacher.shares]
+            shares = zip(teacher.shares, counts, strict=True)
+            return JoinedTarget(
+                tuple(
+                    Share(at[:own], weight, _cut(each, own)) for (at, weight, each), own in shares
+                )
+            )
+        case other:
             raise TypeError(f"a target of kind {type(other).__name__} cannot be cut")
-    entropy_N = None if targets.entropy_N is None else targets.entropy_N[:count]
-    return replace(targets, gold_N=targets.gold_N[:count], teacher=teacher, entropy_N=entropy_N)
 
 
 #: Logits, loss or gradients, by name.

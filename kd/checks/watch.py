@@ -267,8 +267,7 @@ class TrainingWatch:
 
 _SPIKE_REMEDY = "Lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm."
 _EXPLODING_REMEDY = (
-    "Lower train.learning_rate, add train.warmup_steps, lower train.max_grad_norm, or set "
-    "train.adaptive_clipping to 0.01."
+    "Lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm."
 )
 _VANISHING_REMEDY = (
     "The layer learns nothing. With precision fp16 use bf16 or fp32; else look for a layer that "

@@ -7,14 +7,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from kd.addresses import names_text
 from kd.config.section import Section
+
+#: The teachers of a source and their weights, by name.
+Route = tuple[tuple[str, float], ...]
+#: The error of weights such as 0.333333.
+_ROUNDING = 1e-5
 
 
 class DatasetSpec(Section):
     """A dataset that ``datasets.load_dataset`` or ``datasets.load_from_disk`` reads."""
 
     path: str = Field(min_length=1)
-    """Hub id or local folder of the dataset."""
+    """Hub id or local folder of the dataset; with teacher or mixture also files."""
 
     name: str | None = None
     """Configuration name of the dataset."""
@@ -29,6 +35,38 @@ class DatasetSpec(Section):
     """Share of this source in a mixture, relative to the other sources (files have 1). A weight
     other than 1, or streaming, makes a mixture; it ends when any of its sources ends. Without a
     mixture, all sources are read completely."""
+
+    teacher: str | None = None
+    """With teachers: the one that reads this source. A path that no dataset of a hub can have, such
+    as math/*.jsonl or ./texts, is then read as without a mapping around it."""
+
+    mixture: dict[str, Annotated[float, Field(gt=0, le=1)]] | None = None
+    """With teachers: several of them and their weights, such as {math: 0.5, code: 0.5}. The student
+    learns the weighted mean of their distributions."""
+
+    @model_validator(mode="after")
+    def _weights_are_shares(self) -> Self:
+        if self.mixture is None:
+            return self
+        if self.teacher is not None:
+            raise ValueError("teacher and mixture are both given: remove one of them")
+        if abs(sum(self.mixture.values()) - 1.0) > _ROUNDING:
+            got = f"{sum(self.mixture.values()):g}"
+            raise ValueError(f"the weights of mixture must add up to 1, but got {got}: change them")
+        return self
+
+    @property
+    def route(self) -> Route:
+        """The teachers of this source and their weights, by name; empty without one."""
+        shares = {self.teacher: 1.0} if self.teacher is not None else self.mixture or {}
+        total = sum(shares.values())
+        return tuple(sorted((name, weight / total) for name, weight in shares.items()))
+
+    def leave_route(self) -> str | DatasetSpec:
+        """Return the source as a job with one teacher has it."""
+        plain = self.model_copy(update={"teacher": None, "mixture": None})
+        is_path = plain == DatasetSpec(path=self.path) and names_text(self.path)
+        return self.path if is_path else plain
 
 
 # A job may give one source without a list around it.

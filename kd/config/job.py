@@ -8,7 +8,7 @@ No module of this package imports torch, because the API process imports them.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -32,6 +32,10 @@ from kd.config.train import TrainConfig
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 
+#: The name of one of several teachers, and so of a domain.
+TeacherName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")]
+
+
 class JobConfig(Placement):
     """A whole job."""
 
@@ -42,6 +46,10 @@ class JobConfig(Placement):
     teacher: TeacherConfig | None = None
     """The teacher; required unless kind is verify, or train with alpha 1 or from a sealed cache.
     With kind fidelity it is the teacher that the cache was captured from."""
+
+    teachers: dict[TeacherName, TeacherConfig] = Field(default_factory=dict, max_length=64)
+    """Several teachers by name, in place of teacher: each source of the text names its own
+    (docs/how-to/several-teachers.md)."""
 
     student: StudentConfig | None = Field(
         None, description=f"The student; required unless kind is {list_kinds_without('student')}."
@@ -161,13 +169,21 @@ class JobConfig(Placement):
 
     @property
     def teacher_name(self) -> str | None:
-        """The name by which the job calls its teacher."""
-        return None if self.teacher is None else self.teacher.model
+        """The name by which the job calls its teacher, or those of several."""
+        if self.teacher is None:
+            return ", ".join(each.model for each in self.teachers.values()) or None
+        return self.teacher.model
+
+    @property
+    def named_teachers(self) -> dict[str, TeacherConfig]:
+        """Each section of a teacher, by the JSON pointer to it."""
+        own = {} if self.teacher is None else {"/teacher": self.teacher}
+        return own | {f"/teachers/{name}": each for name, each in self.teachers.items()}
 
     def explain_no_local_teacher(self) -> str | None:
         """Say why no teacher can run on this machine; None if one can."""
         if self.teacher is None:
-            return "there is no teacher"
+            return "there are several teachers" if self.teachers else "there is no teacher"
         return None if self.teacher.is_local else f"teacher.backend is {self.teacher.backend}"
 
     @property
@@ -192,10 +208,11 @@ class JobConfig(Placement):
     @model_validator(mode="after")
     def _kind_has_its_parts(self) -> Self:
         needs = self.own_kind.needs
-        if self.teacher is None and self.checks_cache and "teacher" in needs:
+        missing = self.teacher is None and not self.teachers
+        if missing and self.checks_cache and "teacher" in needs:
             detail = f"teacher is required for kind {self.kind}: it is compared with the cache"
             raise ValueError(detail)
-        if self.teacher is None and self.needs_cache and self.cache.fingerprint is None:
+        if missing and self.needs_cache and self.cache.fingerprint is None:
             reason = " with loss.features" if self.loss.alpha == 1.0 else " with loss.alpha below 1"
             detail = f"teacher is required for kind {self.kind}{'' if self.captures else reason}"
             raise ValueError(detail)
@@ -206,7 +223,9 @@ class JobConfig(Placement):
         if self.train is None:
             raise ValueError(f"train is required for kind {self.kind}")
         if self.teacher is None and self.student.init and self.student.init.tokenizer is None:
-            detail = "student.init.tokenizer is required where there is no teacher to take it from"
+            detail = (
+                "student.init.tokenizer is required where there is no one teacher to take it from"
+            )
             raise ValueError(detail)
         return self
 
@@ -328,7 +347,8 @@ class JobConfig(Placement):
 
     @model_validator(mode="after")
     def _remote_teacher_gives_its_best(self) -> Self:
-        proposes = self.teacher is not None and self.teacher.proposal is not None
+        # Of several teachers one is enough: the others are checked one by one.
+        proposes = any(each.proposal is not None for each in self.named_teachers.values())
         if proposes != (self.cache.sampled and self.cache.k is not None) and self.needs_cache:
             only, other = ("proposal", "cache.k") if proposes else ("k", "teacher.proposal")
             what = f"cache.profile {self.cache.profile} has no use for {only} without {other}"

@@ -22,6 +22,7 @@ from pydantic import BaseModel, Tag, ValidationError
 from kd.config.cache import FINGERPRINT_PATTERN
 from kd.config.fields.removed import REMOVED, drop_removed
 from kd.config.job import NAME_PATTERN, JobConfig
+from kd.config.routing.parts import find_route_problems
 from kd.errors import ConfigError, Problem
 
 #: The meaning in words of the pattern that a text field must match.
@@ -56,9 +57,12 @@ def parse_config(data: Any) -> JobConfig:
     if problems := list(find_unusable_text(data)):
         raise ConfigError(problems)
     try:
-        return JobConfig.model_validate(data)
+        config = JobConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError(translate_errors(error.errors())) from None
+    if problems := list(find_route_problems(config)):
+        raise ConfigError(problems)
+    return config
 
 
 def find_unusable_text(data: Any, pointer: str = "") -> Iterator[Problem]:

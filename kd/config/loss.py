@@ -143,21 +143,22 @@ class LossConfig(Section):
     label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
     """Share of each hard label that is spread evenly over the vocabulary."""
 
-    z_loss: float = Field(0.0, ge=0.0, le=1.0)
-    """Weight of log(Z)^2, which keeps the student's logits from drifting."""
-
     entropy_weighting: float = Field(0.0, ge=-4.0, le=4.0)
     """Exponent e of a token's weight (1 + H)^e in D, where H is the teacher's entropy; the weights
     are scaled to mean 1 in each step. With an exponent above 0, tokens about which the teacher is
     unsure count more. A cache of profile threshold that is captured for it, or for a search over
     it, keeps the entropy of each position, for about a byte per token."""
 
+    balance: Literal["tokens", "domains"] = "tokens"
+    """With teachers: what counts alike in D, each token, or each domain, whose tokens share its
+    weight. A domain is all that one teacher reads, or one mixture."""
+
     tail_control: bool = True
     """Remove most of the noise of the sampled tails (profile threshold) from the gradient of the LM
     head, with the mean tail that the cache holds. The mean of the gradient stays the same. Has no
     effect with a cache without a mean tail (merged, of another tool, or of an earlier version),
-    with a frozen LM head, with entropy_weighting, or in the first epoch of train.order
-    curriculum."""
+    with a frozen LM head, with entropy_weighting, with several caches (teachers), or in the first
+    epoch of train.order curriculum."""
 
     features: FeatureConfig = Field(default_factory=FeatureConfig)
     """Matching of hidden states, with profile hidden."""
@@ -201,6 +202,11 @@ class LossConfig(Section):
     def weighs_positions(self) -> bool:
         """Whether the objective weighs positions by the teacher's entropy at each."""
         return self.entropy_weighting != 0.0 and not self.hard_labels_only
+
+    @property
+    def learns_temperature(self) -> bool:
+        """Whether the temperature is learned."""
+        return isinstance(self.temperature, LearnedTemperature)
 
     @property
     def temperatures(self) -> tuple[float, float]:

@@ -50,6 +50,3 @@ class SearchConfig(Section):
 
     sampler: Literal["tpe", "gp", "random"] = "tpe"
     """How the next trial is chosen."""
-
-    pruner: Literal["none", "median", "hyperband"] = "median"
-    """How bad trials are stopped early."""

@@ -139,9 +139,6 @@ class TrainConfig(Section):
     weight_decay: float = Field(0.1, ge=0, le=10)
     """Weight decay of matrices; norms and biases have none."""
 
-    layer_lr_decay: float = Field(1.0, gt=0, le=1)
-    """Each layer's learning rate is this factor times the rate of the layer above it."""
-
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights; the average is evaluated and saved."""
 
@@ -153,11 +150,6 @@ class TrainConfig(Section):
 
     max_grad_norm: float = Field(1.0, ge=0, le=1e6)
     """Clip the gradient's global norm to this; 0 = do not clip."""
-
-    adaptive_clipping: float | None = Field(None, gt=0, le=10)
-    """Clip the gradient of each row of a matrix of the layers to this share of the row's own norm
-    (AGC; 0.01 is usual), before max_grad_norm clips the whole gradient. Embeddings, LM head, norms
-    and biases are not clipped in this way."""
 
     dropout: (
         Annotated[

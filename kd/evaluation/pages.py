@@ -59,6 +59,12 @@ def _format_facts(corner: str, models: Mapping[str, Facts], columns: Sequence[Co
     return [_format_row(heading), "|---|" + "---:|" * len(shown), *map(_format_row, rows)]
 
 
+def format_domains(domains: Mapping[str, Facts]) -> list[str]:
+    """A section with the student's scores in each domain; nothing without domains."""
+    table = _format_facts("domain", domains, _COLUMNS)
+    return ["", "## By domain", "", *table] if table else []
+
+
 def format_verdict(report: Facts) -> list[str]:
     """The verdict on the teacher as the first lines of a page: a quotation, if it is a warning."""
     verdict = report.get("verdict")

@@ -21,7 +21,12 @@ from kd.capture.capturing import summarise_cache
 from kd.config.job import JobConfig
 from kd.evaluation.doubts import PERPLEXITIES, find_perplexity, judge_teacher
 from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
-from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
+from kd.evaluation.pages import (
+    format_closing_sections,
+    format_domains,
+    format_model_table,
+    format_verdict,
+)
 from kd.evaluation.teacher_comparison import TEACHER, compare_with_records
 from kd.evaluation.words import explain_words
 from kd.files import read_json, write_json, write_text
@@ -31,7 +36,7 @@ from kd.text.batches import Source
 from kd.text.text_bytes import compute_bits_per_byte
 from kd.tracking.metrics import read_metrics
 from kd.training.early_stopping import find_best_step
-from kd.training.evaluate import choose_evaluation_temperature
+from kd.training.evaluate import BY_DOMAIN, choose_evaluation_temperature
 from kd.training.saved.state import TrainingProgress
 
 #: The content of report.json.
@@ -134,7 +139,16 @@ def _describe_student(config: JobConfig, before: Report, after: Report) -> Repor
         "evaluation_temperature": choose_evaluation_temperature(config.loss),
         "validation_kl": after.get("validation_kl"),
         "validation_agreement": after.get("validation_agreement"),
+        **_describe_domains(after),
     }
+
+
+def _describe_domains(after: Report) -> Report:
+    """The student's scores by domain; nothing if there is one."""
+    names = [key.partition("/")[2] for key in after if key.startswith("validation_tokens/")]
+    short = {key: key.removeprefix("validation_") for key in BY_DOMAIN}
+    scores = {name: {short[key]: after.get(f"{key}/{name}") for key in BY_DOMAIN} for name in names}
+    return {"domains": scores} if scores else {}
 
 
 def _read_interval(found: Report) -> Report | None:
@@ -158,12 +172,11 @@ def _read_training(run: EvaluationContext) -> Report:
 
 def _choose_teacher_name(config: JobConfig, source: Source) -> str | None:
     """The name in the job, or in the cache where the job names a cache; None without a teacher."""
-    if not isinstance(source, Cache):
-        return None
     # A job that names a cache may have another teacher in its own section; the cache's counts.
-    if config.teacher_name is None or config.cache.fingerprint is not None:
+    named = config.teacher_name is None or config.cache.fingerprint is not None
+    if isinstance(source, Cache) and named:
         return source.manifest.teacher.name
-    return config.teacher_name
+    return None if source.codec is None else config.teacher_name
 
 
 def _measure_teacher(source: Source, at_once: int) -> Report:
@@ -217,6 +230,7 @@ def render_report(report: Report) -> str:
     quality = (_describe_quality, _describe_closeness, _describe_temperature)
     facts = (describe(report) for describe in (*quality, _describe_cache, _describe_speed))
     lines += filter(None, facts)
+    lines += format_domains(report.get("domains") or {})
     lines += format_closing_sections(report)
     return "\n".join([*lines, *explain_words(lines)]) + "\n"
 

@@ -72,14 +72,8 @@ def _list_schedules(config: JobConfig) -> Axis:
 
 
 def _list_clippings(config: JobConfig) -> Axis:
-    limits: dict[str, tuple[float, float | None]] = {
-        "none": (0.0, None), "norm 1": (1.0, None), "norm 0.1": (0.1, None),
-        "by row 0.01 (AGC)": (0.0, 0.01),
-    }  # fmt: skip
-    settings = (
-        AxisSetting(label, {"train.max_grad_norm": norm, "train.adaptive_clipping": rows})
-        for label, (norm, rows) in limits.items()
-    )
+    limits = {"none": 0.0, "norm 1": 1.0, "norm 0.1": 0.1}
+    settings = (AxisSetting(label, {"train.max_grad_norm": norm}) for label, norm in limits.items())
     return Axis("clipping", tuple(settings))
 
 

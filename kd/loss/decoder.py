@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from cache.codec import Codec
+from kd.loss.joined.targets import Share, join_targets
 from kd.loss.sparse_targets import decode_tempered, decode_threshold
 from kd.loss.targets import Columns, Targets, TeacherTarget, decode_entropies, detach_number
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, decode_lm_head, decode_top
 from kd.models.lm_head import LMHead
 from kd.text.batches import Source
+from kd.text.joined.source import JoinedSource, take_columns
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class TargetDecoder:
     @classmethod
     def of(cls, source: Source, device: torch.device) -> TargetDecoder:
         """The decoder for the batches of ``source``."""
+        if isinstance(source, JoinedSource):
+            members = [(weight, cls.of(each, device)) for weight, each in source.members]
+            return JoinedDecoder(source.codec, members=tuple(members))
         codec = source.codec
         lm_head = None
         # Only hidden states need the teacher's LM head to become log-probabilities.
@@ -82,3 +87,31 @@ class TargetDecoder:
                 return HiddenTarget(
                     *states, self.lm_head, detach_number(temperature), self.codec.cosines
                 )
+
+
+@dataclass(frozen=True)
+class JoinedDecoder(TargetDecoder):
+    """Decodes the columns of a ``JoinedSource``: those of each member with a decoder of its own.
+
+    ``members`` are the weights and decoders, in the order of the members.
+    """
+
+    members: tuple[tuple[float, TargetDecoder], ...] = ()
+
+    def decode(
+        self, gold_N: Tensor, columns: Columns | None, temperature: float | Tensor = 1.0
+    ) -> Targets:
+        """The targets of N positions, as ``TargetDecoder.decode`` returns them."""
+        if columns is None:
+            return Targets(gold_N, temperature=temperature)
+        shares = []
+        for number, (weight, decoder) in enumerate(self.members):
+            own = take_columns(columns, number)
+            if own:
+                places_R = own.pop("places")
+                found = decoder.decode(gold_N[places_R], own, temperature).teacher
+                assert found is not None, "records come with a teacher"
+                shares.append(Share(places_R, weight, found))
+        teacher = join_targets(shares, len(gold_N))
+        entropy_N = decode_entropies(columns["entropy"], unknown=torch.nan)
+        return Targets(gold_N, teacher, temperature, entropy_N, columns.get("balance"))

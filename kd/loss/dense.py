@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from cache.rounding import make_cosine_basis
 from kd.loss.fused import LossTerms
+from kd.loss.joined.targets import JoinedTarget
 from kd.loss.objective import Objective
 from kd.loss.sparse_targets import SparseTarget
-from kd.loss.targets import Targets, widen_logprobs
+from kd.loss.targets import Targets, TeacherTarget, widen_logprobs
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, TopTarget
 from kd.models.lm_head import LMHead
 
@@ -40,7 +41,16 @@ def compute_dense_loss_from_logits(
         return _sum_terms(s_NV, targets, objective, None, None)
     temperature = torch.as_tensor(targets.temperature, dtype=torch.float64, device=s_NV.device)
     logq_NV = torch.log_softmax(s_NV if objective.teacher_only else s_NV / temperature, 1)
-    match targets.teacher:
+    value_N, entropy_N = _compute_values(targets.teacher, logq_NV, temperature, objective)
+    value_N = value_N if objective.teacher_only else temperature**2 * value_N
+    return _sum_terms(s_NV, targets, objective, value_N, entropy_N)
+
+
+def _compute_values(
+    teacher: TeacherTarget, logq_NV: Tensor, temperature: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """The divergence at each position, and the teacher's entropy."""
+    match teacher:
         case SparseTarget() as entries:
             entropy_N = entries.entropy_N
             positions_N = torch.arange(len(logq_NV), device=logq_NV.device)
@@ -53,13 +63,19 @@ def compute_dense_loss_from_logits(
             value_N, entropy_N = _compute_kl_of_top(top, logq_NV)
         case DenseTarget() | HiddenTarget() as whole:
             logp_NV = torch.log_softmax(compute_teacher_logits(whole) / temperature, 1)
-            logp_NV = widen_logprobs(logp_NV, s_NV.shape[1])
+            logp_NV = widen_logprobs(logp_NV, logq_NV.shape[1])
             value_N = _compute_divergence(objective, logp_NV, logq_NV)
             entropy_N = _compute_expectation(logp_NV, -logp_NV)
+        case JoinedTarget() as joined:
+            # The sum over its teachers, each at its own positions.
+            value_N, entropy_N = logq_NV.new_zeros(2, len(logq_NV)).unbind()
+            for places_R, weight, target in joined.shares:
+                found = _compute_values(target, logq_NV[places_R], temperature, objective)
+                value_N = value_N.index_add(0, places_R, weight * found[0])
+                entropy_N = entropy_N.index_add(0, places_R, weight * found[1])
         case other:
             raise TypeError(f"there is no plain loss for {type(other).__name__}")
-    value_N = value_N if objective.teacher_only else temperature**2 * value_N
-    return _sum_terms(s_NV, targets, objective, value_N, entropy_N)
+    return value_N, entropy_N
 
 
 def _sum_terms(
@@ -85,15 +101,18 @@ def _sum_terms(
 
 
 def compute_token_weights(targets: Targets, objective: Objective) -> Tensor:
-    """(1 + H)^w over its mean, (N,). A position whose entropy is unknown weighs 1."""
+    """(1 + H)^w over its mean, times ``weight_N``, (N,). An unknown entropy weighs 1."""
+    balance_N = targets.weight_N
+    if balance_N is None:
+        balance_N = torch.ones(len(targets), device=targets.gold_N.device)
     if objective.entropy_weighting == 0.0:
-        return torch.ones(len(targets), dtype=torch.float64, device=targets.gold_N.device)
+        return balance_N.double()
     assert targets.entropy_N is not None, "entropy_weighting needs the teacher's entropies"
     # The mean is over known entropies alone: unknown ones must not change the others' weights.
     known_N = ~targets.entropy_N.isnan()
     weight_N = (1.0 + targets.entropy_N.double()) ** objective.entropy_weighting
     mean = weight_N[known_N].mean() if objective.mean_weight is None else objective.mean_weight
-    return torch.where(known_N, weight_N / mean, 1.0)
+    return torch.where(known_N, weight_N / mean, 1.0) * balance_N
 
 
 def _compute_kl_of_top(target: TopTarget, logq_NV: Tensor) -> tuple[Tensor, Tensor]:

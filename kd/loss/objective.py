@@ -37,7 +37,6 @@ class Objective:
             divergence=config.divergence,
             beta=config.beta,
             label_smoothing=config.label_smoothing,
-            z_loss=config.z_loss,
             entropy_weighting=config.entropy_weighting,
             teacher_only=isinstance(temperature, LearnedTemperature)
             and temperature.mode == "teacher_only",

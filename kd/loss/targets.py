@@ -78,13 +78,15 @@ class Targets:
     """The hard label of N positions, and the teacher's distribution at ``temperature``.
 
     ``teacher`` is None if there is no teacher; alpha must then be 1. ``entropy_N`` is the
-    teacher's H in nats at T = 1 from the records, float64, NaN if it is unknown.
+    teacher's H in nats at T = 1 from the records, float64, NaN if it is unknown. ``weight_N`` is
+    how often each position counts in the divergence (``loss.balance``); None = once.
     """
 
     gold_N: Tensor
     teacher: TeacherTarget | None = None
     temperature: float | Tensor = 1.0
     entropy_N: Tensor | None = None
+    weight_N: Tensor | None = None
 
     def __len__(self) -> int:
         return self.gold_N.shape[0]

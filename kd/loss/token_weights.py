@@ -1,5 +1,7 @@
 """The weight of each token in the divergence, by the teacher's entropy: ``loss.entropy_weighting``.
 
+It is multiplied by the token's weight by its domain, if there are several (``loss.balance``).
+
     c_n = (1 + H_n)^w / mean of (1 + H)^w
 
 The mean is over all positions of an optimiser step whose entropy is known, so that the step does
@@ -26,15 +28,19 @@ def compute_token_weights(targets: Targets, objective: Objective) -> Tensor | No
 
     Raises ``ValueError`` if the targets have no entropies.
     """
-    if objective.entropy_weighting == 0.0 or targets.teacher is None or not len(targets):
+    if targets.teacher is None or not len(targets):
         return None
+    balance_N = None if targets.weight_N is None else targets.weight_N.double()
+    if objective.entropy_weighting == 0.0:
+        return balance_N
     if targets.entropy_N is None:
         raise ValueError(
             "entropy_weighting needs the teacher's entropies, which these targets do not have"
         )
     weight_N = (1.0 + targets.entropy_N).pow(objective.entropy_weighting)
     mean = weight_N.nanmean() if objective.mean_weight is None else objective.mean_weight
-    return (weight_N / mean).nan_to_num(nan=1.0)
+    weight_N = (weight_N / mean).nan_to_num(nan=1.0)
+    return weight_N if balance_N is None else weight_N * balance_N
 
 
 def measure_mean_weight(

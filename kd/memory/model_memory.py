@@ -10,7 +10,9 @@ from pathlib import Path
 
 from cache.errors import PotstillError
 from kd.config.job import JobConfig
+from kd.config.routing.parts import list_members
 from kd.config.student import StudentInit
+from kd.config.teacher import TeacherConfig
 from kd.models.folder import ModelFolder
 from kd.optim.state_size import ParameterShape, count_state_bytes, count_trained_bytes
 
@@ -24,10 +26,16 @@ def count_teacher_bytes(config: JobConfig, root: Path) -> int | None:
     """Count the bytes of the teacher's weights that each device of the job holds at least.
 
     They are those of its files below ``root``, or of all weights rounded to teacher.quantization.
-    None without a teacher that this machine runs, and where its files are not known.
+    Of several teachers one runs at a time, and the largest counts. None without a teacher that this
+    machine runs, and where its files are not known.
     """
-    teacher = config.captured_teacher
-    if teacher is None or not teacher.is_local:
+    teachers = [member.job.captured_teacher for member in list_members(config)]
+    sizes = [_count_bytes(each, config, root) for each in teachers if each is not None]
+    return max((size for size in sizes if size is not None), default=None)
+
+
+def _count_bytes(teacher: TeacherConfig, config: JobConfig, root: Path) -> int | None:
+    if not teacher.is_local:
         return None
     folder = ModelFolder(root / teacher.model)
     size = sum(file.stat().st_size for file in folder.weight_files)

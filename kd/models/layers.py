@@ -158,32 +158,19 @@ def group_layers(student: PreTrainedModel) -> list[tuple[str, list[Parameter]]]:
     """Return the trained parameters by group, from the bottom to the top of the model.
 
     The groups are ``embeddings``, ``layer 0``, ``layer 1``, ..., ``head``; the last holds the LM
-    head and the final norm. Groups without a trained parameter are left out.
-    """
-    return [(name, trained) for name, trained, _ in list_layer_parameters(student) if trained]
-
-
-def list_layer_parameters(student: PreTrainedModel) -> list[tuple[str, list[Parameter], int]]:
-    """Return each group's name, its trained parameters and its depth below the last layer.
-
-    Depth counts layers: the last layer and the ``head`` have depth 0, the embeddings are the
-    deepest. An LM head that is tied to the embeddings belongs to ``embeddings``.
+    head and the final norm. An LM head that is tied to the embeddings belongs to ``embeddings``.
+    Groups without a trained parameter are left out.
     """
     layers = find_decoder_layers(student)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     embeddings = [each for each in student.modules() if isinstance(each, nn.Embedding)]
     embedded = {parameter for module in embeddings for parameter in module.parameters()}
     outside = [parameter for parameter in student.parameters() if parameter not in inside]
-    groups = [("embeddings", [each for each in outside if each in embedded], len(layers))]
-    groups += [
-        (f"layer {index}", list(layer.parameters()), len(layers) - 1 - index)
-        for index, layer in enumerate(layers)
-    ]
-    groups.append(("head", [each for each in outside if each not in embedded], 0))
-    return [
-        (name, [each for each in parameters if each.requires_grad], depth)
-        for name, parameters, depth in groups
-    ]
+    groups = [("embeddings", [each for each in outside if each in embedded])]
+    groups += [(f"layer {index}", list(layer.parameters())) for index, layer in enumerate(layers)]
+    groups.append(("head", [each for each in outside if each not in embedded]))
+    trained = ((name, [each for each in own if each.requires_grad]) for name, own in groups)
+    return [(name, own) for name, own in trained if own]
 
 
 def mark_shared_modules(trunk: nn.Module) -> None:

@@ -29,7 +29,7 @@ from transformers.optimization import Adafactor
 from kd.config.extras import NO_TORCHAO, require_torchao
 from kd.config.train import OPTIMIZERS, TrainConfig
 from kd.errors import TrainingError
-from kd.models.layers import find_decoder_layers, list_layer_parameters
+from kd.models.layers import find_decoder_layers
 from kd.optim.rare_rows import keep_floor
 from kd.optim.state_size import ParameterShape
 from kd.optim.whole_steps import ParameterGroup, WholeSteps, needs_whole_steps
@@ -48,10 +48,6 @@ def make_optimizer(
     # Groups have parameters of the same rate and decay; those with the full rate come first.
     trained = (each for each in student.parameters() if each.requires_grad)
     rates: dict[Parameter, float] = dict.fromkeys(trained, options.learning_rate)
-    if options.layer_lr_decay < 1:
-        for _, parameters, depth in list_layer_parameters(student):
-            rate = options.learning_rate * options.layer_lr_decay**depth
-            rates.update(dict.fromkeys(parameters, rate))
     rates.update(dict.fromkeys(extra, options.learning_rate))
     if not rates:
         raise TrainingError("The student has no parameter to train.", "Do not freeze all of it.")

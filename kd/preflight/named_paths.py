@@ -14,7 +14,6 @@ from cache.json_object import Json
 from cache.remote.address import StoreAddress
 from kd.addresses import HUB_ID, ModelSource
 from kd.buckets.inputs import is_stored_name
-from kd.config.data import DatasetSpec
 from kd.config.job import JobConfig
 from kd.errors import Problem
 
@@ -36,19 +35,19 @@ class NamedResource:
 
 def list_named_resources(config: JobConfig) -> Iterator[NamedResource]:
     """Yield every path and hub id in ``config``."""
-    if (teacher := config.teacher_files) is not None:
+    for pointer, section in config.named_teachers.items():
+        teacher, proposer = section.files, section.proposer
         yield NamedResource(
-            point_at_teacher(teacher),
+            point_at_teacher(teacher, pointer),
             teacher.name,
             "model",
             teacher.revision,
             teacher.gguf_file,
             teacher.trust_remote_code,
         )
-    proposer = None if config.teacher is None else config.teacher.proposer
-    if proposer is not None:
-        code = proposer.trust_remote_code
-        yield NamedResource("/teacher/proposal", proposer.model, "model", own_code=code)
+        if proposer is not None:
+            code = proposer.trust_remote_code
+            yield NamedResource(f"{pointer}/proposal", proposer.model, "model", own_code=code)
     student = config.student
     if student is not None and student.model is not None:
         yield NamedResource("/student/model", student.model, "model", student.revision)
@@ -63,18 +62,20 @@ def list_named_resources(config: JobConfig) -> Iterator[NamedResource]:
     for field, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for number, source in enumerate(sources):
             pointer = f"/data/{field}/{number}"
-            if isinstance(source, DatasetSpec):
-                yield NamedResource(f"{pointer}/path", source.path, "dataset", source.revision)
-            else:
+            if isinstance(source, str):
                 yield NamedResource(pointer, source, "text")
+            elif isinstance(source.leave_route(), str):
+                yield NamedResource(f"{pointer}/path", source.path, "text")
+            else:
+                yield NamedResource(f"{pointer}/path", source.path, "dataset", source.revision)
     for number, task in enumerate(config.evaluation.tasks):
         yield NamedResource(f"/evaluation/tasks/{number}", task, "task")
 
 
-def point_at_teacher(source: ModelSource) -> str:
-    """Return the pointer to the field that names the files of a teacher."""
+def point_at_teacher(source: ModelSource, section: str = "/teacher") -> str:
+    """Return the pointer to the field that names the files of a teacher, in its ``section``."""
     # A remote teacher's model is a name on its server, and only its tokenizer is read here.
-    return "/teacher/model" if source.has_weights else "/teacher/tokenizer"
+    return f"{section}/model" if source.has_weights else f"{section}/tokenizer"
 
 
 def find_url_problems(config: JobConfig) -> Iterator[Problem]:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kd.buckets.inputs import avoiding_buckets
 from kd.config.extras import find_missing_extras, find_missing_harness
 from kd.config.job import JobConfig
+from kd.config.routing.parts import list_members
 from kd.config.train import SHARDED, TrainConfig
 from kd.errors import ConfigError, Problem
 from kd.parallel.limits import list_unsharded_fields, list_unstaged_fields
@@ -84,7 +85,22 @@ class Machine:
 def find_problems(
     config: JobConfig, folders: Folders | None = None, machine: Machine | None = None
 ) -> list[Problem]:
-    """Return everything that is wrong with ``config``, as far as the arguments show it."""
+    """Return everything that is wrong with ``config``, as far as the arguments show it.
+
+    Of a job with several teachers each ordinary job is checked (``kd.config.routing.parts``).
+    """
+    found = [
+        replace(problem, pointer=member.locate(problem.pointer))
+        for member in list_members(config)
+        for problem in _find_own_problems(member.job, folders, machine)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _find_own_problems(
+    config: JobConfig, folders: Folders | None, machine: Machine | None
+) -> list[Problem]:
+    """Return what is wrong with a job of one teacher."""
     found = [
         *find_space_problems(config),
         *_find_evaluation_problems(config),

@@ -41,7 +41,7 @@ def find_tensor_problems(
     ``note`` receives what is no problem, but worth knowing.
     """
     pointers = ["/student/model", "/search/space/student.model"]
-    pointers += ["/teacher/model"] if with_teacher else []
+    pointers += [f"{each}/model" for each in config.named_teachers] if with_teacher else []
     for each in list_named_resources(config):
         compared = each.pointer in pointers and not each.file and not each.own_code
         folder = find(each) if compared else None

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cache import disk
+from kd.addresses import SUFFIXES, find_suffix
 from kd.config.data import DatasetSpec
 from kd.errors import ConfigError, Problem
 from kd.python.bars import library_bars_hidden
 from kd.text.rows import COLUMNS
-from kd.text.text_files import SUFFIXES, find_suffix
 
 #: A job of a call or a section of it, by the names of a job file; ``parse_config`` reads it.
 Section = dict[str, Any]

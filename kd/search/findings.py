@@ -186,10 +186,7 @@ def _name_perplexity(tokens: int | None) -> str:
 def _summarise(config: JobConfig, report: SearchReport) -> str:
     search = get_search(config)
     best = report.best
-    what = (
-        f"{len(report.trials)} trials from one cache, "
-        f"sampler {search.sampler}, pruner {search.pruner}."
-    )
+    what = f"{len(report.trials)} trials from one cache, sampler {search.sampler}."
     if report.tried_all and len(report.trials) < search.trials:
         what += f" It ended before {search.trials} trials: the space has no other values."
     if best is None:

@@ -27,7 +27,6 @@ from kd.errors import TrainingError
 from kd.search.space import Overrides, get_search, list_ends
 
 if TYPE_CHECKING:
-    from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
     from optuna.study import Study
     from optuna.trial import FrozenTrial
@@ -61,7 +60,7 @@ def make_study(config: JobConfig, journal: Journal) -> SearchStudy:
     study = optuna.create_study(
         storage=optuna.storages.JournalStorage(cast(Any, journal)),
         study_name="search",
-        pruner=_make_pruner(config),
+        pruner=optuna.pruners.MedianPruner(),
         direction="minimize",
         load_if_exists=True,
     )
@@ -120,23 +119,6 @@ def _make_sampler(search: SearchConfig, *what: object) -> BaseSampler:
     if search.sampler == "gp":
         return samplers.GPSampler(seed=seed)
     return samplers.RandomSampler(seed=seed)
-
-
-def _make_pruner(config: JobConfig) -> BasePruner:
-    from optuna import pruners
-
-    train = config.require_train()
-    name = get_search(config).pruner
-    if name == "median":
-        return pruners.MedianPruner()
-    if name == "none":
-        return pruners.NopPruner()
-    # With epochs the number of steps depends on the cache, so Hyperband finds the maximum itself.
-    if train.max_steps is None:
-        return pruners.HyperbandPruner(min_resource=train.eval_steps)
-    return pruners.HyperbandPruner(
-        min_resource=min(train.eval_steps, train.max_steps), max_resource=train.max_steps
-    )
 
 
 # ---------------------------------------------------------------------- trials

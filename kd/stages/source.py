@@ -15,9 +15,10 @@ from cache.store import Cache, open_cache
 from kd.addresses import ModelSource
 from kd.capture.capturing import warn_of_overruled
 from kd.capture.extending import settle_recipe
-from kd.capture.plan import plan_capture
+from kd.capture.plan import plan_capture, set_packing, settle_packing
 from kd.config.job import JobConfig
 from kd.config.jobfile import read_record
+from kd.config.routing.parts import list_members, split_job
 from kd.errors import ConfigError
 from kd.files import find_caches, read_json
 from kd.memory.host import choose_chunk_memory
@@ -27,6 +28,7 @@ from kd.models.vocabulary import choose_student_vocabulary
 from kd.progress import Monitor, Notice
 from kd.text.batches import PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
+from kd.text.joined.source import JoinedSource, SourcePart
 from kd.training.preparing.requirements import require_served
 
 #: The last characters before a user's words, by which a cache of chats is recognised.
@@ -42,15 +44,46 @@ def open_source(
         size = choose_student_vocabulary(tokenizer, config.student, config.teacher_files)
         corpus = open_corpus(config.data, tokenizer, home / TEXTS, monitor, size)
         return tokenizer, PlainText(corpus)
+    known = read_json(run_dir / "cache.json")
+    names: list[str | None] = [config.cache.fingerprint]
+    members = list_members(config)
     # Where the capture of this run has written its result, the cache is known without reading the
     # text again.
-    known = read_json(run_dir / "cache.json")
-    memory = choose_chunk_memory(config.train)
+    if names == [None] and known and are_cache_inputs(read_cache_inputs(known), config):
+        names = known.get("fingerprints", [known["fingerprint"]])
+    elif names == [None]:
+        names = [None] * len(members)
+    memory = choose_chunk_memory(config.train) // len(members)
+    opened = iter(
+        [
+            open_records(member.job, tokenizer, home, name, memory, monitor)
+            for member, name in zip(members, names, strict=True)
+        ]
+    )
+    if not config.teachers:
+        return tokenizer, next(opened)
+    parts = [
+        SourcePart(part.name, tuple((member.weight, next(opened)) for member in part.members))
+        for part in split_job(config)
+    ]
+    return tokenizer, JoinedSource(tuple(parts), config.loss.balance)
+
+
+def open_records(
+    config: JobConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    home: Path,
+    fingerprint: str | None,
+    memory: int,
+    monitor: Monitor,
+) -> Source:
+    """Open the records of a job of one teacher; None: the cache that its text and teacher make.
+
+    ``tokenizer`` is the student's. ``memory`` bounds the bytes of decoded chunks.
+    """
     caches = find_caches(home, config.cache.store)
-    if config.cache.fingerprint is not None:
-        store = open_cache(caches / config.cache.fingerprint, memory_bytes=memory)
-    elif known is not None and are_cache_inputs(read_cache_inputs(known), config):
-        store = open_cache(caches / known["fingerprint"], memory_bytes=memory)
+    if fingerprint is not None:
+        store = open_cache(caches / fingerprint, memory_bytes=memory)
     else:
         identity = settle_recipe(plan_capture(config, monitor, home / TEXTS), caches).identity
         store = open_cache(caches / identity.fingerprint, identity, memory)
@@ -66,7 +99,7 @@ def open_source(
     )
     require_served(config.loss, store.codec)
     adopt_chat_template(tokenizer, config, store, monitor)
-    return tokenizer, store
+    return store
 
 
 def adopt_chat_template(
@@ -116,8 +149,12 @@ def holds_chats(source: Cache, tokenizer: PreTrainedTokenizerBase) -> bool:
 def adopt_cache_layout(source: Source, config: JobConfig) -> JobConfig:
     """``config`` with the sequence length and packing of its sealed cache.
 
-    Only a job that names a sealed cache changes: its own ``data`` section names no text.
+    Only a job that names a sealed cache changes: its own ``data`` section names no text. One of
+    several teachers is packed if one of its caches is.
     """
+    if config.teachers and config.data.packing == "auto":
+        settled = [settle_packing(member.job) for member in list_members(config)]
+        return set_packing(config, any(each.data.packing for each in settled))
     if config.cache.fingerprint is None or not isinstance(source, Cache):
         return config
     identity = source.identity.data
@@ -141,7 +178,8 @@ def load_student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:
 
 def select_cache_inputs(config: JobConfig) -> Json:
     """The part of a configuration that decides which cache it needs."""
-    sections = config.model_dump(mode="json", include={"teacher", "data", "cache"})
+    included = {"teacher", "data", "cache"} | ({"teachers"} if config.teachers else set())
+    sections = config.model_dump(mode="json", include=included)
     return sections | {"entropies": config.keeps_entropies}
 
 

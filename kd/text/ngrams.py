@@ -103,12 +103,12 @@ class NGrams:
 def count_ngrams(source: Source, vocabulary: int) -> NGrams | None:
     """Count the beginning of the training text of ``source``; None if it has no target."""
     if isinstance(source, Cache):
-        return NGrams.of(_read_stored_tokens(source), vocabulary)
+        return NGrams.of(read_stored_tokens(source), vocabulary)
     parts = read_in_parts(source, range(source.train_count), _SEQUENCES_AT_ONCE)
     return NGrams.of((sequences for sequences, _ in parts), vocabulary)
 
 
-def _read_stored_tokens(source: Cache) -> Iterator[Sequences]:
+def read_stored_tokens(source: Cache) -> Iterator[Sequences]:
     """Yield the training sequences of each shard, without their records, which are many times as
     large.
     """

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
+from kd.addresses import SUFFIXES, find_suffix
 from kd.buckets.inputs import download_files, is_stored_name, list_stored
 from kd.config.data import DataConfig, DatasetSpec
 from kd.errors import DataError
@@ -34,18 +35,6 @@ SAVED_SPLIT = ("state.json", "dataset_info.json")
 SAVED_SPLITS = "dataset_dict.json"
 #: The files in which a dataset names its files.
 CARDS = ("README.md", ".huggingface.yaml")
-#: The formats that format auto knows, by the suffix of a file.
-SUFFIXES = {
-    ".txt": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".parquet": "parquet",
-}
-#: The suffixes of compressed files, which stand after that of the format, and the kinds that they
-#: promise.
-PACKED = {".gz": "gzip", ".zst": "zstd"}
-
 #: Why something without an ending of text may be left out.
 _NO_FILE = "folders and devices"
 _HIDDEN = "hidden files and folders"
@@ -205,18 +194,6 @@ def is_saved_dataset(folder: Path) -> bool:
     """Return whether ``save_to_disk`` of ``datasets`` wrote ``folder``: one split, or several."""
     one = [folder / name for name in SAVED_SPLIT]
     return (folder / SAVED_SPLITS).is_file() or all(map(Path.is_file, one))
-
-
-def find_suffix(path: PurePath) -> str:
-    """Return the suffix that shows a file's format, without that of its compression after it."""
-    whole = path.name if find_packing(path) == "" else path.stem
-    return PurePath(whole).suffix.lower()
-
-
-def find_packing(path: PurePath) -> str:
-    """Return the suffix of a file's compression, or nothing."""
-    suffix = path.suffix.lower()
-    return suffix if suffix in PACKED else ""
 
 
 def choose_format(path: Path, config: DataConfig) -> str:

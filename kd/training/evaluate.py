@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,11 @@ from kd.text.batches import Batch, Source
 from kd.text.steps.reading import deal_validation_batches
 from kd.training.calibration import BINS, Calibration
 from kd.training.saved.state import Evaluation
+
+#: The means that an evaluation has for each domain too.
+BY_DOMAIN = (
+    "validation_kl", "validation_agreement", "validation_perplexity", "validation_tokens",
+)  # fmt: skip
 
 
 def choose_evaluation_temperature(loss: LossConfig) -> float:
@@ -67,7 +72,8 @@ def evaluate_student(
     ``validation_agreement`` is over the positions whose record has the teacher's best token: all of
     them, or for sampled records those where that token's probability is above the threshold.
     ``validation_calibration_error`` has 15 bins, at T = 1. ``validation_perplexity_low`` and
-    ``_high`` are the perplexity's interval (``cache.perplexity``), where it has few tokens.
+    ``_high`` are the perplexity's interval (``cache.perplexity``), where it has few tokens. With
+    several teachers the means ``BY_DOMAIN`` come for each domain too, as validation_kl/math.
 
     The ranks of ``group`` share the batches, and all of them get the means over all batches.
     ``call(work, batch)`` returns ``work(batch)``, computed where the parameters are whole; None on
@@ -82,20 +88,20 @@ def evaluate_student(
         return BatchScore(**vars(score), targets_S=batch.count_targets())
 
     scores = []
-    for counted, batch in deal_validation_batches(source, batch_size, group.readers):
+    for counted, domain, batch in deal_validation_batches(source, batch_size, group.readers):
         score = call(score_batch, batch.to(device))
         if counted and score is not None:
-            scores.append(score)
+            scores.append(replace(score, domain=domain))
     if not group.alone:
         # The scores of all ranks, in the order of the batches.
         dealt = group.gather([each.to_json() for each in scores])
         turns = itertools.chain.from_iterable(itertools.zip_longest(*dealt))
         scores = [BatchScore.from_json(each) for each in turns if each is not None]
-    blocks = (BlockLosses.of(each.ce_N, each.targets_S) for each in scores)
-    losses = sum(blocks, BlockLosses.none())
-    if not losses.tokens:
-        return {}
-    return _average_scores(scores, losses)
+    found = _average_scores(scores)
+    for domain in dict.fromkeys(score.domain for score in scores if score.domain):
+        own = _average_scores([score for score in scores if score.domain == domain])
+        found |= {f"{name}/{domain}": own[name] for name in BY_DOMAIN if own}
+    return found
 
 
 @dataclass(frozen=True)
@@ -117,9 +123,10 @@ class Score:
 
 @dataclass(frozen=True)
 class BatchScore(Score):
-    """The score of a batch, and the number of targets of each of its sequences."""
+    """The score of a batch of a domain, and the number of targets of each of its sequences."""
 
     targets_S: NDArray[Any]
+    domain: str = ""
 
     def to_json(self) -> Json:
         """Return all numbers, for another rank."""
@@ -177,8 +184,12 @@ def score_positions(
     return Score(ce, None if targets.teacher is None else kd, agreed, comparable, calibration, ce_N)
 
 
-def _average_scores(scores: list[BatchScore], losses: BlockLosses) -> Evaluation:
+def _average_scores(scores: list[BatchScore]) -> Evaluation:
+    blocks = (BlockLosses.of(each.ce_N, each.targets_S) for each in scores)
+    losses = sum(blocks, BlockLosses.none())
     tokens = losses.tokens
+    if not tokens:
+        return {}
     loss = sum(score.ce for score in scores) / tokens
     kl = sum(score.kd or 0.0 for score in scores) / tokens
     agreed = sum(score.agreed for score in scores)

@@ -18,7 +18,6 @@ from kd.config.train import TrainConfig
 from kd.memory.step_bytes import StepMemory
 from kd.models.layers import group_layers
 from kd.models.precision import ScalerWatch
-from kd.optim.adaptive_clipping import find_clipped
 from kd.optim.averaging import Averager
 from kd.optim.dropout import Dropout
 from kd.parallel.group import Group
@@ -76,8 +75,6 @@ class Run:
     #: The trained parameters of each layer, and of each group of the optimiser, by name.
     layers: list[tuple[str, list[nn.Parameter]]] = field(init=False)
     groups: list[tuple[str, list[nn.Parameter]]] = field(init=False)
-    #: The matrices whose gradients are clipped row by row; empty without adaptive clipping.
-    clipped: list[nn.Parameter] = field(init=False)
     #: None where the dropout of the student stays as it is.
     dropout: Dropout | None = field(init=False)
     #: What the student writes at each evaluation; None = nothing.
@@ -89,7 +86,6 @@ class Run:
         self.trained = [parameter for group in groups for parameter in group]
         self.layers = group_layers(self.student)
         self.groups = [(f"group {number}", group) for number, group in enumerate(groups)]
-        self.clipped = find_clipped(self.student) if self.options.adaptive_clipping else []
         self.saver = CheckpointSaver(self.checkpoints, self.group, self.monitor)
         self.dropout = None if self.options.dropout is None else Dropout.of(self.student)
 

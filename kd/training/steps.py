@@ -27,7 +27,6 @@ from kd.loss.ramps import evaluate_ramp
 from kd.loss.temperature import StepStatistics
 from kd.memory.auto_batch import memory_errors, reduce_micro_batch
 from kd.models.precision import forget_unscaling
-from kd.optim.adaptive_clipping import clip_rows
 from kd.parallel.sharded_files import make_whole
 from kd.parallel.stages import StageLoss
 from kd.parallel.strategies import is_sharded, synchronising
@@ -184,8 +183,6 @@ def measure_gradients(run: Run, step: Step) -> None:
             check_initial_loss(step.ce_loss, run.loss.lm_head.vocabulary, run.is_fresh),
             check_gradients(run.student, scaled, run.group, tokens_N),
         ]
-    if run.options.adaptive_clipping is not None:
-        clip_rows(run.clipped, run.options.adaptive_clipping)
     limit = run.options.max_grad_norm or math.inf
     # By the common norm of all ranks.
     if isinstance(run.loss_module, StageLoss):

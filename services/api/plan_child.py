@@ -16,6 +16,7 @@ from cache.json_object import Json
 from kd.buckets.inputs import begin_downloads
 from kd.capture.estimate.job import estimate_by_table
 from kd.config.jobfile import parse_config
+from kd.config.routing.parts import list_members
 from kd.errors import ConfigError
 from kd.memory.model_memory import estimate_least_memory
 from kd.preflight.problems import Folders, require_no_problems
@@ -38,10 +39,14 @@ def answer_order(order: Json, settings: Settings, store: JobStore, kept: KeptAns
         asked = order["wish"] in ("plan", "estimate")
         require_no_problems(config, Folders(settings.root, settings.home, limits, asked=asked))
         if not asked:
-            found = estimate_capture(config, settings, kept) if order["wish"] == "size" else None
-            size = None if found is None else found.bytes
+            # Of several teachers each has a cache of its own.
+            jobs = [each.job for each in list_members(config)] if order["wish"] == "size" else []
+            found = [estimate_capture(job, settings, kept) for job in jobs]
+            sizes = [each.bytes for each in found if each is not None]
             least_memory = estimate_least_memory(config, settings.root)
-            return {"result": {"least_memory": least_memory, "bytes": size}}
+            return {
+                "result": {"least_memory": least_memory, "bytes": sum(sizes) if sizes else None}
+            }
         if order["wish"] == "estimate":
             caches = settings.locate_caches(config.cache.store)
             estimate = estimate_by_table(config, settings.root, caches)

@@ -170,19 +170,21 @@ class LostCaches:
                 self._take_back(job)
 
     def _is_lost(self, job: JobRecord) -> bool:
-        if job.stage == CAPTURE.name or job.cache is None or job.cache.fingerprint is None:
+        if job.stage == CAPTURE.name or job.cache is None:
             return False
         # The manifest is absent while another job captures a damaged shard again, so the folder
         # decides.
-        folder = self._settings.caches / job.cache.fingerprint
-        return not folder.exists() and parse_config(job.config).needs_cache
+        folders = [self._settings.caches / name for name in job.cache.names]
+        is_lost = any(not folder.exists() for folder in folders)
+        return is_lost and parse_config(job.config).needs_cache
 
     def _take_back(self, job: JobRecord) -> None:
         claim = self._store.claim(job.id, job.stage, self._owner, self._settings.lease_seconds)
         if claim is None:  # a worker has begun it, and will find out itself
             return
         assert job.cache is not None, "_is_lost requires a cache"
-        detail = f"Cache {job.cache.fingerprint} is not on the disk any more."
+        name = next(name for name in job.cache.names if not (self._settings.caches / name).exists())
+        detail = f"Cache {name} is not on the disk any more."
         log.warning("%s: %s", job.id, detail)
         if (capture := KINDS[job.kind].find_capture(job.stage, job.turn)) is not None:
             warning = Event("warning", {"message": f"{detail} It is captured again."})

@@ -109,6 +109,8 @@ local ALREADY = {
 }
 -- Errors of a cache that a new capture repairs, if the job captured that cache itself.
 local MENDED_BY_CAPTURE = {cache_missing = true, cache_incomplete = true, cache_corrupt = true}
+-- The fields of a record that name caches.
+local CACHE_FIELDS = {['cache.fingerprint'] = true, ['cache.fingerprints'] = true}
 local REPLY = {running = 'go', cancelling = 'cancel', pausing = 'pause'}
 local SECONDS = {1, 5, 15, 60, 300, 900, 3600, 14400, 86400, 604800, '+Inf'}
 
@@ -480,16 +482,26 @@ local function decode(id, field)
   return sound and value or nil
 end
 
-local function let_go(id)
-  local fingerprint = decode(id, 'cache.fingerprint')
-  if fingerprint then redis.call('SREM', 'kd:cache:' .. tostring(fingerprint) .. ':jobs', id) end
+-- The caches of a job: the one that it captures or reads now, and all that it joins.
+local function caches_of(id)
+  local found, several = {decode(id, 'cache.fingerprint')}, decode(id, 'cache.fingerprints')
+  for _, name in ipairs(type(several) == 'table' and several or {}) do found[#found + 1] = name end
+  return found
 end
 
-local function uses(id, fingerprint)
+local function let_go(id)
+  for _, name in ipairs(caches_of(id)) do redis.call('SREM', 'kd:cache:' .. tostring(name) .. ':jobs', id) end
+end
+
+-- Set a field of the record that names caches, if it is not null.
+local function uses(id, field, text)
+  if text == 'null' then return end
   let_go(id)
-  redis.call('HSET', key(id), 'cache.fingerprint', cjson.encode(fingerprint))
-  redis.call('SADD', 'kd:caches:' .. get(id, 'owner'), fingerprint)
-  redis.call('SADD', 'kd:cache:' .. fingerprint .. ':jobs', id)
+  redis.call('HSET', key(id), field, text)
+  for _, name in ipairs(caches_of(id)) do
+    redis.call('SADD', 'kd:caches:' .. get(id, 'owner'), name)
+    redis.call('SADD', 'kd:cache:' .. name .. ':jobs', id)
+  end
 end
 
 -- The first dependency that can never succeed, and the reason; or nothing.
@@ -527,8 +539,7 @@ local function begin(id, owner, ...)
   redis.call('HSET', 'kd:owners', owner, team)
   redis.call('ZADD', 'kd:open', created, id)
   index(id, '*', 'add')
-  local fingerprint = get(id, 'cache.fingerprint')
-  if fingerprint then uses(id, cjson.decode(fingerprint)) end
+  for field in pairs(CACHE_FIELDS) do uses(id, field, get(id, field) or 'null') end
   arm(id)
 end
 
@@ -757,7 +768,8 @@ end
 function transitions.named(name)
   local found = {}
   for _, id in ipairs(redis.call('ZRANGE', 'kd:open', 0, -1)) do
-    for _, text in ipairs(redis.call('HMGET', key(id), 'id', 'config', 'cache.fingerprint', 'parent')) do
+    for _, text in ipairs(redis.call('HMGET', key(id), 'id', 'config', 'cache.fingerprint', 'cache.fingerprints',
+        'parent')) do
       if text and string.find(text, name, 1, true) then
         found[#found + 1] = id
         break
@@ -927,8 +939,8 @@ function transitions.beat(id, fence, lease, batch, fields, ...)
   if tonumber(batch) > tonumber(written) then
     redis.call('HSET', key(id), 'batch', batch)
     for i = 1, 2 * fields, 2 do
-      if pairs[i] ~= 'cache.fingerprint' then redis.call('HSET', key(id), pairs[i], pairs[i + 1])
-      elseif pairs[i + 1] ~= 'null' then uses(id, cjson.decode(pairs[i + 1])) end
+      if CACHE_FIELDS[pairs[i]] then uses(id, pairs[i], pairs[i + 1])
+      else redis.call('HSET', key(id), pairs[i], pairs[i + 1]) end
     end
     for i = 2 * fields + 1, #pairs, 2 do
       emit(id, pairs[i], pairs[i + 1])

@@ -46,6 +46,7 @@ class FoundRun:
     stage: str
     turn: int
     fingerprint: str | None
+    fingerprints: list[str]
     artifacts: dict[str, Path]
     error: dict[str, str] | None
 
@@ -88,6 +89,7 @@ def read_run(folder: Path) -> FoundRun:
         stage=stage.name,
         turn=turn,
         fingerprint=summary.get("fingerprint") or config.cache.fingerprint,
+        fingerprints=summary.get("fingerprints", []),
         artifacts={name: folder / name for name in names if (folder / name).exists()},
         error=None if ended else error,
     )

@@ -347,10 +347,9 @@ def build_store_environment(settings: Settings, job_id: str | None) -> dict[str,
 
 
 def find_teacher_key(config: JobConfig) -> dict[str, str]:
-    """The API key of the remote teacher that the job names. No other key leaves the worker."""
-    teacher = config.served_teacher
-    name = None if teacher is None else teacher.api_key_env
-    return {} if name is None or name not in os.environ else {name: os.environ[name]}
+    """The API keys of the remote teachers that the job names. No other key leaves the worker."""
+    names = [each.api_key_env for each in config.named_teachers.values()]
+    return {name: os.environ[name] for name in names if name is not None and name in os.environ}
 
 
 def build_module_command(module: str) -> list[str]:

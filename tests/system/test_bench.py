@@ -146,7 +146,6 @@ LEVERS = [
     "train.gradient_checkpointing: full",
     "train.gradient_checkpointing: sqrt",
     "loss.tail_control: False",
-    "loss.z_loss: 0.0001",
     "loss.entropy_weighting: 1.0",
     "loss.temperature: 2.0",
     "loss.temperature: {mode: adversarial}",

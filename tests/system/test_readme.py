@@ -220,7 +220,7 @@ def test_every_lever_is_listed_in_the_configuration() -> None:
     listed = page.partition("## Levers")[2].partition("\n## ")[0]
     levers = [
         f"{section}.{name}"
-        for section, names in re.findall(r"^- \[`(\w+)`\]\(#\1\): (.+)$", listed, re.MULTILINE)
+        for section, names in re.findall(r"^- \[`(\w+)`\]\(#[\w-]+\): (.+)$", listed, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", names)
     ]
     wanted = fields("loss", "train", "checks", "evaluation", "search") | {

@@ -122,6 +122,10 @@ def list_teacher_files(source: ModelSource, root: Path) -> list[Path]:
 
 def require_capture(config: JobConfig) -> ModelSource:
     """Return where the captured teacher comes from; ``ConfigError`` for a job without a capture."""
+    if config.teachers:
+        detail = "an estimate is of one teacher, but the job has several."
+        remedy = "Estimate a job with each teacher and its sources alone."
+        raise ConfigError([Problem("/teachers", detail, remedy)])
     source = config.teacher_files
     if not config.captures or source is None:
         detail = f"a job of kind {config.kind} captures nothing to estimate."

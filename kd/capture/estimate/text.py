@@ -13,7 +13,7 @@ from typing import Any
 
 from cache.errors import PotstillError
 from cache.profiles.sampled import MEASURED_VOCABULARY
-from kd.addresses import ModelSource
+from kd.addresses import ModelSource, find_packing, find_suffix
 from kd.config.job import JobConfig
 from kd.errors import ConfigError, DataError, ModelError, Problem
 from kd.models.folder import find_source
@@ -212,7 +212,7 @@ class _TextSampler:
 
     def _measure_file(self, path: Path, limit: int) -> _TextSize:
         kind = text_files.choose_format(path, self.config.data)
-        if "parquet" in (kind, text_files.find_suffix(path)[1:]):
+        if "parquet" in (kind, find_suffix(path)[1:]):
             tokens = path.stat().st_size * PARQUET_EXPANSION / BYTES_PER_TOKEN
             return self._measure_documents(tokens, tokens, max(tokens / 512, 1.0))
         data, share = _read_beginning(path, limit)
@@ -254,7 +254,7 @@ def _read_beginning(path: Path, limit: int) -> tuple[bytes, float]:
     if whole:
         return data, 1.0
     # How many bytes of a packed file were read is not known: compress them again to find out.
-    packing = text_files.find_packing(path)
+    packing = find_packing(path)
     read = limit
     if packing == ".gz":
         read = len(zlib.compress(data))

@@ -76,8 +76,15 @@ class JobCache(View):
 
     fingerprint: str | None = None
     """Content address, which is also the folder's name under caches/."""
+    fingerprints: list[str] = Field([], description="Of several teachers: those of all caches.")
     bytes_per_token: float | None = None
     """All bytes on disk per token with a record."""
+
+    @property
+    def names(self) -> list[str]:
+        """The fingerprints of all caches, each once."""
+        own = [] if self.fingerprint is None else [self.fingerprint]
+        return list(dict.fromkeys([*own, *self.fingerprints]))
 
 
 class CaptureWorker(View):

@@ -128,6 +128,20 @@ REMOVED: dict[str, RemovedField] = {
         "Remove it: the sampler has a fixed seed, and the same job tries the same values again.",
         (0,),
     ),
+    "search.pruner": RemovedField(
+        "Remove it: a trial that is worse than the median of the others is stopped.", ("median",)
+    ),
+    "loss.z_loss": RemovedField(
+        "Remove it: the student's logits do not drift in a training with records.",
+        (0.0,),
+        after="label_smoothing",
+    ),
+    "train.adaptive_clipping": RemovedField(
+        "Remove it: train.max_grad_norm clips the whole gradient.", (None,)
+    ),
+    "train.layer_lr_decay": RemovedField(
+        "Remove it: all layers learn at train.learning_rate.", (1.0,), after="weight_decay"
+    ),
     "train.batch_scaling": RemovedField(
         "Set train.learning_rate for the batch: times the ratio of the sequences of a step (rule "
         "linear), or times its square root (rule sqrt).",

@@ -42,7 +42,8 @@ def draft_template(template: str, name: str, answers: Mapping[str, str | None]) 
     values = {field: _write_value(answers.get(field) or "") for field in fields}
     values["model"] = _write_value(answers.get("student") or "")
     if gguf_file := answers.get("gguf_file"):
-        values["teacher"] += f"\n  gguf_file: {_write_value(gguf_file)}"
+        indent = text.partition("model: {teacher}")[0].rpartition("\n")[2]
+        values["teacher"] += f"\n{indent}gguf_file: {_write_value(gguf_file)}"
     filled = text.format(name=_write_value(name), student=student, **values)
     if not answers.get("validation"):
         filled = filled.replace('  validation: ""\n', "")

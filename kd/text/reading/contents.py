@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from kd.addresses import PACKED, find_packing, find_suffix
 from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.files import LFS_REMEDY, is_lfs_pointer
 from kd.text.reading.tables import read_parquet_rows
 from kd.text.rows import Row
-from kd.text.text_files import PACKED, choose_format, find_packing, find_suffix, refuse_unreadable
+from kd.text.text_files import choose_format, refuse_unreadable
 
 #: What a file raises that is not UTF-8, not gzip or zstd, cut short, or not readable.
 BROKEN = (UnicodeDecodeError, OSError, EOFError, zlib.error)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kd.addresses import find_packing
 from kd.config.data import DataConfig
 from kd.errors import DataError
 from kd.text.rows import COLUMNS, Row, drop_absent_fields
-from kd.text.text_files import find_packing
 
 if TYPE_CHECKING:
     from pyarrow import Schema

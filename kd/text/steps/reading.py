@@ -18,6 +18,7 @@ from cache.store import Cache
 from kd.config.train import TrainConfig
 from kd.parallel.group import ALONE, Group
 from kd.text.batches import Batch, Source, make_batch
+from kd.text.joined.source import list_domains
 from kd.text.packing import measure_text_lengths
 from kd.text.steps.order import EpochOrder, choose_epoch_order, list_step_epochs, list_step_indices
 
@@ -170,21 +171,23 @@ class TimedIterator(Iterator[Item], Generic[Item]):
 
 def read_validation_batches(source: Source, batch_size: int) -> Iterator[Batch]:
     """Yield the held-out sequences in order, as batches."""
-    return (batch for _, batch in deal_validation_batches(source, batch_size))
+    return (batch for *_, batch in deal_validation_batches(source, batch_size))
 
 
 def deal_validation_batches(
     source: Source, batch_size: int, group: Group = ALONE
-) -> Iterator[tuple[bool, Batch]]:
-    """Yield the held-out sequences in order, as batches; the ranks take them in turn.
+) -> Iterator[tuple[bool, str, Batch]]:
+    """Yield the held-out sequences in order, as batches of one domain; the ranks take them in turn.
 
     All ranks get equally many, because they compute together. A batch that only fills a round comes
-    with False, and does not count.
+    with False, and does not count. The domain's name stands before the batch; empty = the only one.
     """
-    end = source.train_count + source.validation_count
-    count = -(-source.validation_count // batch_size)
-    for first in range(0, count, group.size):
+    places = [
+        (name, range(start, min(start + batch_size, held_out.stop)))
+        for name, held_out in list_domains(source).items()
+        for start in held_out[::batch_size]
+    ]
+    for first in range(0, len(places), group.size):
         number = first + group.rank
-        start = source.train_count + number % count * batch_size
-        indices = np.arange(start, min(start + batch_size, end))
-        yield number < count, make_batch(*source.read(indices))
+        name, batch = places[number % len(places)]
+        yield number < len(places), name, make_batch(*source.read(np.asarray(batch)))

@@ -32,6 +32,8 @@ _FIELDS = (
     "format", "text_column", "document_separator", "assistant_only_loss", "sequence_length",
     "streaming", "packing",
 )  # fmt: skip
+#: The fields of a source that change nothing of its text.
+_ROUTE = {"teacher", "mixture"}
 #: The age from which a file does not change without another time.
 _YOUNG_NS = 2_000_000_000
 #: Digits of a digest in a name.
@@ -108,9 +110,10 @@ def _describe_source(source: str | DatasetSpec, field: str, config: DataConfig) 
     if found is not None:
         # A folder has neither name nor revision. Stores that the library read have both, so that
         # none of them counts as made of these inputs: it took a text file for one row a line.
-        known = spec.model_dump(mode="json", exclude={"name", "revision"}) if spec is source else {}
+        unread = {"name", "revision", *_ROUTE}
+        known = spec.model_dump(mode="json", exclude=unread) if spec is source else {}
         return {**known, "files": list(map(describe_file, found.files))}
-    known = spec.model_dump(mode="json")
+    known = spec.model_dump(mode="json", exclude=_ROUTE)
     if (folder := Path(spec.path)).is_dir():
         return {**known, "files": list(map(describe_file, list_all_files(folder)))}
     rows = None if config.streaming else open_dataset(spec, False)

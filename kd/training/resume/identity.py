@@ -33,7 +33,6 @@ TEACHER_FREE_FIELDS = (
 #: they existed: then a checkpoint's identity does not have them.
 NEWER_FIELDS: dict[str, float | None] = {
     "lm_head_floor": 0.0,
-    "adaptive_clipping": None,
     "dropout": None,
     "fp8": False,
 }
@@ -83,6 +82,8 @@ def compute_resume_identity(
     # A field whose value means what was done before it existed is left out.
     # The state of the control variate in a checkpoint tells whether the run has one.
     unset: dict[str, Any] = {"loss": {"tail_control"}}
+    if config.loss.balance == "tokens":
+        unset["loss"].add("balance")
     if config.loss.router_balance is None:
         unset["loss"].add("router_balance")
     lora = None if config.student is None else config.student.lora
@@ -156,7 +157,7 @@ def _load_earlier_job(run_dir: Path) -> JobConfig | None:
     except (ConfigError, ValueError):
         # Missing, damaged, or written by another version.
         return None
-    source_identity = config.cache.fingerprint or captured.get("fingerprint")
+    source_identity = config.cache.fingerprint or captured.get("join", captured.get("fingerprint"))
     if config.train is None or compute_resume_identity(config, str(source_identity)) != written_by:
         return None
     return config

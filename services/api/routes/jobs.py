@@ -17,6 +17,7 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
@@ -336,9 +337,11 @@ def act_on_job(
     action: Action, job: JobRecord, service: Service, caller: Caller, response: Response
 ) -> Job:
     """Apply the action, and return the job after it; the status is 200 if it was done already."""
-    cached = job.cache.fingerprint if job.cache is not None else None
-    # A rule of retention removes the cache before the action, and finds it needed after it.
-    with held(service.settings.caches / (cached or "")):
+    names = job.cache.names if job.cache is not None else []
+    # A rule of retention removes the caches before the action, and finds them needed after it.
+    with ExitStack() as holding:
+        for name in names:
+            holding.enter_context(held(service.settings.caches / name))
         outcome = _apply_action(action, job, service)
     if outcome == "already":
         response.status_code = 200

@@ -9,7 +9,9 @@ from services.store.callers import Caller
 from services.store.jobs.script import ScriptedStore
 
 #: Fields of a record: how a job ended, and those that name other jobs, caches, files and folders.
-FIELDS = ("status", "finished_at", "config", "cache.fingerprint", "parent")
+FIELDS = (
+    "status", "finished_at", "config", "cache.fingerprint", "cache.fingerprints", "parent",
+)  # fmt: skip
 
 
 class NamingJob(NamedTuple):

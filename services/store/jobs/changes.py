@@ -146,6 +146,8 @@ class JobChanges(ScriptedStore):
         fields |= {"stage": run.stage, "turn": str(run.turn)}
         if run.fingerprint is not None:
             fields["cache.fingerprint"] = json.dumps(run.fingerprint)
+        if run.fingerprints:
+            fields["cache.fingerprints"] = json.dumps(run.fingerprints)
         for name, path in run.artifacts.items():
             fields[f"artifacts.{name}"] = json.dumps(str(path))
         status = "succeeded" if run.error is None else "failed"

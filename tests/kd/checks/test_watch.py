@@ -286,7 +286,7 @@ def test_a_layer_s_gradient_that_explodes_or_vanishes_is_an_alarm_once() -> None
     assert (large.check, small.check) == ("exploding", "vanishing")
     assert large.message == "The norm of the gradient is above 100 in embeddings, head."
     assert small.facts == {"norms": {"layer 0": 1e-8}}
-    assert "adaptive_clipping" in large.remedy and "learns nothing" in small.remedy
+    assert "max_grad_norm" in large.remedy and "learns nothing" in small.remedy
     assert watch.observe_layers({"embeddings": 101.0, "layer 0": 1e-8, "head": 1.0}) == []
     # A checkpoint keeps which alarms have sounded.
     resumed = begin_watch(make_job())

@@ -109,7 +109,6 @@ BOUNDS = [
     ("loss.divergence", ["kl", "jsd"], ["forward_kl"]),
     ("loss.beta", [0, 1], [0.01, 0.99]),
     ("loss.label_smoothing", [-0.1, 1], [0, 0.9]),
-    ("loss.z_loss", [-0.1, 1.1], [0, 1]),
     ("loss.router_balance", [-0.1, 10.1], [0, 10, None]),
     ("loss.entropy_weighting", [-4.1, 4.1], [-4, 4]),
     ("loss.features.weight", [-1, 1001], [0]),
@@ -140,12 +139,10 @@ BOUNDS = [
         [{"amsgrd": 1}, {"momentum": 1}, {"amsgrad": "yes?"}, 3],
         [{}, {"amsgrad": True}],
     ),
-    ("train.layer_lr_decay", [0, 1.1], [0.5, 1]),
     ("train.ema_decay", [0, 1], [0.999, None]),
     ("train.weight_decay", [-1, 11], [0]),
     ("train.lm_head_floor", [-0.1, 1.0], [0]),
     ("train.max_grad_norm", [-1], [0]),
-    ("train.adaptive_clipping", [0, 10.1], [1e-4, 10, None]),
     ("train.dropout", [-0.1, 1.0, {"start": 0}], [0, 0.99, None, RAMP]),
     ("train.dropout.schedule", ["sine", None], ["linear", "cosine", "step"]),
     ("train.dropout.start", [-0.1, 1.0], [0, 0.99]),
@@ -195,7 +192,6 @@ BOUNDS = [
     ("search.space.x.choices", [[], list(range(65)), [1]], [None]),
     ("search.trials", [0, 10_001], [1, 10_000]),
     ("search.sampler", ["grid"], ["tpe", "gp", "random"]),
-    ("search.pruner", ["asha"], ["none", "median", "hyperband"]),
     (
         "labels",
         [{"": "x"}, {"a b": "x"}, {"a": "x\n"}, {"a" * 64: "x"}, {str(n): "x" for n in range(17)}],
@@ -255,7 +251,8 @@ def test_every_bounded_field_is_in_the_table():
         for name, field in section.model_fields.items():
             if field.metadata and not list(sections(field.annotation)):
                 yield prefix + name
-            for inner in sections(field.annotation):
+            # The section of each of several teachers is that of one.
+            for inner in () if name == "teachers" else sections(field.annotation):
                 if inner is not DatasetSpec:
                     key = "x." if typing.get_origin(field.annotation) is dict else ""
                     yield from bounded(inner, f"{prefix}{name}.{key}")

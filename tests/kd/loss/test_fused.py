@@ -223,11 +223,10 @@ def test_the_objective_of_a_job_is_its_configuration() -> None:
         "divergence": "jsd",
         "beta": 0.2,
         "label_smoothing": 0.1,
-        "z_loss": 0.01,
         "entropy_weighting": 1.0,
     }
     found = Objective.of(LossConfig(alpha=0.4, **levers))
-    assert found == Objective(0.4, "jsd", 0.2, 0.1, 0.01, 1.0, False)
+    assert found == Objective(0.4, "jsd", 0.2, 0.1, 0.0, 1.0, False)
     ramp = LossConfig.model_validate({"alpha": {"schedule": "linear", "start": 0.6, "end": 0.0}})
     assert (Objective.of(ramp).alpha, Objective.of(ramp).with_alpha(0.2).alpha) == (0.6, 0.2)
     assert Objective.of(

@@ -86,7 +86,7 @@ LEVERS: dict[str, Job] = {
     "more micro-batches": {"train": {"batch_size": 1, "gradient_accumulation_steps": 8}},
     "checkpointing": {"train": {"gradient_checkpointing": "sqrt"}},
     "average": {"train": {"ema_decay": 0.9}},
-    "layers": {"train": {"layer_lr_decay": 0.8, "max_grad_norm": 0.1}},
+    "clipped": {"train": {"max_grad_norm": 0.1}},
     "lion": {"train": {"optim": "lion", "learning_rate": 1e-3}},
     "lars": {"train": {"optim": "lars"}},
     "muon": {"train": {"optim": "muon"}},

@@ -55,7 +55,7 @@ LEVERS: dict[str, Job] = {
     "muon": {"train": {"optim": "muon"}},
     "lars": {"train": {"optim": "lars", "optim_args": {"momentum": 0.9}}},
     "adafactor": {"train": {"optim": "adafactor"}},
-    "layers": {"train": {"layer_lr_decay": 0.8, "max_grad_norm": 0.1}},
+    "clipped": {"train": {"max_grad_norm": 0.1}},
     "lora": {"student": {"init": None, "lora": {"rank": 4}}},
     "hidden": {"cache": {"profile": "hidden"}, "loss": {"divergence": "reverse_kl"}},
     "features": {"cache": {"profile": "hidden"}, "loss": {"features": {"weight": 0.5}}},

@@ -324,7 +324,13 @@ NO_PLACE = {
     "search.space", "train.optim_args", "train.lr_scheduler_kwargs",
     "teacher.context", "teacher.system",
     "resume.run",  # the API asks whose job it is
+    "teachers",  # their names
+    "data.train.teacher", "data.train.mixture",
+    "data.validation.teacher", "data.validation.mixture",
 }  # fmt: skip
+#: Each of several teachers is confined as one is.
+CONFINED |= {each.replace("teacher.", "teachers.") for each in CONFINED if "teacher." in each}
+NO_PLACE |= {each.replace("teacher.", "teachers.") for each in NO_PLACE if "teacher." in each}
 
 
 def test_every_text_in_a_job_is_confined_or_names_no_place() -> None:
@@ -347,6 +353,30 @@ def test_a_proposal_is_confined_as_a_model(root: Path, limits: Confinement) -> N
     served = {"backend": "http", "model": "m", "url": "http://127.0.0.1:1", "tokenizer": "model"}
     config = job(teacher=served | {"proposal": "/b"}, cache={"k": 128})
     assert "/teacher/proposal" in pointers(config, root, limits)
+
+
+def test_each_of_several_teachers_and_its_text_are_confined(
+    root: Path, limits: Confinement
+) -> None:
+    served = {"backend": "http", "model": "m", "url": "http://192.0.2.1:8000", "tokenizer": "model"}
+    config = parse_config(
+        {
+            "teachers": {"one": {"model": "/a"}, "two": served | {"proposal": "/b"}},
+            "student": {"model": "model"},
+            "data": {
+                "train": [
+                    {"path": "/c/*.txt", "teacher": "one"},
+                    {"path": "text/a.txt", "teacher": "one"},
+                    {"path": "/d", "mixture": {"one": 0.5, "two": 0.5}},
+                ]
+            },
+            "cache": {"k": 8},
+            "train": {"max_steps": 1},
+        }
+    )
+    found = [each.pointer for each in find_problems(config, Folders(root, None, limits))]
+    places = ["/data/train/2", "/teachers/one/model", "/teachers/two/proposal"]
+    assert sorted(found) == ["/data/train/0", *places, "/teachers/two/url"]
 
 
 def test_what_is_refused_says_nothing_of_what_is_there(

@@ -36,7 +36,7 @@ def make_job(**search: Any) -> JobConfig:
             "student": {"init": {"layers": 1, "hidden_size": 16}},
             "data": {"train": "text.txt", "validation_fraction": 0.1},
             "train": {"max_steps": 9, "eval_steps": 1},
-            "search": {"space": SPACE, "trials": 8, "pruner": "none", **search},
+            "search": {"space": SPACE, "trials": 8, **search},
         }
     )
 
@@ -169,7 +169,7 @@ def test_a_study_of_another_job_is_refused_and_more_trials_are_not(tmp_path: Pat
     run(tmp_path, make_job(trials=2))
     assert len(run(tmp_path, make_job(trials=5))) == 5
     with pytest.raises(TrainingError, match="Another job"):
-        open_study(tmp_path, make_job(pruner="hyperband"))
+        open_study(tmp_path, make_job(sampler="random"))
 
 
 def test_a_search_that_an_earlier_version_began_goes_on(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_search_that_an_earlier_version_began_goes_on(tmp_path: Path) -> None:
     other = make_job(trials=20)
     make_study(other, FileJournal(journal))  # more trials are no other job
     with pytest.raises(TrainingError, match="Another job"):
-        make_study(make_job(pruner="hyperband"), FileJournal(journal))
+        make_study(make_job(sampler="random"), FileJournal(journal))
 
 
 def test_the_loss_before_the_first_step_and_a_second_one_of_a_step_do_not_count(
@@ -217,13 +217,8 @@ def test_a_trial_counts_by_the_loss_of_the_weights_it_saves_and_fails_without_on
     assert (rows[2].state, rows[2].why) == ("failed", "It diverged.")
 
 
-@pytest.mark.parametrize(
-    ("pruner", "pruned"), [("median", True), ("hyperband", True), ("none", False)]
-)
-def test_a_pruner_stops_what_is_worse_than_the_others(
-    tmp_path: Path, pruner: str, pruned: bool
-) -> None:
-    study = open_study(tmp_path, make_job(pruner=pruner, trials=50))
+def test_what_is_worse_than_the_others_is_stopped(tmp_path: Path) -> None:
+    study = open_study(tmp_path, make_job(trials=50))
     for number in range(12):
         trial = study.study.ask()
         stopped = False
@@ -236,7 +231,7 @@ def test_a_pruner_stops_what_is_worse_than_the_others(
     for step in range(1, 10):
         study.report_loss(bad, step, 50.0)
         stopped = stopped or should_prune(bad)
-    assert stopped == pruned
+    assert stopped
 
 
 def test_the_report_lists_every_trial_and_the_best_job_runs(tmp_path: Path) -> None:

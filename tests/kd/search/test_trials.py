@@ -54,7 +54,7 @@ def make_job(tiny_teacher: Path, tiny_text: Path) -> Callable[..., JobConfig]:
                 "cache": {"shard_sequences": 8, "seed": 3},
                 "train": options | (train or {}),
                 "search": {
-                    "space": RATES, "trials": 3, "sampler": "random", "pruner": "none", **search,
+                    "space": RATES, "trials": 3, "sampler": "random", **search,
                 },
             }
         )  # fmt: skip
@@ -237,7 +237,7 @@ def test_a_bad_trial_is_stopped_early(
     """The median pruner needs five trials first; with this seed only the sixth learns badly."""
     monkeypatch.setattr(study, "SEED", 6)
     space = {"train.learning_rate": {"choices": [1e-7, 2e-2]}}
-    job = make_job({"eval_steps": 1, "save_steps": 9}, space=space, trials=7, pruner="median")
+    job = make_job({"eval_steps": 1, "save_steps": 9}, space=space, trials=7)
     trials = trials_of(search(job, home))
     (pruned,) = [row for row in trials if row["state"] == "pruned"]
     assert (pruned["number"], pruned["values"]) == (5, {"train.learning_rate": 1e-7}) and pruned[

@@ -204,7 +204,7 @@ def cases() -> list[Any]:
 def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     tmp_path: Path, chosen: dict[str, Any], ema: bool, scale: float | None
 ) -> None:
-    options = make_options(layer_lr_decay=0.8, **chosen)
+    options = make_options(**chosen)
     whole = Run(options, ema=ema, scale=scale)
     whole.train(STEPS)
     expected = whole.everything()

@@ -134,7 +134,6 @@ LEVERS: dict[str, dict[str, Any]] = {
     "skew_kl": {"loss": {"divergence": "skew_kl", "beta": 0.2}},
     "total_variation": {"loss": {"divergence": "total_variation"}},
     "label_smoothing": {"loss": {"label_smoothing": 0.2}},
-    "z_loss": {"loss": {"z_loss": 0.01}},
     "entropy_weighting": {"loss": {"entropy_weighting": 1.0}},
     "features": {"loss": {"features": {"weight": 1.0}}},
     "features by cosine": {"loss": {"features": {"weight": 1.0, "kind": "cosine"}}},
@@ -147,7 +146,6 @@ LEVERS: dict[str, dict[str, Any]] = {
     },
     "optim_args": {"train": {"optim_args": {"amsgrad": 1}}},
     "weight_decay": {"train": {"weight_decay": 0.5}},
-    "layer_lr_decay": {"train": {"layer_lr_decay": 0.5}},
     "lm_head_floor": {"train": {"lm_head_floor": 0.0}},
     "onecycle": {"train": {"lr_scheduler_type": "onecycle"}},
     "warm-up, stable, decay": {
@@ -175,7 +173,6 @@ LEVERS: dict[str, dict[str, Any]] = {
             "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.2, "factor": 0.5},
         },
     },
-    "adaptive_clipping": {"train": {"adaptive_clipping": 1e-4}},
     "dropout": {"train": {"dropout": {"schedule": "linear", "start": 0.4, "end": 0.0}}},
     "ema_decay": {"train": {"ema_decay": 0.9}},
     "max_grad_norm": {"train": {"max_grad_norm": 0.01, "optim": "lars", "learning_rate": 1.0}},
@@ -240,10 +237,9 @@ def test_everything_at_once_resumes_bit_for_bit(
     """Loss scaler, average, curriculum, one cycle, Muon, features and a temperature that learns."""
     temperature = {"mode": mode, "interval": 2, **LEARNED} if mode else 1.0
     config = taught.config(
-        loss={"temperature": temperature, "features": {"weight": 0.5}, "z_loss": 1e-3,
-              "alpha": 0.3},
+        loss={"temperature": temperature, "features": {"weight": 0.5}, "alpha": 0.3},
         train={"optim": "muon", "lr_scheduler_type": "onecycle", "warmup_steps": 0,
-               "ema_decay": 0.9, "order": "curriculum", "layer_lr_decay": 0.8,
+               "ema_decay": 0.9, "order": "curriculum",
                "gradient_checkpointing": "full"},
     )  # fmt: skip
     whole = taught.train(config, tmp_path / "whole")
@@ -470,7 +466,7 @@ def test_without_newer_fields_a_job_may_resume_what_was_begun_before_they_existe
     before_them = {"lm_head_floor": 0.0, "dropout": None}
     plain = taught.config(train=before_them)
     sections = plain.model_dump(
-        include={"student", "loss"}, exclude={"loss": {"router_balance", "tail_control"}}
+        include={"student", "loss"}, exclude={"loss": {"router_balance", "tail_control", "balance"}}
     )
     options = restore_removed(plain.require_train().model_dump(mode="json"), "train.")
     for name in (FREE_FIELDS | NEWER_FIELDS.keys()) & options.keys():

@@ -390,6 +390,23 @@ def test_a_job_whose_cache_is_gone_captures_it_again(parts: Parts, settings: Set
     assert hinted(parts, "precompute") == 1
 
 
+def test_a_job_of_several_caches_misses_each_of_them(parts: Parts, settings: Settings) -> None:
+    claim = take(parts, make_config("quick", "distill"))
+    names = ["a" * 32, "b" * 32]
+    plan = Event("plan", {"fingerprint": names[0], "fingerprints": names})
+    parts.jobs.beat(claim, LEASE, EventBatch(1, (plan,)))
+    assert parts.jobs.advance(claim, "train") == "queued"
+    for name in names:
+        (settings.caches / name).mkdir(parents=True)
+    look(parts, settings)
+    assert parts.job(claim.id).stage == "train"
+    (settings.caches / names[1]).rmdir()
+    look(parts, settings)
+    assert parts.job(claim.id).stage == "precompute"
+    (warning,) = [data for kind, data in parts.events(claim.id) if kind == "warning"]
+    assert names[1] in warning["message"]
+
+
 def test_a_job_that_only_reads_the_cache_fails(parts: Parts, settings: Settings) -> None:
     job = make_config("quick", cache={"fingerprint": FINGERPRINT}, loss={"alpha": 0.1})
     job_id = parts.jobs.create(job).id

@@ -182,7 +182,7 @@ def test_as_many_trials_at_once_as_workers_train(play: Any) -> None:
 
 
 def test_a_bad_trial_is_cancelled_early(play: Any) -> None:
-    played = play(search={"trials": 7, "pruner": "median"})
+    played = play(search={"trials": 7})
     searches = played.searches()
     for _ in range(5):
         searches.step()

@@ -275,6 +275,25 @@ def test_caches_are_their_owners(jobs: JobStore) -> None:
     assert (jobs.find_caches(ANN), jobs.find_caches(BOB)) == ({made}, set())
 
 
+def test_a_job_of_several_caches_uses_all_of_them(jobs: JobStore) -> None:
+    """Each capture names its own cache besides, and none of the others is let go."""
+    names = ["a" * 32, "b" * 32]
+    claim = running(jobs, "distill", caller=ANN)
+    plan = Event("plan", {"fingerprint": names[0], "fingerprints": names})
+    jobs.beat(claim, 5, EventBatch(1, (plan,)))
+    for number, name in enumerate(names, 2):
+        jobs.beat(claim, 5, EventBatch(number, (Event("cache", {"fingerprint": name}),)))
+        assert [jobs.find_cache_users(each) for each in names] == [[claim.id], [claim.id]]
+        assert [jobs.find_open_users(each) for each in names] == [[claim.id], [claim.id]]
+    assert jobs.find_caches(ANN) == set(names)
+    (naming,) = jobs.read_naming_jobs()
+    assert all(name in naming.text for name in names)
+    assert job_of(jobs, claim.id).cache.names == names[::-1]
+    jobs.finish(claim, "succeeded")
+    assert jobs.change("delete", claim.id).outcome == "done"
+    assert [jobs.find_cache_jobs(each) for each in names] == [[], []]
+
+
 def test_a_job_that_takes_another_cache_lets_go_of_the_first(jobs: JobStore) -> None:
     claim = running(jobs, "distill")
     for number, name in enumerate(("a" * 32, "b" * 32, None), 1):

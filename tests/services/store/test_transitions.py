@@ -127,7 +127,7 @@ def ways_into(jobs: JobStore) -> Iterator[tuple[str, Callable[[], Placed]]]:
 
 
 def make_run(job_id: str, error: dict[str, str] | None) -> FoundRun:
-    return FoundRun(job_id, make_config("lost"), "train", 0, None, {}, error)
+    return FoundRun(job_id, make_config("lost"), "train", 0, None, [], {}, error)
 
 
 def actions(jobs: JobStore) -> Iterator[tuple[str, Callable[[Placed], bool]]]:

@@ -183,7 +183,7 @@ def train_on_few_targets(
         "max_steps": 6, "batch_size": size, "gradient_accumulation_steps": 4 // size,
         "eval_steps": 6, "logging_steps": 1, "learning_rate": 1e-2, "strategy": strategy,
     }  # fmt: skip
-    job = make_text_job(options, loss={"alpha": 1.0, "label_smoothing": 0.1, "z_loss": 1e-3})
+    job = make_text_job(options, loss={"alpha": 1.0, "label_smoothing": 0.1})
     student = make_llama(VOCABULARY).double()
     source = PlainText(Corpus(masked, text.validation))
     train(job, source, student, VOCABULARY, Path(folder), SILENT, group)

@@ -48,7 +48,7 @@ def validate(
             settings.root, settings.home, opened=True, note=notices.append, show=rows.append
         )
         problems = find_problems(config, folders)
-        if not problems and config.data.packing == "auto":
+        if not problems and config.data.packing == "auto" and not config.teachers:
             packing = _settle_packing(config, settings.root, notices)
     except ConfigError as error:
         problems = error.problems

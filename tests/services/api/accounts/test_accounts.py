@@ -165,6 +165,13 @@ def test_a_job_whose_cache_would_take_its_team_above_its_bytes_is_refused(house:
     )
     assert document.quota is not None and document.quota.used == 0
     assert "cache.fingerprint" in document.remedy
+    several = {name: each for name, each in body.items() if name != "teacher"}
+    several |= {
+        "teachers": {"one": body["teacher"]},
+        "data": body["data"] | {"train": [{"path": str(house.text), "teacher": "one"}]},
+        "student": {"init": {"layers": 1, "hidden_size": 8, "tokenizer": body["teacher"]["model"]}},
+    }
+    problem(house.ann.post("/jobs", json=several), 429, "quota-exceeded")
     assert house.ann.post("/jobs", json=valid("quick", house.text)).status_code == 202
     set_rules(house, "nlp", Quota(bytes=10**12))
     assert house.ann.post("/jobs", json=body).status_code == 202

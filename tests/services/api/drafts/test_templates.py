@@ -21,7 +21,8 @@ def test_the_templates_are_those_of_the_command(api: Parts) -> None:
         assert each["title"].endswith(".") and each["title"] in each["text"]
         filled = each["text"].replace('model: ""', 'model: "org/teacher"', 1)
         filled = filled.replace('model: ""', 'model: "org/student"')
-        filled = filled.replace('train: ""', 'train: "texts/*.txt"')
+        for field in ("train", "path"):
+            filled = filled.replace(f'{field}: ""', f'{field}: "texts/*.txt"')
         for field in ("tokenizer", "proposal"):  # the student reads the text of a served teacher
             filled = filled.replace(f'{field}: ""', f'{field}: "org/student"')
         assert filled == fill_template(each["name"], JOB_NAME, ANSWERS)
@@ -36,4 +37,6 @@ def test_only_what_the_user_knows_is_missing(api: Parts) -> None:
             known = {"/teacher/model", "/student/model", "/data/train/0"}
             if template.name == "served":
                 known |= {"/teacher/tokenizer", "/teacher/proposal"}
+            if template.name == "teachers":
+                known = {"/teachers/general/model", "/student/model", "/data/train/0/path"}
             assert pointers <= known

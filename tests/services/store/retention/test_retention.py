@@ -203,6 +203,17 @@ def test_a_cache_that_a_job_or_a_student_names_goes_only_with_force(home: Home) 
     assert list_caches(home.settings.caches) == []
 
 
+def test_every_cache_of_a_job_with_several_teachers_stays(home: Home) -> None:
+    names = [home.make_cache(each).name for each in "123"]
+    claim = running(home.store)
+    plan = Event("plan", {"fingerprint": names[0], "fingerprints": names[:2]})
+    home.store.beat(claim, 5, EventBatch(1, (plan,)))
+    gone, kept = home.sweep(caches=30 * DAY)
+    assert [item.name for item in gone] == names[2:]
+    holder = f"the job {claim.id}, which has not ended"
+    assert {item.name: item.kept_by for item in kept} == dict.fromkeys(names[:2], holder)
+
+
 def test_a_job_that_is_submitted_after_the_listing_keeps_its_cache(home: Home) -> None:
     folder = home.make_cache()
     scene = home.look(caches=30 * DAY)

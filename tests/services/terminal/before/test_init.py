@@ -12,6 +12,7 @@ import pytest
 
 from bench.support.paths import ROOT
 from kd.config.jobfile import load_config
+from kd.config.routing.parts import list_members
 from kd.config.templates.filling import fill_template, list_templates
 from kd.errors import ConfigError
 from tests.support.commands import kd
@@ -28,11 +29,21 @@ def test_every_template_is_a_valid_job_with_the_answers(
     (tmp_path / "job.yaml").write_text(text, encoding="utf-8")
     job = load_config(tmp_path / "job.yaml")
     assert job.name == "my-job"
-    assert job.teacher is not None and job.teacher.model == "org/teacher"
+    member = list_members(job)[-1]  # of several teachers that of the text
+    assert member.job.teacher is not None and member.job.teacher.model == "org/teacher"
     assert job.student is not None and job.student.model == "org/student"
-    assert job.data is not None and job.data.train == ("texts/*.txt",)
-    assert job.data.validation == ((validation,) if validation else ())
+    assert member.job.data.train == ("texts/*.txt",)
+    held_out = validation if template != "teachers" else None
+    assert job.data.validation == ((held_out,) if held_out else ())
     assert "# " in text
+
+
+@pytest.mark.parametrize("template", ["distill", "teachers"])
+def test_a_gguf_file_stands_below_its_model(template: str, tmp_path: Path) -> None:
+    text = fill_template(template, "job", ANSWERS | {"gguf_file": "a.gguf"})
+    (tmp_path / "job.yaml").write_text(text, encoding="utf-8")
+    teacher = list_members(load_config(tmp_path / "job.yaml"))[-1].job.teacher
+    assert teacher is not None and teacher.gguf_file == "a.gguf"
 
 
 def test_a_number_of_layers_is_a_student_of_the_teacher_s_layers() -> None:

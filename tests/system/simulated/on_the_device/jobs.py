@@ -39,7 +39,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "dense": {"cache": {"profile": "dense"}},
     "jsd": {"cache": {"profile": "hidden"}, "loss": {"divergence": "jsd"}},
     "features": {"cache": {"profile": "hidden"}, "loss": {"features": {"weight": 1.0}}},
-    "levers": {"loss": {"alpha": 0.3, "label_smoothing": 0.1, "z_loss": 1e-4}},
+    "levers": {"loss": {"alpha": 0.3, "label_smoothing": 0.1}},
     "one document a row": {"data": {"packing": False}},
     "less memory": {
         "train": {"activation_offload": True, "gradient_checkpointing": "sqrt", "auto_batch": True},
@@ -48,7 +48,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "student": {"model": str(AUSTEN / "teacher"), "from_teacher": None, "lora": {"rank": 4}},
     },
     "muon": {"train": {"optim": "muon", "ema_decay": 0.9, "gradient_accumulation_steps": 2}},
-    "curriculum": {"train": {"order": "curriculum", "adaptive_clipping": 0.1}},
+    "curriculum": {"train": {"order": "curriculum"}},
     "evaluation": {"evaluation": {"baseline": True, "continuations": 2, "prompts": ["It was"]}},
 }
 BASE: dict[str, Any] = {

@@ -1,0 +1,1 @@
+"""Jobs with several teachers: which of them reads which source of the text."""

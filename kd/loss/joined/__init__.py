@@ -1,0 +1,1 @@
+"""Targets of several teachers as one."""

@@ -1,0 +1,1 @@
+"""Several sources as one: the parts of a job with several teachers."""
