@@ -45,7 +45,7 @@ def open_source(
     # Where the capture of this run has written its result, the cache is known without reading the
     # text again.
     known = read_json(run_dir / "cache.json")
-    memory = choose_chunk_memory(config.train)
+    memory = choose_chunk_memory()
     caches = find_caches(home, config.cache.store)
     if config.cache.fingerprint is not None:
         store = open_cache(caches / config.cache.fingerprint, memory_bytes=memory)

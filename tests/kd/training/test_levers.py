@@ -327,7 +327,7 @@ def test_checkpointing_and_chunks_change_no_number(
 def test_workers_and_prefetching_change_no_number(
     taught: Taught, plain: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    options = {"dataloader_num_workers": 3, "dataloader_memory": 0}
+    options = {"dataloader_num_workers": 3}
     assert same(taught.train(taught.config(train=options), tmp_path), plain)
 
 
