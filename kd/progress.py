@@ -13,7 +13,8 @@ bar, the pipe from a worker's process to its supervisor, or nobody.
     check        {step, check, ok, message, remedy, facts}
     profile      {phases, tokens_per_second, mfu, peak_memory_bytes}
     evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement,
-                 validation_tokens; validation_perplexity_low and _high below 2,000 tokens}
+                 validation_tokens; validation_perplexity_low and _high below 2,000 tokens;
+                 validation_bits_per_byte where student and teacher have other tokens}
     report       {student_perplexity, student_bits_per_byte, teacher_perplexity,
                  teacher_bits_per_byte, held_out_tokens, held_out_bytes} of the finished student
     samples      {step, texts}: a {prompt, text} of each prompt that the student continued

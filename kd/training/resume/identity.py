@@ -84,6 +84,8 @@ def compute_resume_identity(
     unset: dict[str, Any] = {"loss": {"tail_control"}}
     if config.loss.router_balance is None:
         unset["loss"].add("router_balance")
+    if config.loss.tokenizers == "same":
+        unset["loss"].add("tokenizers")
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "float32":
         unset["student"] = {"lora": {"base"}}
