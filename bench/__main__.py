@@ -46,6 +46,11 @@ BENCHES = {
         "whether a student learns an instruction that only its teacher reads",
         "hours",
     ),
+    "other-tokenizer": Bench(
+        "bench/text/other_tokenizer.py",
+        "what a teacher with another tokenizer teaches, in bits per byte of held-out text",
+        "an hour",
+    ),
     "in-part": Bench(
         "bench/text/in_part.py",
         "the memory of a part of a large text: captured, extended, verified and trained on",

@@ -268,6 +268,9 @@ class Cache:
             return None
         return dict(decode_tail_mean(self._read_folder(TAIL_MEAN, entry, MEAN_ARRAYS)))
 
+    def projection(self) -> None:
+        """Return None: the records are in the tokens of the sequences."""
+
     def _read_folder(self, name: str, entry: FolderEntry, arrays: tuple[str, ...]) -> Arrays:
         with reading(self.folder):
             seal = self.open_seal(name, entry.digest)

@@ -142,10 +142,13 @@ def open_text(
     """
     from_cache = config.cache.fingerprint is not None or config.evaluation.baseline
     if from_cache or config.teachers:
-        _, source = open_source(config, home, run_dir, monitor)
+        own, source = open_source(config, home, run_dir, monitor)
+        # The model need not be the job's student, which was compared above.
         if isinstance(source, Cache):
-            # The model need not be the job's student, which was compared above.
             known = KnownTokenizer.of_cache(source)
+            require_same_tokenizer(tokenizer, known, "The model's", note=monitor.note)
+        elif source.codec is not None:
+            known = KnownTokenizer.of(own, source.codec.vocabulary_size, "that of the student")
             require_same_tokenizer(tokenizer, known, "The model's", note=monitor.note)
         config = adopt_cache_layout(source, config)
     else:

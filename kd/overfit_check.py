@@ -14,6 +14,7 @@ from kd.config.job import JobConfig
 from kd.errors import ConfigError
 from kd.evaluation.overfit import SEQUENCES, check_overfit
 from kd.models.loading import build_student, hide_progress_bars
+from kd.models.tokenizing.aligned_cache import AlignedCache
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.preflight.problems import Folders, require_no_problems
 from kd.progress import SILENT, Monitor
@@ -55,6 +56,10 @@ def _run_check(config: JobConfig, home: Path, folder: Path, monitor: Monitor) ->
             (folder / "run").mkdir()
             run_precompute(config, folder, folder / "run", monitor)
     tokenizer, source = open_source(config, home, folder / "run", monitor)
+    if isinstance(source, AlignedCache) and source.by_chunks:
+        detail = "the least loss of chunks is not known, so that nothing tells what is learnt."
+        remedy = "Check the job with projected, or with loss.alpha 1."
+        raise ConfigError.of_field("/loss/tokenizers", detail, remedy)
     config = adopt_cache_layout(source, config)
     # The same first weights as in the job's own training.
     torch.manual_seed(config.require_train().seed)

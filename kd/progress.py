@@ -14,7 +14,8 @@ bar, the pipe from a worker's process to its supervisor, or nobody.
     profile      {phases, tokens_per_second, mfu, peak_memory_bytes}
     evaluation   {step, validation_loss, validation_perplexity, validation_kl, validation_agreement,
                  validation_tokens; validation_perplexity_low and _high below 2,000 tokens; with
-                 several teachers some of them for each domain, as validation_kl/math}
+                 several teachers some of them for each domain, as validation_kl/math; with another
+                 tokenizer validation_bits_per_byte}
     report       {student_perplexity, student_bits_per_byte, teacher_perplexity,
                  teacher_bits_per_byte, held_out_tokens, held_out_bytes} of the finished student
     samples      {step, texts}: a {prompt, text} of each prompt that the student continued

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kd.checks.verdict import Verdict
+from kd.loss.aligned.targets import ProjectedTarget, settle_targets
 from kd.loss.dense import (
     compute_dense_loss_from_logits,
     compute_teacher_logits,
@@ -58,6 +59,7 @@ def check_parity(
     exists: its products are computed in blocks of the vocabulary.
     """
     count = min(tokens, len(targets))
+    targets = settle_targets(hidden_ND, lm_head, targets)
     hidden_ND = hidden_ND.detach()[:count]
     targets = take_first_positions(targets, count)
     errors: dict[str, float] = {}
@@ -99,7 +101,7 @@ def take_first_positions(targets: Targets, count: int) -> Targets:
 def _cut(teacher: TeacherTarget, count: int) -> TeacherTarget:
     """The targets of a teacher at the first ``count`` positions."""
     match teacher:
-        case SparseTarget() | TopTarget():
+        case SparseTarget() | TopTarget() | ProjectedTarget():
             return teacher.take_chunk(slice(0, count))  # their chunks are targets, too
         case DenseTarget():
             return replace(teacher, logprobs_NV=teacher.logprobs_NV[:count])

@@ -67,7 +67,6 @@ class DiskWatch:
         return (
             f"The disk of the cache is slow: it gives {rate:.3g} MB/s. The last {STEPS} steps "
             f"waited for data {share:.0%} of their time, and took {self._tokens / whole:,.0f} "
-            f"tokens/s; without waiting they would take {taken:,.0f}. If the cache fits into "
-            f"memory, raise train.dataloader_memory. If not, set train.order (now "
-            f"{self._train.order}) to windows, or copy the cache to a local disk."
+            f"tokens/s; without waiting they would take {taken:,.0f}. Set train.order "
+            f"(now {self._train.order}) to windows, or copy the cache to a local disk."
         )

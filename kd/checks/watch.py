@@ -240,8 +240,8 @@ class TrainingWatch:
         message = f"The last {WINDOW} steps waited for data {share:.0%} of their time."
         remedy = (
             f"Raise train.dataloader_num_workers (now {count_loader_threads(train)}). If the cache "
-            "is larger than train.dataloader_memory, raise that or set train.order (now "
-            f"{train.order}) to windows. Or put the cache on a faster disk."
+            f"is larger than 512 MiB, set train.order (now {train.order}) to windows. Or put the "
+            "cache on a faster disk."
         )
         return Verdict("starvation", False, message, remedy, {"share": share})
 

@@ -160,6 +160,12 @@ class LossConfig(Section):
     with a frozen LM head, with entropy_weighting, with several caches (teachers), or in the first
     epoch of train.order curriculum."""
 
+    tokenizers: Literal["same", "projected", "alm"] = "same"
+    """What a teacher with another tokenizer teaches: same = nothing, the job is refused; alm = the
+    likelihood of each span of text that both divide alike, with any profile; projected = KL where
+    tokens of both begin, with profile threshold or tempered. With equal tokenizers it has no
+    effect."""
+
     features: FeatureConfig = Field(default_factory=FeatureConfig)
     """Matching of hidden states, with profile hidden."""
 
@@ -217,6 +223,31 @@ class LossConfig(Section):
         if isinstance(self.temperature, LearnedTemperature):
             return self.temperature.min, self.temperature.max
         return self.temperature, self.temperature
+
+    def list_unaligned(self, profile: str, sampled: bool) -> list[Problem]:
+        """List what records of ``profile`` cannot serve a student with another tokenizer.
+
+        ``sampled``: they are entries with a sampled tail.
+        """
+        if self.hard_labels_only:
+            return []
+        chunks = self.tokenizers == "alm"
+        learned = isinstance(self.temperature, LearnedTemperature)
+        tempered = learned or (chunks and self.temperatures != (1.0, 1.0))
+        remedies = {
+            "/loss/divergence": self.divergence != "forward_kl" and "forward_kl",
+            "/loss/features": self.features.weight > 0.0 and "weight 0",
+            "/loss/temperature": tempered and "1",
+            "/loss/entropy_weighting": chunks and self.weighs_positions and "0",
+            "/loss/tokenizers": not chunks and not sampled and "alm, or capture profile threshold",
+        }
+        what = f"it cannot be served by loss.tokenizers {self.tokenizers} and profile {profile}"
+        why = f"{what}: student and teacher have other tokens."
+        return [
+            Problem(place, why, f"Set it to {remedy}.")
+            for place, remedy in remedies.items()
+            if remedy
+        ]
 
     def list_unserved(self, codec: Codec) -> list[Problem]:
         """List what the records of a sealed cache cannot serve."""

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kd.config.loss import Ramp, find_ramp
 from kd.config.optimisation.rates import ScheduleArgument, Scheduler, require_schedule_arguments
-from kd.config.section import AS_BYTES, Section
+from kd.config.section import Section
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "muon", "lion", "lars", "schedule_free"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -234,18 +234,12 @@ class TrainConfig(Section):
     """Order of an epoch's sequences. shuffled; windows = the shards, or parts of large shards, come
     in random order, and the sequences are shuffled within windows of some shards. A window has
     about four million tokens, or fewer if these take 256 MiB decoded. So a cache that is larger
-    than memory is read from disk about once an epoch if dataloader_memory is 512 MiB or more;
-    length = batches of similar length; curriculum = in the first epoch from low to high entropy of
-    the teacher, then shuffled."""
+    than memory is read from disk about once an epoch; length = batches of similar length;
+    curriculum = in the first epoch from low to high entropy of the teacher, then shuffled."""
 
     dataloader_num_workers: int | None = Field(None, ge=0, le=64)
     """Threads that read and decode batches ahead of the step; 0 = read them in the step. Default 1
     on a GPU and 0 on a CPU, where the step uses all cores and such a thread would slow it down."""
-
-    dataloader_memory: Annotated[int, Field(ge=0, le=1 << 50), AS_BYTES] | None = None
-    """Memory for decoded parts of the cache, in all threads together: a number of bytes, or text
-    such as "4GiB"; 0 = keep none. Sequences that are in memory are read without the disk. Default
-    512 MiB, or an eighth of the host's memory where that is less."""
 
     report_to: tuple[Tracker, ...] = Field((), max_length=16)
     """Experiment trackers: tensorboard, wandb, mlflow, trackio. metrics.jsonl is always written."""

@@ -14,6 +14,7 @@ from cache.json_object import Json
 from kd.config.data import DataConfig
 from kd.config.job import JobConfig
 from kd.config.teacher import TeacherConfig
+from kd.errors import TokenizerMismatch
 from kd.evaluation import side_by_side
 from kd.evaluation.baseline import build_starting_student, train_baseline
 from kd.evaluation.plots import draw_plots
@@ -185,6 +186,8 @@ def _load_teacher_if_possible(
         if reason is not None:
             return None, reason
         return _load_teacher(teacher, config.data, run), None
+    except TokenizerMismatch:
+        return None, "its tokenizer is not that of the student"
     except PotstillError as error:
         return None, error.detail
     except (torch.OutOfMemoryError, MemoryError):

@@ -118,6 +118,10 @@ class RepeatedSubset:
     def tail_mean(self) -> None:
         """None: the mean over the whole cache is not that of these sequences."""
 
+    def projection(self) -> dict[str, NDArray[Any]] | None:
+        """How the tokens of the records become the student's."""
+        return self.source.projection()
+
     def read(
         self, indices: np.ndarray, draws: np.ndarray | int = 0
     ) -> tuple[Sequences, Records | None]:

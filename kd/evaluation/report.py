@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from cache.inspection import sum_gold_losses
 from cache.json_object import Json
 from cache.manifest import FidelityOverride
-from cache.perplexity import BlockLosses
+from cache.perplexity import BlockLosses, raise_e
 from cache.rounding import ENTROPY_STEP, UNKNOWN_ENTROPY
-from cache.store import Cache
 from kd.capture.capturing import summarise_cache
 from kd.config.job import JobConfig
 from kd.evaluation.doubts import PERPLEXITIES, find_perplexity, judge_teacher
@@ -31,6 +30,7 @@ from kd.evaluation.teacher_comparison import TEACHER, compare_with_records
 from kd.evaluation.words import explain_words
 from kd.files import read_json, write_json, write_text
 from kd.models.precision import pick_device
+from kd.models.tokenizing.aligned_cache import AlignedCache, find_cache
 from kd.progress import NOTICES, SILENT, keep_notices, replace_nonfinite
 from kd.text.batches import Source
 from kd.text.text_bytes import compute_bits_per_byte
@@ -39,6 +39,12 @@ from kd.training.early_stopping import find_best_step
 from kd.training.evaluate import BY_DOMAIN, choose_evaluation_temperature
 from kd.training.saved.state import TrainingProgress
 
+#: The name of the divergence in a report, by what a teacher with another tokenizer teaches.
+DIVERGENCES = {
+    None: "KL(teacher ‖ student)",
+    "projected": "KL(teacher ‖ projected student)",
+    "alm": "the divergence of chunk likelihoods",
+}
 #: The content of report.json.
 Report = Json
 #: What the event ``report`` says of a run, so that jobs can be compared.
@@ -172,10 +178,11 @@ def _read_training(run: EvaluationContext) -> Report:
 
 def _choose_teacher_name(config: JobConfig, source: Source) -> str | None:
     """The name in the job, or in the cache where the job names a cache; None without a teacher."""
+    store = find_cache(source)
     # A job that names a cache may have another teacher in its own section; the cache's counts.
     named = config.teacher_name is None or config.cache.fingerprint is not None
-    if isinstance(source, Cache) and named:
-        return source.manifest.teacher.name
+    if store is not None and named:
+        return store.manifest.teacher.name
     return None if source.codec is None else config.teacher_name
 
 
@@ -185,9 +192,10 @@ def _measure_teacher(source: Source, at_once: int) -> Report:
     It reads the records of ``at_once`` sequences at a time: all columns of a whole held-out text
     may not fit in memory.
     """
-    if not isinstance(source, Cache):
+    store = find_cache(source)
+    if store is None:
         return {}
-    facts = summarise_cache(source, reused=True)
+    facts = summarise_cache(store, reused=True)
     facts.pop("reused")
     # In a report ``tokens`` are those of the training.
     facts["cache_tokens"] = facts.pop("tokens")
@@ -197,7 +205,7 @@ def _measure_teacher(source: Source, at_once: int) -> Report:
     first = source.train_count
     end = source.train_count + source.validation_count
     for start in range(first, end, at_once):
-        sequences, records = source.read(np.arange(start, min(start + at_once, end)))
+        sequences, records = store.read(np.arange(start, min(start + at_once, end)))
         gold += sum_gold_losses(records["known"], sequences.target_mask.sum(axis=1))
         # An import may lack values.
         known_N = records["entropy"][records["entropy"] != UNKNOWN_ENTROPY]
@@ -208,9 +216,27 @@ def _measure_teacher(source: Source, at_once: int) -> Report:
         facts["teacher_perplexity"] = gold.perplexity.value
         facts["teacher_perplexity_tokens"] = gold.tokens
         facts["teacher_perplexity_interval"] = interval and asdict(interval)
+        if isinstance(source, AlignedCache):
+            facts |= _count_in_own_tokens(source, gold.tokens * math.log(gold.perplexity.value))
     if known:
         facts["teacher_entropy"] = entropy / known * ENTROPY_STEP
     return facts
+
+
+def _count_in_own_tokens(source: AlignedCache, nats: float) -> Report:
+    """The perplexity of a teacher with other tokens, for each token of the student.
+
+    ``nats`` is its loss on all of the held-out text. Both sides then compare as their bits per byte
+    do.
+    """
+    theirs, ours, targets = source.count_held_out()
+    own = nats / theirs * ours / targets if theirs and targets else math.nan
+    return {
+        "teacher_perplexity": raise_e(own),
+        "teacher_perplexity_tokens": targets,
+        "teacher_perplexity_interval": None,
+        "tokenizers": "alm" if source.by_chunks else "projected",
+    }
 
 
 def write_report(run_dir: Path, report: Report) -> None:
@@ -227,7 +253,7 @@ def render_report(report: Report) -> str:
     lines = [f"# {report['name']}", "", *format_verdict(report), _describe_training(report), ""]
     top_k = (report.get("evaluation") or {}).get("top_k", 0)
     lines += format_model_table(_gather_models(report), top_k)
-    quality = (_describe_quality, _describe_closeness, _describe_temperature)
+    quality = (_describe_quality, _describe_closeness, _describe_tokenizers, _describe_temperature)
     facts = (describe(report) for describe in (*quality, _describe_cache, _describe_speed))
     lines += filter(None, facts)
     lines += format_domains(report.get("domains") or {})
@@ -314,15 +340,25 @@ def _describe_closeness(report: Report) -> str:
     if report.get("validation_kl") is not None:
         temperature = report["evaluation_temperature"]
         where = "" if temperature == 1.0 else f" at temperature {temperature:g}"
-        parts.append(
-            f"KL(teacher ‖ student){where} is {report['validation_kl']:.3f} nats per held-out token"
-        )
+        # With another tokenizer the loss has a divergence of its own.
+        name = DIVERGENCES[report.get("tokenizers")]
+        parts.append(f"{name}{where} is {report['validation_kl']:.3f} nats per held-out token")
     if report.get("validation_agreement") is not None:
         parts.append(
             "both have the same most probable next token "
             f"{report['validation_agreement']:.1%} of the time"
         )
     return f"- Closeness, by the teacher's records: {'; '.join(parts)}." if parts else ""
+
+
+def _describe_tokenizers(report: Report) -> str:
+    """A line on how a teacher with another tokenizer is compared."""
+    if report.get("tokenizers") is None:
+        return ""
+    return (
+        "- Tokenizers: that of the teacher is another one. Its perplexity is given for each token "
+        "of the student, so that both compare as their bits per byte do."
+    )
 
 
 def _describe_temperature(report: Report) -> str:

@@ -286,7 +286,7 @@ def _count_unread(config: JobConfig, source: Source, text: CaptureSize) -> int:
     if records is None or not some.positions or pick_device().type == "cuda":
         return 0
     each = records.nbytes / len(some)
-    most = choose_chunk_memory(config.require_train())
+    most = choose_chunk_memory()
     return round(min(each * text.sequences, most) - min(each * source.train_count, most))
 
 

@@ -5,14 +5,15 @@ Shapes: N positions that have a target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cache.codec import Codec
+from kd.loss.aligned.targets import ChunkTarget, Projection
 from kd.loss.joined.targets import Share, join_targets
-from kd.loss.sparse_targets import decode_tempered, decode_threshold
+from kd.loss.sparse_targets import SparseTarget, decode_tempered, decode_threshold
 from kd.loss.targets import Columns, Targets, TeacherTarget, decode_entropies, detach_number
 from kd.loss.whole_targets import DenseTarget, HiddenTarget, decode_lm_head, decode_top
 from kd.models.lm_head import LMHead
@@ -25,12 +26,14 @@ class TargetDecoder:
     """Decodes the columns of a batch into targets; a run makes one.
 
     ``codec`` is None if there is no teacher. ``lm_head`` is the teacher's, for profile hidden.
-    ``k`` reads only that many entries of topk records.
+    ``k`` reads only that many entries of topk records. ``projection`` is for records in other
+    tokens than the student's.
     """
 
     codec: Codec | None
     lm_head: LMHead | None = None
     k: int | None = None
+    projection: Projection | None = None
 
     @classmethod
     def of(cls, source: Source, device: torch.device) -> TargetDecoder:
@@ -43,7 +46,9 @@ class TargetDecoder:
         # Only hidden states need the teacher's LM head to become log-probabilities.
         if codec is not None and codec.rules.needs_lm_head:
             lm_head = decode_lm_head(source.teacher_head(), codec.vocabulary_size, device)
-        return cls(codec, lm_head)
+        arrays = source.projection()
+        projection = None if arrays is None else Projection.of(arrays, device)
+        return cls(codec, lm_head, projection=projection)
 
     def decode(
         self, gold_N: Tensor, columns: Columns | None, temperature: float | Tensor = 1.0
@@ -71,6 +76,14 @@ class TargetDecoder:
         self, gold_N: Tensor, columns: Columns, temperature: float | Tensor
     ) -> TeacherTarget:
         assert self.codec is not None, "records come with their codec"
+        if "chunk" in columns:
+            return ChunkTarget(columns["chunk"], columns["chunk_logprob"])
+        if self.projection is not None:
+            alone = replace(self, projection=None)
+            theirs = columns["teacher_gold"].clamp(min=0)
+            target = alone._decode_teacher(theirs, columns, temperature)
+            assert isinstance(target, SparseTarget), "require_served refuses other profiles"
+            return self.projection.project(columns, target)
         match self.codec.profile:
             case "threshold":
                 return decode_threshold(self.codec, columns, gold_N)

@@ -8,6 +8,7 @@ Shapes: N positions that have a target, V vocabulary, D hidden width, E entries,
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cache.rounding import make_cosine_basis
+from kd.loss.aligned.targets import ProjectedTarget
 from kd.loss.fused import LossTerms
 from kd.loss.joined.targets import JoinedTarget
 from kd.loss.objective import Objective
@@ -59,6 +61,9 @@ def _compute_values(
             # Accumulate, because an always_keep id that is the gold token is an entry twice.
             p_NV = torch.zeros_like(logq_NV).index_put(places, entries.weights_E, accumulate=True)
             value_N = -(p_NV * logq_NV).sum(1) - entropy_N  # -sum_i w_i log q_i - H
+        case ProjectedTarget() as projected:
+            entropy_N = projected.entropy_N
+            value_N = _compute_projected_kl(projected, logq_NV)
         case TopTarget() as top:
             value_N, entropy_N = _compute_kl_of_top(top, logq_NV)
         case DenseTarget() | HiddenTarget() as whole:
@@ -124,6 +129,23 @@ def _compute_kl_of_top(target: TopTarget, logq_NV: Tensor) -> tuple[Tensor, Tens
     entropy_N = torch.special.entr(p_NK1).sum(1)
     # 0 log 0 is 0: where K covers the vocabulary, the bucket has p = 0 and log q = -inf.
     return -(p_NK1 * logq_NK1).where(p_NK1 > 0.0, 0.0).sum(1) - entropy_N, entropy_N
+
+
+def _compute_projected_kl(target: ProjectedTarget, logq_NV: Tensor) -> Tensor:
+    """-sum_i w_i log Q_i - H, with Q_i the student's mass on the tokens that stand for i, (N,)."""
+    entries, groups = target.entries, target.projection
+    value_N = []
+    for row, (first, end) in enumerate(itertools.pairwise(entries.offsets_N1.tolist())):
+        logs = [
+            logq_NV[row, groups.ids[slice(*groups.offsets[number : number + 2].tolist())]]
+            .logsumexp(0)
+            .add(groups.logs[number])
+            for number in entries.ids_E[first:end].tolist()
+        ]
+        weights = entries.weights_E[first:end]
+        terms = torch.stack([logq_NV.new_zeros(()), *logs])[1:].where(weights != 0.0, 0.0)
+        value_N.append(-(weights * terms).sum() - target.entropy_N[row])
+    return torch.stack(value_N) if value_N else logq_NV.new_zeros(0)
 
 
 def compute_teacher_logits(target: DenseTarget | HiddenTarget) -> Tensor:

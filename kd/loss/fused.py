@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from kd.kernels.available import can_run_kernels
+from kd.loss.aligned.targets import settle_targets
 from kd.loss.chunk_size import PLAIN_LOGIT_BYTES, choose_chunk_positions
 from kd.loss.divergences import compute_divergence, compute_logit_gradient, compute_slope
 from kd.loss.objective import Objective
@@ -82,6 +83,7 @@ def compute_distillation_loss(
     ``hidden_ND``, everything else in float32 or better.
     Raises ``ValueError`` for an objective that the targets cannot serve.
     """
+    targets = settle_targets(hidden_ND, lm_head, targets, chunk_size)
     teacher = targets.teacher
     temperature = targets.temperature
     if teacher is None and objective.alpha != 1.0:

@@ -19,7 +19,6 @@ from pathlib import Path
 import psutil
 
 from cache.reading.arrays import MEMORY_BYTES
-from kd.config.train import TrainConfig
 
 #: Part of the host's memory that decoded chunks of a cache may take.
 CHUNK_SHARE = 1 / 8
@@ -69,10 +68,8 @@ def read_free_bytes(limit: int | None, processes: int) -> int:
     return max(min(allowed - own, psutil.virtual_memory().available // processes), 0)
 
 
-def choose_chunk_memory(options: TrainConfig | None) -> int:
-    """Choose the bytes that decoded chunks of a cache may take: the job's number or the host's."""
-    if options is not None and options.dataloader_memory is not None:
-        return options.dataloader_memory
+def choose_chunk_memory() -> int:
+    """Choose the bytes that decoded chunks of a cache may take, by the memory of the host."""
     return min(MEMORY_BYTES, int(read_memory_bytes() * CHUNK_SHARE))
 
 

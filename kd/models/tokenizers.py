@@ -101,7 +101,7 @@ def take_chat_template(
     """Give ``tokenizer`` the chat template of another, and the special tokens that it writes."""
     tokenizer.chat_template = learned.chat_template
     for name, token in learned.special_tokens_map.items():
-        if name in str(learned.chat_template):
+        if name in str(learned.chat_template) and token in tokenizer.get_vocab():
             setattr(tokenizer, name, token)
 
 
@@ -198,8 +198,9 @@ def require_same_tokenizer(
     if found:
         raise TokenizerMismatch(
             f"{whose} tokenizer is not {known.name}. {' '.join(found)}",
-            "Use a student with the teacher's tokenizer, or student.init for a fresh one. Where "
-            "only the names of unused ids differ, copy the teacher's tokenizer files.",
+            "Use a student with the teacher's tokenizer, student.init for a fresh one, or "
+            "loss.tokenizers: projected (or alm), which learns from another tokenizer. Where only"
+            " the names of unused ids differ, copy the teacher's tokenizer files.",
         )
 
 

@@ -24,13 +24,12 @@ from kd.models.lm_head import precheck_lm_head, require_rows
 from kd.models.loading import outline_student, require_shareable_teacher, require_trainable_student
 from kd.models.precision import pick_device
 from kd.models.teacher_files import TeacherFiles
-from kd.models.tokenizers import KnownTokenizer, require_same_tokenizer
-from kd.models.tokenizing.rules import sample_texts
 from kd.parallel.devices import count_ranks
 from kd.parallel.group import Group, leave_group
 from kd.parallel.launch import RankOrder, run_in_ranks
 from kd.progress import NOTICES, Monitor, StageResult, keep_notices
 from kd.stages import source
+from kd.stages.aligning import precheck_alignment
 from kd.text.corpus import TEXTS
 from kd.training.preparing.requirements import require_stages
 
@@ -123,12 +122,10 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
     if config.student is None or "student" not in config.own_kind.needs:
         return
     own = source.load_student_tokenizer(config)
-    vocabulary = planned.identity.tokenizer.vocabulary_size
-    known = KnownTokenizer.of(planned.tokenizer, vocabulary, "the teacher's")
-    require_same_tokenizer(own, known, texts=sample_texts(config.data), note=monitor.note)
-    student = require_trainable_student(
-        config.student, own, config.data.sequence_length, config.teacher_files
-    )
+    size = planned.identity.tokenizer.vocabulary_size
+    sides = (planned.tokenizer, size, own)
+    vocabulary, length = precheck_alignment(config, *sides, planned.corpus.train, monitor)
+    student = require_trainable_student(config.student, own, length, config.teacher_files)
     require_rows(student, vocabulary)
     train = config.train
     stages = config.resources.devices
@@ -140,6 +137,6 @@ def require_possible_student(config: JobConfig, planned: CapturePlan, monitor: M
         small = make_small(outline_student(config.student))
         if small is not None:
             precheck_lm_head(small)
-            precheck_causality(small, config.data.sequence_length)
+            precheck_causality(small, length)
             if config.data.packing:
-                precheck_isolation(small, config.data.sequence_length, monitor)
+                precheck_isolation(small, length, monitor)

@@ -24,8 +24,10 @@ from kd.files import find_caches, read_json
 from kd.memory.host import choose_chunk_memory
 from kd.models import tokenizers
 from kd.models.folder import find_source, resolve_model, resolve_source
+from kd.models.tokenizing.aligned_cache import AlignedCache, find_cache
 from kd.models.vocabulary import choose_student_vocabulary
 from kd.progress import Monitor, Notice
+from kd.stages.aligning import align_source, needs_alignment
 from kd.text.batches import PlainText, Source
 from kd.text.corpus import TEXTS, open_corpus
 from kd.text.joined.source import JoinedSource, SourcePart
@@ -38,7 +40,7 @@ _TURN_CHARACTERS = 12
 def open_source(
     config: JobConfig, home: Path, run_dir: Path, monitor: Monitor
 ) -> tuple[PreTrainedTokenizerBase, Source]:
-    """The training data, and the student's tokenizer, which must be that of the cache."""
+    """The training data, in the tokens of the student's tokenizer, which comes with it."""
     tokenizer = load_student_tokenizer(config)
     if not config.needs_cache:
         size = choose_student_vocabulary(tokenizer, config.student, config.teacher_files)
@@ -53,7 +55,7 @@ def open_source(
         names = known.get("fingerprints", [known["fingerprint"]])
     elif names == [None]:
         names = [None] * len(members)
-    memory = choose_chunk_memory(config.train) // len(members)
+    memory = choose_chunk_memory() // len(members)
     opened = iter(
         [
             open_records(member.job, tokenizer, home, name, memory, monitor)
@@ -94,12 +96,10 @@ def open_records(
         what = "caches without a mean tail, so that loss.tail_control has no effect"
         remedy = "Capture it again, from a teacher on this machine."
         monitor.note(Notice(what, 1, str(store.folder.name), remedy))
-    tokenizers.require_same_tokenizer(
-        tokenizer, tokenizers.KnownTokenizer.of_cache(store), note=monitor.note
-    )
+    other = needs_alignment(config, store, tokenizer, monitor)
     require_served(config.loss, store.codec)
     adopt_chat_template(tokenizer, config, store, monitor)
-    return store
+    return align_source(config, store, tokenizer, monitor) if other else store
 
 
 def adopt_chat_template(
@@ -149,17 +149,34 @@ def holds_chats(source: Cache, tokenizer: PreTrainedTokenizerBase) -> bool:
 def adopt_cache_layout(source: Source, config: JobConfig) -> JobConfig:
     """``config`` with the sequence length and packing of its sealed cache.
 
-    Only a job that names a sealed cache changes: its own ``data`` section names no text. One of
-    several teachers is packed if one of its caches is.
+    Only a job that names a sealed cache changes, because its own ``data`` section names no text,
+    and one whose student has other tokens, because its rows may be longer. A job of several
+    teachers is packed if one of its caches is.
     """
-    if config.teachers and config.data.packing == "auto":
-        settled = [settle_packing(member.job) for member in list_members(config)]
-        return set_packing(config, any(each.data.packing for each in settled))
-    if config.cache.fingerprint is None or not isinstance(source, Cache):
+    if config.teachers:
+        return _adopt_members(source, config)
+    aligned = source if isinstance(source, AlignedCache) else None
+    store = find_cache(source)
+    if store is None or (config.cache.fingerprint is None and aligned is None):
         return config
-    identity = source.identity.data
-    layout = {"sequence_length": identity.sequence_length, "packing": identity.packing}
+    identity = store.identity.data
+    length = identity.sequence_length if aligned is None else aligned.length
+    layout = {"sequence_length": length, "packing": identity.packing}
     return config.model_copy(update={"data": config.data.model_copy(update=layout)})
+
+
+def _adopt_members(source: Source, config: JobConfig) -> JobConfig:
+    """Return ``config`` with the packing of its caches, and the length of their longest rows."""
+    assert isinstance(source, JoinedSource), "several teachers are joined"
+    rows = [each.length for _, each in source.members if isinstance(each, AlignedCache)]
+    length = max([config.data.sequence_length, *rows])
+    config = config.model_copy(
+        update={"data": config.data.model_copy(update={"sequence_length": length})}
+    )
+    if config.data.packing != "auto":
+        return config
+    settled = [settle_packing(member.job) for member in list_members(config)]
+    return set_packing(config, any(each.data.packing for each in settled))
 
 
 def load_student_tokenizer(config: JobConfig) -> PreTrainedTokenizerBase:

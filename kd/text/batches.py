@@ -69,6 +69,9 @@ class Source(Protocol):
     def tail_mean(self) -> dict[str, NDArray[Any]] | None:
         """Return the mean tail of the records, as ``cache.store.Cache.tail_mean`` does."""
 
+    def projection(self) -> dict[str, NDArray[Any]] | None:
+        """Return how the tokens of the records become the student's; None if they are the same."""
+
     def read(
         self, indices: np.ndarray, draws: np.ndarray | int = 0
     ) -> tuple[Sequences, Records | None]:
@@ -128,6 +131,9 @@ class PlainText:
         raise LookupError("plain text has no teacher")
 
     def tail_mean(self) -> None:
+        """Return None: plain text has no records."""
+
+    def projection(self) -> None:
         """Return None: plain text has no records."""
 
     def read(self, indices: np.ndarray, draws: np.ndarray | int = 0) -> tuple[Sequences, None]:

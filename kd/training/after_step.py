@@ -20,6 +20,7 @@ from kd.optim.schedules import observe_evaluation
 from kd.parallel.strategies import call_whole
 from kd.progress import SILENT, make_interruption
 from kd.text.batches import Batch
+from kd.text.text_bytes import compute_bits_per_byte
 from kd.tracking.scalars import StepWork, measure_memory, name_scalars
 from kd.training.early_stopping import find_best_step, is_out_of_patience, record_evaluation
 from kd.training.evaluate import BatchScore, choose_evaluation_temperature, evaluate_student
@@ -220,6 +221,10 @@ def evaluate_now(run: Run, in_float32: bool = False) -> Evaluation:
         shares = units.find_dead_shares()
         found["dead_units"] = sum(shares.values()) / len(shares)
         run.log.write_verdicts(run.progress.step, run.watch.observe_units(shares))
+    size = 0 if run.samples is None else run.samples.text_bytes
+    if size and (mean := found.get("validation_loss")) is not None:
+        tokens = int(found["validation_tokens"] or 0)
+        found["validation_bits_per_byte"] = compute_bits_per_byte(mean, tokens, size)
     run.log.write_line("evaluation", run.progress.step, **found)
     run.log.write_verdicts(run.progress.step, run.watch.observe_evaluation(found))
     if texts:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from cache.json_object import Json
 from cache.perplexity import BlockLosses, raise_e
 from kd.config.loss import LearnedTemperature, LossConfig, Ramp
+from kd.loss.aligned.targets import settle_targets
 from kd.loss.chunk_size import choose_chunk_positions
 from kd.loss.decoder import TargetDecoder
 from kd.loss.fused import split_into_chunks
@@ -162,6 +163,7 @@ def score_positions(
     size = chunk_size or choose_chunk_positions(lm_head.vocabulary, hidden_ND.device)
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     lm_head = lm_head.cast(hidden_ND.dtype)
+    targets = settle_targets(hidden_ND, lm_head, targets, size)
     temperature = targets.temperature_value
     for chunk in split_into_chunks(targets, size, dtype):
         logq_NV = torch.log_softmax(lm_head.compute_logits(hidden_ND[chunk.rows]), 1)

@@ -22,7 +22,9 @@ from kd.models.layers import compute_hidden_states, find_device, find_model_cont
 from kd.models.lm_head import LMHead
 from kd.models.precision import Precision
 from kd.models.tokenizers import list_end_ids
+from kd.models.tokenizing.aligned_cache import AlignedCache
 from kd.text.batches import Source, list_held_out
+from kd.text.text_bytes import count_held_out_bytes
 
 #: Tokens of a prompt that is the beginning of a held-out text.
 PROMPT_TOKENS = 32
@@ -169,6 +171,8 @@ class EvaluationSamples:
 
     prompts: tuple[Prompt, ...]
     tokenizer: PreTrainedTokenizerBase
+    #: Bytes of the held-out text, if the student has other tokens than its teacher; else 0.
+    text_bytes: int = 0
 
     @classmethod
     def of(
@@ -177,7 +181,8 @@ class EvaluationSamples:
         """Take the first ``options.samples`` prompts of the job, or else of the held-out text."""
         count = options.samples
         asked = [Prompt.of(text, tokenizer) for text in options.prompts[:count]]
-        return cls(tuple(asked or choose_prompts(source, tokenizer, count)), tokenizer)
+        size = count_held_out_bytes(source, tokenizer) if isinstance(source, AlignedCache) else 0
+        return cls(tuple(asked or choose_prompts(source, tokenizer, count)), tokenizer, size)
 
     @torch.no_grad()
     def write(

@@ -133,6 +133,7 @@ def pretend_installed(checkout: Checkout) -> None:
 def _copy_example(folder: Path) -> None:
     (folder / "text").mkdir(parents=True)
     (folder / "teacher").symlink_to(AUSTEN / "teacher")
+    shutil.copy(AUSTEN / "make_tokenizer.py", folder)
     for text in (AUSTEN / "text").glob("*.txt"):
         (folder / "text" / text.name).write_text(text.read_text(encoding="utf-8")[:TEXT])
     for job in AUSTEN.glob("*.yaml"):

@@ -99,6 +99,9 @@ class AlteredCache:
     def tail_mean(self) -> None:
         """None: the mean tail is that of other records."""
 
+    def projection(self) -> None:
+        """None: the records are in the student's tokens."""
+
     def read(
         self, indices: NDArray[Any], draws: int | NDArray[Any] = 0
     ) -> tuple[Sequences, Records]:

@@ -111,6 +111,10 @@ class TrainingOnly:
         """Return the mean tail of the records, if they have one."""
         return self.source.tail_mean()
 
+    def projection(self) -> dict[str, NDArray[Any]] | None:
+        """Return how the tokens of the records become the student's."""
+        return self.source.projection()
+
     def read(self, indices: NDArray[Any], draws: NDArray[Any] | int = 0) -> Any:
         """Read the sequences of ``indices`` and their records."""
         return self.source.read(indices, draws)

@@ -70,6 +70,11 @@ REMOVED: dict[str, RemovedField] = {
     "train.dataloader_prefetch_factor": RemovedField(
         "Remove it: each thread reads two steps ahead; raise train.dataloader_num_workers.", None
     ),
+    "train.dataloader_memory": RemovedField(
+        "Remove it: decoded parts of the cache take 512 MiB, or an eighth of a smaller host's "
+        "memory. train.order windows reads a larger cache once an epoch.",
+        None,
+    ),
     "train.dataloader_pin_memory": RemovedField(
         "Remove it: batches are always copied to a GPU from pinned memory.", None
     ),

@@ -26,6 +26,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kd.loss.aligned.targets import UnsettledTarget
 from kd.loss.sparse_targets import SparseTarget
 from kd.loss.targets import TargetChunk, TeacherTarget
 
@@ -51,11 +52,10 @@ def join_targets(shares: list[Share], positions: int) -> TeacherTarget:
         for share in shares
         if isinstance(share.target, SparseTarget)
     ]
-    return (
-        _join_entries(entries, positions)
-        if len(entries) == len(shares)
-        else JoinedTarget(tuple(shares))
-    )
+    if len(entries) == len(shares):
+        return _join_entries(entries, positions)
+    waits = any(isinstance(share.target, UnsettledTarget) for share in shares)
+    return (UnsettledJoin if waits else JoinedTarget)(tuple(shares))
 
 
 def _join_entries(shares: list[tuple[Tensor, float, SparseTarget]], positions: int) -> SparseTarget:
@@ -122,6 +122,22 @@ class JoinedTarget:
                 chunk = target.take_chunk(slice(first, stop), dtype)
                 chunks.append((places_R[first:stop] - rows.start, weight, chunk))
         return JoinedChunk(tuple(chunks), rows.stop - rows.start)
+
+
+@dataclass(frozen=True)
+class UnsettledJoin(JoinedTarget):
+    """A join of which a target needs the student's probabilities of its labels first."""
+
+    def settle(self, gold_N: Tensor, logq_N: Tensor) -> TeacherTarget:
+        """Settle these targets, and join all of them anew."""
+        shares = [
+            share._replace(target=share.target.settle(gold_N[places_R], logq_N[places_R]))
+            if isinstance(share.target, UnsettledTarget)
+            else share
+            for share in self.shares
+            for places_R in [share.places_R]
+        ]
+        return join_targets(shares, len(gold_N))
 
 
 @dataclass(frozen=True)

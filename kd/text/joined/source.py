@@ -160,6 +160,9 @@ class JoinedSource:
         """Return None: a batch has the tails of several teachers in other shares than the text."""
         return self.members[0][1].tail_mean() if len(self.members) == 1 else None
 
+    def projection(self) -> None:
+        """Return None: each member has its own."""
+
     def read(
         self, indices: np.ndarray, draws: np.ndarray | int = 0
     ) -> tuple[Sequences, Records | None]:

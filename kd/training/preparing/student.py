@@ -69,6 +69,7 @@ def examine_student(
     found = None
     if group.leads:
         kernels = on_gpu and suits_kernels(setting.source.codec, loss.divergence)
+        kernels = kernels and setting.source.projection() is None
         what = (length, setting.vocabulary, setting.precision, kernels)
         step = describe_step(
             student, options, *what, looks_ahead=loss.looks_ahead, device=setting.device

@@ -22,8 +22,7 @@ from kd.training import checkpoint
 #: Fields of the train section that have no influence on the weights.
 FREE_FIELDS = {
     "logging_steps", "save_steps", "save_total_limit", "report_to", "save_dtype",
-    "dataloader_num_workers", "dataloader_memory", "activation_offload", "strategy",
-    "fsdp_offload",
+    "dataloader_num_workers", "activation_offload", "strategy", "fsdp_offload",
 }  # fmt: skip
 #: Fields of the teacher section that shape its records alone, and a cache's identity has them.
 TEACHER_FREE_FIELDS = (
@@ -86,6 +85,8 @@ def compute_resume_identity(
         unset["loss"].add("balance")
     if config.loss.router_balance is None:
         unset["loss"].add("router_balance")
+    if config.loss.tokenizers == "same":
+        unset["loss"].add("tokenizers")
     lora = None if config.student is None else config.student.lora
     if lora is not None and lora.base == "float32":
         unset["student"] = {"lora": {"base"}}

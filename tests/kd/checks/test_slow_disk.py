@@ -69,7 +69,7 @@ def test_a_slow_disk_is_named_once_with_its_rate_and_remedies(
     assert rates is not None
     taken, possible = (int(each.replace(",", "")) for each in rates.groups())
     assert taken < 0.9 * possible
-    for remedy in ("train.dataloader_memory", "train.order (now shuffled)", "a local disk"):
+    for remedy in ("train.order (now shuffled)", "a local disk"):
         assert remedy in message
 
 

@@ -611,6 +611,9 @@ class Captured:
             "transform": np.array([1.0, 0.0]),
         }
 
+    def projection(self) -> None:
+        return None
+
 
 def test_the_decoder_of_a_source() -> None:
     assert TargetDecoder.of(Captured(make_codec("hidden")), CPU).lm_head is not None

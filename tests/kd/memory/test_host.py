@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kd.config.train import TrainConfig
 from kd.memory import host
 
 
@@ -51,13 +50,9 @@ def test_this_process_s_own_groups_are_found() -> None:
     assert host.OomKills.count().host >= 0
 
 
-@pytest.mark.parametrize(
-    ("given", "bytes_of_host", "expected"),
-    [(None, 2**40, 2**29), (None, 2**31, 2**28), ("2GiB", 2**31, 2**31), (0, 2**40, 0)],
-)
-def test_the_reader_s_memory_is_the_job_s_else_a_share_of_the_host_s(
-    monkeypatch: pytest.MonkeyPatch, given: str | int | None, bytes_of_host: int, expected: int
+@pytest.mark.parametrize(("bytes_of_host", "expected"), [(2**40, 2**29), (2**31, 2**28)])
+def test_the_reader_s_memory_is_a_share_of_the_host_s(
+    monkeypatch: pytest.MonkeyPatch, bytes_of_host: int, expected: int
 ) -> None:
     monkeypatch.setattr(host, "read_memory_bytes", lambda: bytes_of_host)
-    options = TrainConfig.model_validate({"max_steps": 1, "dataloader_memory": given})
-    assert host.choose_chunk_memory(options) == expected
+    assert host.choose_chunk_memory() == expected

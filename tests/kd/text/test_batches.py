@@ -69,6 +69,9 @@ class Numbered:
     def tail_mean(self) -> None:
         return None
 
+    def projection(self) -> None:
+        return None
+
     def read(self, indices: np.ndarray, draws: np.ndarray | int = 0) -> tuple[Sequences, None]:
         if self.broken in indices:
             raise OSError(f"sequence {self.broken} cannot be read")

@@ -67,7 +67,7 @@ def test_each_epoch_reads_every_training_sequence_once_with_a_draw_of_its_own(fo
 
 @pytest.mark.parametrize("threads", [0, 3])
 def test_any_step_resumes_to_the_same_batches(folder, threads):
-    chosen = options(dataloader_num_workers=threads, dataloader_memory=0)
+    chosen = options(dataloader_num_workers=threads)
     source = open_cache(folder, memory_bytes=0)
     whole = list(read_training_batches(source, chosen, range(20)))
     for start in (1, 7, 8, 15, 19):

@@ -11,6 +11,7 @@ from tokenizers import (
     AddedToken,
     Regex,
     Tokenizer,
+    decoders,
     models,
     normalizers,
     pre_tokenizers,
@@ -173,6 +174,21 @@ def train_kind(kind: str) -> PreTrainedTokenizerFast:
         single="<end> $A <end>", special_tokens=[("<end>", end)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def train_fallback(prefixed: bool = True) -> PreTrainedTokenizerFast:
+    """Train a tokenizer with SentencePiece's rules: a space is U+2581, and bytes are the rest."""
+    made = Tokenizer(models.BPE(byte_fallback=True))
+    scheme = "first" if prefixed else "never"
+    made.pre_tokenizer = metaspace(scheme)
+    marks = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(marks)
+    special = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
+    made.train_from_iterator(NOVEL.split("\n"), trainer)
+    content = made.to_str()
+    made = Tokenizer.from_str(content.replace('"special":true', '"special":false'))
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
 
 
 def permuted(tiny_teacher: Path, folder: Path) -> Path:

@@ -1,0 +1,1 @@
+"""Targets of a student whose tokenizer is not that of its teacher."""
