@@ -1,12 +1,10 @@
 """Train the example's tokenizer: byte-level BPE, 2,048 tokens, on the five training novels.
 
-    python examples/austen/make_tokenizer.py [--tokens 2048] [--out FOLDER]
+    python examples/austen/make_tokenizer.py
 
-The result is written to ``teacher/`` beside this file, next to the teacher that uses it, or to
-another folder: one with fewer tokens is a tokenizer of its own.
+The result is written to ``teacher/`` beside this file, next to the teacher that uses it.
 """
 
-import argparse
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,15 +15,11 @@ NOVELS = ("emma", "mansfieldpark", "northangerabbey", "prideprejudice", "sensese
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--out", type=Path, default=HERE / "teacher")
-    arguments = parser.parse_args()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=arguments.tokens,
+        vocab_size=2048,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -33,7 +27,7 @@ def main() -> None:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
     )
-    fast.save_pretrained(arguments.out)
+    fast.save_pretrained(HERE / "teacher")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ class DatasetSpec(Section):
         """Return the source as a job with one teacher has it."""
         plain = self.model_copy(update={"teacher": None, "mixture": None})
         is_path = plain == DatasetSpec(path=self.path) and names_text(self.path)
-        return self.path if is_path else plain
+        # Without a route it stays a dataset, whose card may name files.
+        return self.path if self.route and is_path else plain
 
 
 # A job may give one source without a list around it.

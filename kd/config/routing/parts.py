@@ -103,7 +103,8 @@ def find_route_problems(job: JobConfig) -> Iterator[Problem]:
             _make_part(job, route)
         except ValidationError as error:
             what = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-            yield Problem("/teachers", f"with {', '.join(dict(route))}: {what}.")
+            detail = f"with {', '.join(dict(route))}: {what}."
+            yield Problem("/teachers", detail, "Correct it, or leave this teacher out.")
 
 
 def _list_places(job: JobConfig) -> Iterator[tuple[str, Route]]:
