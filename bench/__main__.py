@@ -116,6 +116,11 @@ BENCHES = {
         "students of each kind of record, and their shares of full distillation",
         "hours",
     ),
+    "peers": Bench(
+        "bench/peers/compare.py",
+        "our program beside TRL, DistillKit, axolotl and a plain loop; needs a package index",
+        "an hour",
+    ),
     "train": Bench(
         "bench/train.py",
         "the training loop: against cross-entropy, against a live teacher, and each lever",
