@@ -26,7 +26,8 @@ app = typer.Typer()
 def init(
     file: Annotated[Path, typer.Argument(help="New job file.")] = Path("job.yaml"),
     template: Annotated[
-        str, typer.Option(help="What the job does: distill, chat, context, lora or search.")
+        str,
+        typer.Option(help="distill, chat, context, lora, search, served, teachers or tokenizer."),
     ] = "distill",
     teacher: Annotated[str | None, typer.Option(help="The teacher: a folder or a hub id.")] = None,
     student: Annotated[

@@ -56,6 +56,11 @@ def test_a_name_that_no_job_may_have_is_refused() -> None:
         fill_template("distill", "My Job", ANSWERS)
 
 
+def test_the_help_names_every_template() -> None:
+    shown = kd("init", "--help").stdout
+    assert all(template in shown for template in list_templates())
+
+
 def test_options_make_a_file_and_never_replace_one(tmp_path: Path) -> None:
     options = [f"--{name}={value}" for name, value in ANSWERS.items()]
     done = kd("init", "job.yaml", *options, folder=tmp_path)
