@@ -23,25 +23,19 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from bench.speed import read_cpu_name
 from bench.support.paths import AUSTEN, ROOT
 from bench.temperature import run_or_load
-from cache.records import Sequences
+from bench.text.context import compute_mean_kl
 from kd.capture.plan import plan_capture
 from kd.config.jobfile import parse_config
 from kd.config.routing.parts import list_members
-from kd.models.layers import compute_hidden_states
-from kd.models.lm_head import find_lm_head
-from kd.text.batches import make_batch
 
 DOMAINS = ("novels", "docs")
 EVALUATION = {"continuations": 0, "samples": 0}
@@ -134,17 +128,6 @@ def make_jobs(
     }  # fmt: skip
 
 
-@torch.no_grad()
-def compute_logprobs(folder: Path, parts: list[Sequences], vocabulary: int) -> Iterator[Tensor]:
-    """Yield log p (N, V) of the targets of each part, by the model in ``folder``."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    head = find_lm_head(model, vocabulary)
-    for part in parts:
-        batch = make_batch(part, None)
-        states_BLD = compute_hidden_states(model, batch.tokens_BL, batch.packed)
-        yield head.compute_logits(states_BLD.flatten(0, 1)[batch.rows_N]).log_softmax(1)
-
-
 def measure(job: dict[str, Any], student: Path, work: Path) -> dict[str, float]:
     """Measure KL(own teacher || student) on the held-out text of each domain, in nats."""
     found = {}
@@ -152,11 +135,8 @@ def measure(job: dict[str, Any], student: Path, work: Path) -> dict[str, float]:
         plan = plan_capture(member.job, texts=work / "texts")
         held_out = plan.corpus.validation
         parts = [held_out.select(slice(row, row + 4)) for row in range(0, len(held_out), 4)]
-        vocabulary = plan.identity.tokenizer.vocabulary_size
-        theirs = compute_logprobs(plan.teacher.folder, parts, vocabulary)
-        pairs = zip(theirs, compute_logprobs(student, parts, vocabulary), strict=True)
-        sums = [((p.exp() * (p - q)).sum().item(), len(p)) for p, q in pairs]
-        found[member.name] = sum(kl for kl, _ in sums) / sum(count for _, count in sums)
+        theirs = (plan.teacher.folder, parts)
+        found[member.name] = compute_mean_kl(theirs, (student, parts), plan)
     return found
 
 

@@ -46,7 +46,7 @@ from bench.speed import read_cpu_name
 from bench.support.paths import AUSTEN
 from bench.temperature import run_or_load
 from cache.records import Sequences
-from kd.capture.plan import plan_capture
+from kd.capture.plan import CapturePlan, plan_capture
 from kd.config.jobfile import parse_config
 from kd.models.layers import compute_hidden_states
 from kd.models.lm_head import find_lm_head
@@ -241,12 +241,16 @@ def measure_kl(job: dict[str, Any], student: Path, work: Path) -> float:
     plan = plan_capture(parse_config(job), texts=work / "texts")
     held_out = plan.corpus.validation
     parts = [held_out.select(slice(row, row + 1)) for row in range(len(held_out))]
+    theirs = (plan.teacher.folder, [find_teacher_side(each) for each in parts])
+    return compute_mean_kl(theirs, (student, parts), plan)
+
+
+def compute_mean_kl(
+    theirs: tuple[Path, list[Sequences]], own: tuple[Path, list[Sequences]], plan: CapturePlan
+) -> float:
+    """Compute the mean KL(p || q) of the targets in nats; a side is a model and what it reads."""
     vocabulary = plan.identity.tokenizer.vocabulary_size
-    theirs = compute_logprobs(
-        plan.teacher.folder, [find_teacher_side(each) for each in parts], vocabulary
-    )
-    own = compute_logprobs(student, parts, vocabulary)
-    pairs = zip(theirs, own, strict=True)
+    pairs = zip(*(compute_logprobs(*side, vocabulary) for side in (theirs, own)), strict=True)
     sums = [((p.exp() * (p - q)).sum().item(), len(p)) for p, q in pairs]
     return sum(kl for kl, _ in sums) / sum(count for _, count in sums)
 
