@@ -56,7 +56,7 @@ class RecordReader(Protocol):
 
     @property
     def recorder(self) -> Recorder | None:
-        """What makes records of hidden states on this machine."""
+        """The recorder of hidden states; None if the server's log-probabilities are recorded."""
 
     def deliver(self, sequences: Sequences, first: int) -> Iterator[TeacherReading]:
         """Yield what is delivered of each micro-batch; ``first`` is the first sequence's number."""

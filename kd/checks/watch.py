@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.json_object import Json
+from cache.reading.arrays import MEMORY_BYTES
 from kd.checks.dead_units import check_dead_units, find_dead_layers
 from kd.checks.verdict import Verdict, format_names
 from kd.config.checks import ChecksConfig
@@ -240,8 +241,8 @@ class TrainingWatch:
         message = f"The last {WINDOW} steps waited for data {share:.0%} of their time."
         remedy = (
             f"Raise train.dataloader_num_workers (now {count_loader_threads(train)}). If the cache "
-            f"is larger than 512 MiB, set train.order (now {train.order}) to windows. Or put the "
-            "cache on a faster disk."
+            f"is larger than {MEMORY_BYTES >> 20} MiB, set train.order (now {train.order}) to "
+            "windows. Or put the cache on a faster disk."
         )
         return Verdict("starvation", False, message, remedy, {"share": share})
 

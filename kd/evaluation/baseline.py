@@ -49,7 +49,7 @@ def build_first_student(
 
 
 def make_cross_entropy_job(config: JobConfig) -> JobConfig:
-    """The job with all weight on the hard labels; label smoothing and z-loss stay.
+    """The job with all weight on the hard labels; label smoothing stays.
 
     The records are still read, for the held-out KL and agreement and for the order of a curriculum.
     """

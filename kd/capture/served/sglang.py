@@ -62,7 +62,8 @@ class SGLangTeacher(remote.RemoteTeacher):
 
         Raises ``ModelError`` if it is not SGLang, or serves another model than ``teacher.model``.
         """
-        url, about = remote.find_server_url(self.config), self.read_about("/server_info")
+        url = remote.find_server_url(self.config)
+        about = self.read_about("/server_info")
         if "version" not in about or "model_path" not in about:
             raise ModelError(
                 f"{url} does not say at /server_info that it is SGLang.",
@@ -82,7 +83,8 @@ class SGLangTeacher(remote.RemoteTeacher):
 
     def make_question(self, piece: DocumentPrompt) -> Question:
         """Return the question for the entries of a prompt, and with profile hidden its states."""
-        vocabulary, gives = self.codec.vocabulary_size, self.codec.rules.needs_lm_head
+        vocabulary = self.codec.vocabulary_size
+        gives = self.codec.rules.needs_lm_head
         k = self.codec.k or SCORED_TOP
         flat = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
         asked = {"logprob_start_len": 0, "return_prompt_token_ids": True, **flat}
@@ -108,7 +110,8 @@ def _make_body(tokens: list[int], k: int, sampling: Mapping[str, object]) -> dic
 def parse_answer(answer: Any, piece: DocumentPrompt, k: int, vocabulary: int) -> TopEntries:
     """Return the entries of the targets of ``piece``. Raises ``ModelError`` for a wrong answer."""
     try:
-        found, read = answer["meta_info"], answer["prompt_token_ids"]
+        found = answer["meta_info"]
+        read = answer["prompt_token_ids"]
         gold = [item[0] for item in found["input_token_logprobs"]]
         prefix = found[f"{_TOP}_null_prefix"]
         values, ids = (_decode(found, name) for name in ("val", "idx"))
@@ -131,7 +134,8 @@ def parse_answer(answer: Any, piece: DocumentPrompt, k: int, vocabulary: int) ->
 
 
 def _decode(found: Mapping[str, Any], name: str) -> NDArray[Any]:
-    field, dtype = f"{_TOP}_{name}_flat_b64", {"val": "float32", "idx": "int32"}[name]
+    field = f"{_TOP}_{name}_flat_b64"
+    dtype = {"val": "float32", "idx": "int32"}[name]
     if (told := found[f"{field}_dtype"]) != dtype:
         raise ValueError(f"{field} is {told}, not {dtype}")
     data = base64.b64decode(found[field], validate=True)
