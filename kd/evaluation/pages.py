@@ -59,7 +59,7 @@ def _format_facts(corner: str, models: Mapping[str, Facts], columns: Sequence[Co
     return [_format_row(heading), "|---|" + "---:|" * len(shown), *map(_format_row, rows)]
 
 
-def format_domains(domains: Mapping[str, Facts]) -> list[str]:
+def _format_domains(domains: Mapping[str, Facts]) -> list[str]:
     """A section with the student's scores in each domain; nothing without domains."""
     table = _format_facts("domain", domains, _COLUMNS)
     return ["", "## By domain", "", *table] if table else []
@@ -81,6 +81,7 @@ def format_closing_sections(report: Facts) -> list[str]:
     return [
         *_format_checks(report.get("checks") or ()),
         *(["", "## Found in the inputs", "", *notices] if notices else []),
+        *_format_domains(report.get("domains") or {}),
         *_format_tasks(found.get("tasks") or {}),
         *_format_costs(found),
         *_format_samples(found.get("samples") or {}),

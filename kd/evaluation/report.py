@@ -20,12 +20,7 @@ from kd.capture.capturing import summarise_cache
 from kd.config.job import JobConfig
 from kd.evaluation.doubts import PERPLEXITIES, find_perplexity, judge_teacher
 from kd.evaluation.in_depth import BASELINE, BEFORE, STUDENT, EvaluationContext, evaluate_in_depth
-from kd.evaluation.pages import (
-    format_closing_sections,
-    format_domains,
-    format_model_table,
-    format_verdict,
-)
+from kd.evaluation.pages import format_closing_sections, format_model_table, format_verdict
 from kd.evaluation.teacher_comparison import TEACHER, compare_with_records
 from kd.evaluation.words import explain_words
 from kd.files import read_json, write_json, write_text
@@ -256,7 +251,6 @@ def render_report(report: Report) -> str:
     quality = (_describe_quality, _describe_closeness, _describe_tokenizers, _describe_temperature)
     facts = (describe(report) for describe in (*quality, _describe_cache, _describe_speed))
     lines += filter(None, facts)
-    lines += format_domains(report.get("domains") or {})
     lines += format_closing_sections(report)
     return "\n".join([*lines, *explain_words(lines)]) + "\n"
 
