@@ -108,13 +108,15 @@ def tell(config: dict[str, Any], home: str) -> dict[str, tuple[float, float]]:
     hide_progress_bars()
     before = read_resident_memory()
     forecast = estimate_job(parse_config(config), Path(home))
-    (device,) = forecast.devices
-    told = {each.phase: (each.memory_bytes - before, each.seconds) for each in device.phases}
-    training = forecast.training
+    capture, training = forecast.capture, forecast.training
+    assert capture is not None and capture.seconds is not None, "every job here captures"
     assert training is not None, "every job here trains"
     # Without the evaluations.
     seconds = training.steps * training.step_seconds
-    return told | {"training": (told["training"][0], seconds)}
+    return {
+        "capture": (forecast.capture_memory_bytes - before, capture.seconds),
+        "training": (training.memory_bytes - before, seconds),
+    }
 
 
 def tell_plan(config: dict[str, Any], home: str) -> tuple[tuple[float, float], dict[str, Any]]:

@@ -42,7 +42,7 @@ from bench.speed import name_machine
 from bench.support.paths import AUSTEN
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
-from kd.forecast.rehearsal import PhaseForecast, estimate_job
+from kd.forecast.rehearsal import estimate_job
 from kd.memory.step_memory import read_peak_memory, reset_peak_memory
 from kd.models.loading import hide_progress_bars
 from kd.models.precision import pick_device
@@ -52,6 +52,8 @@ from kd.pipeline import run_stage
 from kd.progress import Event, Monitor
 
 GIB = 2**30
+#: The forecast bytes and seconds of a phase; None if it was not forecast.
+Told = tuple[int, float] | None
 #: Of a random model the final norm is so large that its distributions have the entropy of text.
 LOGIT_SCALE = 4.0
 COLUMNS = (
@@ -150,16 +152,26 @@ def run_job(job: JobConfig, home: Path) -> list[str]:
     device = pick_device()
     phases = Phases()
     forecast = estimate_job(job, home / "forecast")
-    told = {each.phase: each for each in forecast.devices[0].phases}
+    captured, trained = forecast.capture, forecast.training
+    assert captured is not None and captured.seconds is not None, "the job captures"
+    assert trained is not None, "the job trains"
     say("the job is forecast")
 
     reset_peak_memory(device)
     run_stage("precompute", job, home, home / "run", Monitor(phases.listen))
     tokens = phases.facts["cache"]["tokens"]
-    rows = [make_row("capture", tokens, phases.measure("capturing"), device, told["capture"])]
+    rows = [
+        make_row(
+            "capture",
+            tokens,
+            phases.measure("capturing"),
+            device,
+            (forecast.capture_memory_bytes, captured.seconds),
+        )
+    ]
     say("the teacher is captured")
 
-    report, row = train(job, home, "run", told["training"])
+    report, row = train(job, home, "run", (trained.memory_bytes, trained.seconds))
     rows.append(row)
     lines = describe_report(report)
     if find_spec("torchao") is not None and has_float8(device):
@@ -173,9 +185,7 @@ def run_job(job: JobConfig, home: Path) -> list[str]:
     return [table[0], "|---|" + "--:|" * (len(COLUMNS) - 1), *table[1:], "", *lines]
 
 
-def train(
-    job: JobConfig, home: Path, run: str, told: PhaseForecast | None
-) -> tuple[dict[str, Any], list[str]]:
+def train(job: JobConfig, home: Path, run: str, told: Told) -> tuple[dict[str, Any], list[str]]:
     """Train the student; returns the report and the row of the table."""
     device = pick_device()
     phases = Phases()
@@ -189,16 +199,16 @@ def train(
 
 
 def make_row(
-    phase: str, tokens: int, seconds: float, device: torch.device, told: PhaseForecast | None
+    phase: str, tokens: int, seconds: float, device: torch.device, told: Told
 ) -> list[str]:
     """Make a row of the table; the peak of the memory is that since it was reset."""
     return [
         phase,
         f"{tokens:,}",
-        "-" if told is None else f"{told.seconds:.1f}",
+        "-" if told is None else f"{told[1]:.1f}",
         f"{seconds:.1f}",
         f"{tokens / seconds:,.0f}",
-        "-" if told is None else f"{told.memory_bytes / GIB:.1f}",
+        "-" if told is None else f"{told[0] / GIB:.1f}",
         f"{read_peak_memory(device) / GIB:.1f}",
         "-",
     ]

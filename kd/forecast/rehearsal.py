@@ -1,18 +1,15 @@
-"""Rehearses a job on this device before it runs: memory, hours and cost. It is ``kd estimate``.
+"""Rehearses a job on this device before it runs: memory and hours. It is ``kd estimate``.
 
 The teacher reads a few micro-batches (``kd.forecast.trial``), and the student takes a few real
 steps on their records:
 
     time      of a micro-batch and of the fastest step, times those of the job
     memory    the most that the device held meanwhile; on a CPU, the process and all its imports
-    a kind    of GPU that is not at hand: its time for the operations that were rehearsed
-              (``kd.forecast.operations``), and the memory that they allocated
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,13 +24,10 @@ from kd.capture.teacher import return_freed_memory
 from kd.client.wire.plans import JobEstimate
 from kd.config.job import JobConfig
 from kd.evaluation.baseline import build_starting_student
-from kd.forecast.operations import OperationCounter
-from kd.forecast.trial import Trial, run_trial
+from kd.forecast.trial import run_trial
 from kd.memory.auto_batch import release_memory
-from kd.memory.devices import CUDA_CONTEXT, DeviceRates
 from kd.memory.host import choose_chunk_memory, read_memory_bytes
 from kd.memory.step_memory import read_device_peak
-from kd.models.folder import ModelFolder, resolve_source
 from kd.models.precision import name_device, pick_device
 from kd.models.vocabulary import choose_run_vocabulary
 from kd.progress import SILENT, Monitor
@@ -57,27 +51,6 @@ _COUNTED_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
-class PhaseForecast:
-    """The memory, time and cost of one phase of a job on one device."""
-
-    phase: str
-    memory_bytes: int
-    fits: bool
-    seconds: float
-    cost: float | None
-
-
-@dataclass(frozen=True)
-class DeviceForecast:
-    """The phases of a job on a device; ``scaled`` is true if the rehearsal was on another one."""
-
-    device: str
-    device_bytes: int
-    scaled: bool
-    phases: tuple[PhaseForecast, ...]
-
-
-@dataclass(frozen=True)
 class TrainingForecast:
     """The length and time of a training; ``seconds`` count its evaluations, too."""
 
@@ -93,48 +66,33 @@ class TrainingForecast:
 
 @dataclass(frozen=True)
 class JobForecast:
-    """The forecast of a job: of its capture, of its training, and of its phases on each device.
+    """The forecast of a job: of its capture, and of its training, on the device at hand.
 
     A job without a capture or without a training has no such forecast.
     """
 
+    device: str
+    device_bytes: int
     capture: JobEstimate | None
+    capture_memory_bytes: int
     training: TrainingForecast | None
-    devices: tuple[DeviceForecast, ...]
 
 
-#: The bytes and the seconds that a phase needs on a device, by the name of the phase.
-Needs = dict[str, tuple[int, float]]
+def estimate_job(config: JobConfig, home: Path, monitor: Monitor = SILENT) -> JobForecast:
+    """Rehearse a job here.
 
-
-def estimate_job(
-    config: JobConfig,
-    home: Path,
-    monitor: Monitor = SILENT,
-    kind: DeviceRates | None = None,
-    price: float | None = None,
-) -> JobForecast:
-    """Rehearse a job here, and scale it to ``kind``, a kind of GPU, if one is named.
-
-    ``price`` is that of an hour of the named kind, or of the device at hand. Leaves no files
-    behind, and raises what the capture and the training would raise.
+    Leaves no files behind, and raises what the capture and the training would raise.
     """
     config = settle_packing(config, monitor)
-    here: Needs = {}
-    there: Needs = {}
     capture = training = None
+    capture_memory = 0
     with storage_errors(home):
         make_folder(home)
     with TemporaryDirectory(prefix=".estimate-", dir=home) as name:
         folder = Path(name)
         if config.captures:
-            # Torch loads some 40 MiB more where operations are noted.
-            counter = None if kind is None else OperationCounter()
-            trial = run_trial(config, home, folder, monitor, counter)
-            capture, text = trial.estimate, trial.text
-            here["capture"] = trial.memory_bytes, capture.seconds or 0.0
-            if kind is not None and counter is not None:
-                there |= _scale_capture(config, trial, kind, counter)
+            trial = run_trial(config, home, folder, monitor)
+            capture, capture_memory, text = trial.estimate, trial.memory_bytes, trial.text
             source: Source = trial.cache
         else:
             # Plain text is tokenized for the rehearsal alone.
@@ -143,17 +101,12 @@ def estimate_job(
             text = _measure_text(source, config.data.sequence_length)
         if config.train is not None:
             monitor.emit("stage", stage="train", phase="taking a few steps")
-            training, needed = _rehearse_training(config, source, text, folder, kind)
-            here["training"] = training.memory_bytes, training.seconds
-            there |= needed
+            training = _rehearse_training(config, source, text, folder)
     device = pick_device()
     memory = read_memory_bytes()
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    devices = [_describe(name_device(device), memory, False, here, price if kind is None else None)]
-    if kind is not None:
-        devices.append(_describe(kind.name, kind.memory, True, there, price))
-    return JobForecast(capture, training, tuple(devices))
+    return JobForecast(name_device(device), memory, capture, capture_memory, training)
 
 
 def _measure_text(source: Source, length: int) -> CaptureSize:
@@ -164,55 +117,18 @@ def _measure_text(source: Source, length: int) -> CaptureSize:
     return CaptureSize(*counts, length, positions, counted=True)
 
 
-def _describe(
-    device: str, memory: int, scaled: bool, needs: Needs, price: float | None
-) -> DeviceForecast:
-    phases = (
-        PhaseForecast(
-            phase=phase,
-            memory_bytes=size,
-            fits=size <= memory,
-            seconds=round(seconds, 3),
-            cost=None if price is None else round(seconds / 3600 * price, 4),
-        )
-        for phase, (size, seconds) in needs.items()
-    )
-    return DeviceForecast(device, memory, scaled, tuple(phases))
-
-
-def _scale_capture(
-    config: JobConfig, trial: Trial, kind: DeviceRates, counter: OperationCounter
-) -> Needs:
-    """Count what a capture needs on ``kind``; empty if its teacher runs on a server."""
-    teacher = config.captured_teacher
-    if teacher is None or not teacher.is_local:
-        return {}
-    # A CPU reads in float32 what a GPU reads in the precision of the stored weights.
-    folder = ModelFolder(resolve_source(teacher.files, whole=False))
-    narrower = teacher.dtype == "auto" and folder.dtype in ("bfloat16", "float16")
-    width = 0.5 if narrower and pick_device().type == "cpu" else 1.0
-    times = trial.text.sequences / trial.first_sequences
-    seconds = times * counter.estimate_seconds(kind, width=width)
-    memory = round(width * (trial.weight_bytes + counter.peak_bytes)) + CUDA_CONTEXT
-    return {"capture": (memory, seconds)}
-
-
 # ---------------------------------------------------------------------- the training
 
 
 def _rehearse_training(
-    config: JobConfig, source: Source, text: CaptureSize, folder: Path, kind: DeviceRates | None
-) -> tuple[TrainingForecast, Needs]:
-    """Forecast the job's training from a few steps on ``source``.
-
-    Also returns what it needs on ``kind``, which is empty if ``kind`` is None.
-    """
+    config: JobConfig, source: Source, text: CaptureSize, folder: Path
+) -> TrainingForecast:
+    """Forecast the job's training from a few steps on ``source``."""
     release_memory()
     return_freed_memory()
     options = config.require_train()
     steps = count_total_steps(options, text.train_sequences)
-    probe = _make_probe_job(config, steps)
-    run, times = _take_steps(probe, source, folder / "here")
+    run, times = _take_steps(_make_probe_job(config, steps), source, folder / "steps")
     memory = read_device_peak(run.device) + _count_unread(config, source, text)
     # Before the first step, after the last, and every eval_steps between.
     evaluations = (2 + steps // options.eval_steps) * text.validation_sequences
@@ -220,7 +136,7 @@ def _rehearse_training(
     passes = sequences / options.batch_size
     micro_batch = min(times[1:] or times)
     tokens = round(options.sequences_per_step * text.targets)
-    training = TrainingForecast(
+    return TrainingForecast(
         steps=steps,
         tokens=steps * tokens,
         tokens_per_step=tokens,
@@ -230,50 +146,27 @@ def _rehearse_training(
         hours=round(passes * micro_batch / 3600, 3),
         memory_bytes=memory,
     )
-    if kind is None:
-        return training, {}
-    # In the precision that the GPU would choose; float16 counts like bfloat16.
-    changes = {"compile": "none"}
-    if options.precision in ("auto", "fp16"):
-        changes["precision"] = "bf16"
-    train = probe.require_train().model_copy(update=changes)
-    counter = OperationCounter()
-    changed = probe.model_copy(update={"train": train})
-    run, _ = _take_steps(changed, source, folder / "there", counter)
-    held = sum(each.nbytes for each in (*run.loss_module.parameters(), *run.loss_module.buffers()))
-    needed = held + counter.peak_bytes + CUDA_CONTEXT
-    seconds = passes * counter.estimate_seconds(kind, tf32=True)
-    return training, {"training": (needed, seconds)}
 
 
-def _take_steps(
-    config: JobConfig, source: Source, folder: Path, counter: OperationCounter | None = None
-) -> tuple[Run, list[float]]:
-    """Take steps of one micro-batch, from the loader to the optimiser; return their seconds.
-
-    A ``counter`` notes what the last of two steps does.
-    """
+def _take_steps(config: JobConfig, source: Source, folder: Path) -> tuple[Run, list[float]]:
+    """Take steps of one micro-batch, from the loader to the optimiser; return their seconds."""
     tokenizer = load_student_tokenizer(config)
     student = build_starting_student(config, tokenizer)
     vocabulary = choose_run_vocabulary(source, tokenizer, student)
     folder.mkdir()
     run = prepare(config, source, student, vocabulary, folder, SILENT)
-    most = STEPS + 1 if counter is None else 2
     ends = [time.monotonic()]
-    with counter or nullcontext():
-        batches = TimedIterator(run.read_batches())
-        for micro_batches in batches:
-            if counter is not None:
-                counter.operations.clear()
-            step = begin_step(run, micro_batches, batches.last)
-            forward_backward(run, step)
-            measure_gradients(run, step)
-            take_step(run, step)
-            if run.device.type == "cuda":
-                torch.cuda.synchronize(run.device)
-            ends.append(time.monotonic())
-            if len(ends) > most or ends[-1] - ends[0] > SECONDS:
-                break
+    batches = TimedIterator(run.read_batches())
+    for micro_batches in batches:
+        step = begin_step(run, micro_batches, batches.last)
+        forward_backward(run, step)
+        measure_gradients(run, step)
+        take_step(run, step)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)
+        ends.append(time.monotonic())
+        if len(ends) > STEPS + 1 or ends[-1] - ends[0] > SECONDS:
+            break
     return run, np.diff(ends).tolist()
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,12 +19,10 @@ from kd.capture.estimate.text import CaptureSize, TokenCounter, estimate_capture
 from kd.capture.opening import open_reader
 from kd.capture.plan import CapturePlan, make_provenance, plan_capture
 from kd.capture.shards import RecordReader
-from kd.capture.teacher import Teacher
 from kd.client.wire.plans import JobEstimate
 from kd.config.job import JobConfig
 from kd.errors import ConfigError
 from kd.files import find_caches
-from kd.forecast.operations import OperationCounter
 from kd.memory.step_memory import read_device_peak, reset_peak_memory
 from kd.models.precision import name_device, pick_device
 from kd.progress import Monitor
@@ -47,25 +43,19 @@ class Trial:
     """The text of a capture, its estimate, and a small sealed cache of its teacher.
 
     ``cache`` holds the sequences of the trial as training sequences. ``memory_bytes`` is the peak
-    of the device's memory that a capture is expected to reach, and ``weight_bytes`` are the
-    teacher's. ``first_sequences`` are those of the first micro-batch.
+    of the device's memory that a capture is expected to reach.
     """
 
     text: CaptureSize
     estimate: JobEstimate
     cache: Cache
     memory_bytes: int
-    weight_bytes: int
-    first_sequences: int
 
 
-def run_trial(
-    config: JobConfig, home: Path, folder: Path, monitor: Monitor, counter: OperationCounter | None
-) -> Trial:
+def run_trial(config: JobConfig, home: Path, folder: Path, monitor: Monitor) -> Trial:
     """Run the job's teacher on the beginning of the text, and keep the records in ``folder``.
 
-    A ``counter`` notes the operations of the first micro-batch, and what they allocate. Raises
-    ``ConfigError`` where the job captures nothing, and the errors of the capture itself.
+    Raises ``ConfigError`` where the job captures nothing, and the errors of the capture itself.
     """
     planned, text = _plan_trial(config, folder, monitor)
     monitor.emit("stage", stage="precompute", phase="loading the teacher")
@@ -76,10 +66,8 @@ def run_trial(
         open_reader(planned, writer, monitor) as reader,
     ):
         monitor.emit("stage", stage="precompute", phase="reading a few sequences")
-        some = _Sample.read(reader, planned, counter)
+        some = _Sample.read(reader, planned)
         memory = read_device_peak(device)
-        weights = reader.model.parameters() if isinstance(reader, Teacher) else ()
-        weight_bytes = sum(each.nbytes for each in weights)
         sealed = _seal(folder / "cache", planned, some, reader)
     storage = _measure_size(planned, sealed, text)
     pace = (some.seconds / len(some.sequences), name_device(device))
@@ -88,7 +76,7 @@ def run_trial(
     if device.type == "cpu":
         whole = min(config.cache.shard_sequences, text.sequences) / len(some.sequences)
         memory += round((_SHARD_COPIES * whole - 1) * some.records.nbytes)
-    return Trial(text, estimate, sealed, memory, weight_bytes, some.first_sequences)
+    return Trial(text, estimate, sealed, memory)
 
 
 def _measure_size(planned: CapturePlan, sealed: Cache, text: CaptureSize) -> CacheSize:
@@ -163,12 +151,9 @@ class _Sample:
     sequences: Sequences
     records: Records
     seconds: float
-    first_sequences: int
 
     @classmethod
-    def read(
-        cls, reader: RecordReader, planned: CapturePlan, counter: OperationCounter | None
-    ) -> _Sample:
+    def read(cls, reader: RecordReader, planned: CapturePlan) -> _Sample:
         """Read micro-batches until one of the limits is reached, and time them.
 
         The first micro-batch warms up: it is not timed if there are others.
@@ -184,12 +169,9 @@ class _Sample:
         counts = []
         parts = []
         times = [time.monotonic()]
-        batches = ((each.sequences, each.encode()) for each in reader.deliver(chosen, 0))
-        with counter or nullcontext():
-            first = next(batches)
-        for count, records in itertools.chain([first], batches):
-            counts.append(count)
-            parts.append(records)
+        for reading in reader.deliver(chosen, 0):
+            counts.append(reading.sequences)
+            parts.append(reading.encode())
             times.append(time.monotonic())
             size = sum(part.nbytes for part in parts)
             if sum(counts) >= least and (times[-1] - times[0] > SECONDS or size > RECORD_BYTES):
@@ -197,4 +179,4 @@ class _Sample:
         done = sum(counts)
         warm = 0 if remote else min(1, len(counts) - 1)
         seconds = (times[-1] - times[warm]) / sum(counts[warm:]) * done
-        return cls(chosen.select(slice(0, done)), Records.concatenate(parts), seconds, counts[0])
+        return cls(chosen.select(slice(0, done)), Records.concatenate(parts), seconds)

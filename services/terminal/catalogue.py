@@ -42,7 +42,7 @@ CATALOGUE = {
     "eval": Help(RUN, "kd eval my-run job.yaml"),
     "check": Help(RUN, "kd check job.yaml"),
     "validate": Help(BEFORE, "kd validate job.yaml"),
-    "estimate": Help(BEFORE, "kd estimate job.yaml --device h100"),
+    "estimate": Help(BEFORE, "kd estimate job.yaml"),
     "plan": Help(BEFORE, "kd plan job.yaml --devices 8xh100"),
     "lr": Help(BEFORE, "kd lr job.yaml"),
     "submit": Help(JOBS, "kd submit job.yaml --detach"),

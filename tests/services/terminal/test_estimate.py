@@ -50,8 +50,7 @@ def add_training(job_file: Path) -> None:
 @pytest.mark.long
 def test_kd_estimate_runs_the_teacher_and_the_student(job_file: Path, tmp_path: Path) -> None:
     add_training(job_file)
-    asked = ("--device", "l4", "--price", "0.8")
-    command = ("estimate", job_file, "--home", tmp_path / "home", *asked)
+    command = ("estimate", job_file, "--home", tmp_path / "home")
     done = kd(*command, "--json", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     found = JobEstimate.model_validate_json(done.stdout)
@@ -62,13 +61,10 @@ def test_kd_estimate_runs_the_teacher_and_the_student(job_file: Path, tmp_path: 
     assert training["steps"] == 100 and training["tokens_per_step"] > 400
     assert training["seconds"] > 90 * training["step_seconds"] > 0
     assert training["memory_bytes"] > 0
-    devices = json.loads(done.stdout)["devices"]
-    assert [each["device"] for each in devices] == ["cpu, 1 threads", "l4"]
-    assert [each["phase"] for each in devices[1]["phases"]] == ["capture", "training"]
-    # Without --price the operator's price of that kind counts.
-    shown = kd(*command[:-2], OMP_NUM_THREADS="1", KD_DEVICE_PRICES="l4=0.8").stdout
-    assert all(f"{phase['cost']:.4g}" in shown for phase in devices[1]["phases"])
-    assert "On l4 with" in shown and "scaled from the rehearsal here" in shown
+    told = json.loads(done.stdout)
+    assert 0 < told["capture_memory_bytes"] < told["device_bytes"]
+    shown = kd(*command, OMP_NUM_THREADS="1").stdout
+    assert re.search(r"^training memory +[\d.]+ MiB$", shown, re.MULTILINE), shown
 
 
 @pytest.mark.long
@@ -89,15 +85,6 @@ def test_kd_estimate_fast_takes_the_table(job_file: Path, tmp_path: Path) -> Non
         and "hours" not in shown
         and "training" not in shown
     )
-
-
-@pytest.mark.long
-def test_an_unknown_kind_of_device_and_a_price_without_a_trial_are_refused(job_file: Path) -> None:
-    done = kd("estimate", job_file, "--device", "h1000")
-    assert done.returncode == 2
-    assert "h1000" in done.stderr and "h100" in done.stderr and "rtx4090" in done.stderr
-    done = kd("estimate", job_file, "--fast", "--price", "2")
-    assert done.returncode == 2 and "--fast" in done.stderr
 
 
 @pytest.mark.long

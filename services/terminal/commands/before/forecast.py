@@ -13,11 +13,9 @@ from services.terminal import console
 from services.terminal.exit_codes import FAILED
 
 if TYPE_CHECKING:
-    from kd.client.wire.plans import JobEstimate
     from kd.config.job import JobConfig
-    from kd.forecast.rehearsal import DeviceForecast, JobForecast, TrainingForecast
+    from kd.forecast.rehearsal import JobForecast
     from kd.forecast.strategies import Strategy, TrainingPlan
-    from kd.memory.devices import DeviceRates
     from services.settings import Settings
 
 #: Rows in the table of `kd lr`, besides that of the highest rate.
@@ -30,19 +28,12 @@ Fast = Annotated[
         help="Estimate the capture by a table: load no model, and read a sample of the text."
     ),
 ]
-Kind = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        help=f"Also estimate the job on a kind of GPU, from its maker's figures: {_KINDS}.",
-    ),
-]
 Price = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="Price of an hour of a device; the cost is in the same currency. Default for a named "
-        "kind: KD_DEVICE_PRICES.",
+        help="Price of an hour of a device; the cost is in the same currency. Default: "
+        "KD_DEVICE_PRICES.",
     ),
 ]
 Devices = Annotated[
@@ -64,53 +55,33 @@ def estimate(
     job_file: console.JobFile,
     overrides: console.Overrides = None,
     fast: Fast = False,
-    kind: Kind = None,
-    price: Price = None,
     home: console.Home = None,
 ) -> None:
-    """Estimate a job's capture and training: tokens, bytes, memory, hours and cost.
+    """Estimate a job's capture and training: tokens, bytes, memory and hours.
 
     Reads a sample of the text, and rehearses some steps of both on this device. With --fast no
-    model runs: only tokens and bytes of the capture are estimated, by a table.
+    model runs: only tokens and bytes of the capture are estimated, by a table. (`kd plan` computes
+    what GPUs of a kind need.)
     """
     from kd.capture.estimate.job import estimate_by_table
-    from kd.memory.devices import DEVICE_KINDS
     from kd.preflight.problems import Folders, require_no_problems
-    from services.store.costs import find_price
 
-    if fast and (kind is not None or price is not None):
-        raise typer.BadParameter(
-            "--device and --price need a rehearsal of the job, which --fast leaves out: give one "
-            "or the other."
-        )
-    if kind is not None and kind not in DEVICE_KINDS:
-        raise typer.BadParameter(f"--device is {kind!r}, but only these kinds are known: {_KINDS}.")
     settings = console.make_settings(home=home)
-    if price is None and kind is not None:
-        price = find_price(settings.prices, "cuda", kind)
     config = console.load_job_file(job_file, overrides)
     require_no_problems(config, Folders(settings.root, settings.home))
     caches = settings.locate_caches(config.cache.store)
-    capture: JobEstimate | None
-    training: TrainingForecast | None = None
-    devices: tuple[DeviceForecast, ...] = ()
-    if fast:
-        capture = estimate_by_table(config, settings.root, caches)
-    else:
-        rates = None if kind is None else DEVICE_KINDS[kind]
-        forecast = _rehearse(config, settings, rates, price)
-        capture, training, devices = forecast.capture, forecast.training, forecast.devices
-    found = {} if capture is None else capture.model_dump(exclude={"cost", "account"})
-    trained = {} if training is None else asdict(training)
-    more = {"training": trained, "devices": list(map(asdict, devices))}
-    if not console.print_as_json(
-        {**found, **{name: value for name, value in more.items() if value}}
-    ):
+    forecast = None if fast else _rehearse(config, settings)
+    by_table = estimate_by_table(config, settings.root, caches) if fast else None
+    capture = by_table if forecast is None else forecast.capture
+    facts = {} if capture is None else capture.model_dump(exclude={"cost", "account"})
+    if forecast is not None:
+        facts |= {"device": forecast.device, "device_bytes": forecast.device_bytes}
+        facts |= {"capture_memory_bytes": forecast.capture_memory_bytes or None}
+    trained = {} if forecast is None or forecast.training is None else asdict(forecast.training)
+    if not console.print_as_json(facts | ({"training": trained} if trained else {})):
         # The hours are left out, because the seconds are printed in readable units.
-        facts = found | {f"training_{name}": value for name, value in trained.items()}
+        facts |= {f"training_{name}": value for name, value in trained.items()}
         console.print_facts({name: value for name, value in facts.items() if "hours" not in name})
-        for device in devices:
-            _print_device(device)
     fits = capture is None or capture.fits
     if not fits:
         console.print_error(
@@ -121,9 +92,7 @@ def estimate(
     raise typer.Exit(0 if fits else FAILED)
 
 
-def _rehearse(
-    config: JobConfig, settings: Settings, kind: DeviceRates | None, price: float | None
-) -> JobForecast:
+def _rehearse(config: JobConfig, settings: Settings) -> JobForecast:
     """Run the teacher and take a few steps, and print what happens meanwhile."""
     from kd.forecast.rehearsal import estimate_job
     from kd.models.loading import hide_progress_bars
@@ -132,22 +101,7 @@ def _rehearse(
     hide_progress_bars()
     os.chdir(settings.root)  # a job's relative paths start there
     os.environ.update(settings.environment())
-    return estimate_job(config, settings.home, make_phase_monitor(), kind, price)
-
-
-def _print_device(device: DeviceForecast) -> None:
-    """Print the phases of a job on a device."""
-    size = console.format_value(device.device_bytes, "bytes")
-    scaled = "scaled from the rehearsal here, by its maker's figures"
-    how = scaled if device.scaled else "as it was rehearsed"
-    console.out.print(f"\nOn {device.device} with {size} ({how}):", markup=False, soft_wrap=True)
-    rows = []
-    for phase in device.phases:
-        memory = console.format_value(phase.memory_bytes, "bytes")
-        time = console.format_value(phase.seconds, "seconds")
-        cost = "-" if phase.cost is None else f"{phase.cost:.4g}"
-        rows.append([phase.phase, memory, console.format_value(phase.fits), time, cost])
-    console.print_table(["", "memory", "fits", "time", "cost"], rows)
+    return estimate_job(config, settings.home, make_phase_monitor())
 
 
 @app.command()
