@@ -117,12 +117,6 @@ def is_lfs_pointer(path: Path) -> bool:
         return file.read(len(_LFS_BEGIN)) == _LFS_BEGIN
 
 
-def read_run_format(run_dir: Path) -> int:
-    """Return the format of a run folder."""
-    mark = read_json(run_dir / MARK)
-    return RUN_FORMAT if mark is None else int(mark["format"])
-
-
 def find_run(name: str, runs: Path) -> Path | None:
     """Find the run below ``runs`` with that name, or the only one whose name begins with it.
 
@@ -156,7 +150,9 @@ def _get_start_time(run: Path) -> float:
 
 def require_known_run(run_dir: Path) -> None:
     """Raise ``TrainingError`` if a newer version wrote the run folder."""
-    if (found := read_run_format(run_dir)) > RUN_FORMAT:
+    mark = read_json(run_dir / MARK)
+    found = RUN_FORMAT if mark is None else int(mark["format"])
+    if found > RUN_FORMAT:
         raise TrainingError(
             f"{run_dir} has run format {found}, but this version reads {RUN_FORMAT}.",
             "Go on with the version that began the run or a newer one, or use another run folder.",

@@ -144,13 +144,6 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     return _read_file(path)[0]
 
 
-def read_format(path: Path) -> int:
-    """The format that the file names; ``FORMAT`` if it names none."""
-    text = path.read_text(encoding="utf-8")
-    numbers = [json.loads(line).get("format") for line in text.splitlines() if '"format"' in line]
-    return max((int(number) for number in numbers if number is not None), default=FORMAT)
-
-
 def _read_file(path: Path) -> tuple[tuple[ApiKey, ...], dict[str, Quota]]:
     _read_file_state(path)
     try:

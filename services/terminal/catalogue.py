@@ -89,7 +89,6 @@ CATALOGUE = {
     "store check": Help(SERVICE, "kd store check s3://my-bucket/caches"),
     "backup": Help(SERVICE, "kd backup backups/monday"),
     "restore": Help(SERVICE, "kd restore backups/monday --check"),
-    "upgrade": Help(SERVICE, "kd upgrade"),
     "gc": Help(SERVICE, "kd gc --older-than 7d"),
 }
 

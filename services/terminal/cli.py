@@ -35,7 +35,7 @@ from services.terminal.commands import (
     run,
 )
 from services.terminal.commands.before import forecast, init, validate
-from services.terminal.commands.data import backup, buckets, upgrade
+from services.terminal.commands.data import backup, buckets
 from services.terminal.commands.experiments import ablate, landscape
 from services.terminal.commands.hub import export, report, runs, transfer
 from services.terminal.exit_codes import FAILED, INVALID, UNREACHABLE
@@ -74,7 +74,7 @@ jobs.jobs_app.add_typer(comparison.app)
 for module in (
     *(run, jobs, forecast, validate, init, check, evaluate, ablate, landscape),
     *(caches, transfer, export, report, runs),
-    *(keys, accounts, backup, buckets, retention, upgrade),
+    *(keys, accounts, backup, buckets, retention),
 ):
     app.add_typer(module.app)
 
@@ -273,11 +273,11 @@ def _require_store(settings: Settings) -> Settings:
     from redis.exceptions import RedisError
 
     from services.store.connection import connect_redis, find_volatility, require_suitable_store
-    from services.store.formats import require_known_records
+    from services.store.jobs.store import JobStore
 
     with suppress(RedisError), connect_redis(settings.redis_url) as client:
         require_suitable_store(client)
-        require_known_records(client)
+        JobStore(client).require_known_format()
         if warning := find_volatility(client):
             _say(f"Warning: {warning}")
     return settings

@@ -13,11 +13,6 @@ STATE = "state.json"
 FORMAT = 2
 
 
-def read_format(path: Path) -> int:
-    """The format of the checkpoint in ``path``. Raises ``OSError`` and ``CacheCorrupt``."""
-    return _get_format(verify_json((path / STATE).read_bytes(), STATE))
-
-
 def read_state(path: Path) -> Json:
     """The content of state.json; the files that it names are not read.
 
@@ -25,7 +20,8 @@ def read_state(path: Path) -> Json:
     another format.
     """
     content = verify_json((path / STATE).read_bytes(), STATE)
-    found = _get_format(content)
+    # The first checkpoints did not say their format.
+    found = int(content.get("format", 1))
     if found != FORMAT:
         newer = found > FORMAT
         raise TrainingError(
@@ -34,8 +30,3 @@ def read_state(path: Path) -> Json:
             "or delete its folder to start over.",
         )
     return content
-
-
-def _get_format(content: Json) -> int:
-    # The first checkpoints did not say their format.
-    return int(content.get("format", 1))

@@ -235,10 +235,8 @@ async def _on_redis_error(request: Request, error: Any) -> Response:
     if is_own_mistake(error):
         return await _on_unexpected_error(request, error)
     if isinstance(error, OtherFormat):
-        _, _, text = str(error).partition(" ")
-        return respond_with_problem(
-            request, ApiProblem(503, f"The job store was not read: {text}.", "Run `kd upgrade`.")
-        )
+        found = error.describe()
+        return respond_with_problem(request, ApiProblem(503, found.detail, found.remedy))
     path = shorten_path(request.url.path)
     log.warning("%s %s: the job store %s", request.method, path, describe_failure(error))
     problem = ApiProblem(

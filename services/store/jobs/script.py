@@ -9,6 +9,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import ResponseError
 
+from cache.errors import PotstillError
 from kd.config.kinds import CAPTURE, KINDS, list_stage_names
 
 #: The parts of the script, in order: records, captures by several workers, stages on several hosts,
@@ -49,6 +50,19 @@ SCRIPT = "\n".join([describe_stages(), *_FILES])
 
 class OtherFormat(ResponseError):
     """The records are of another format than the script; its text names both, and what to do."""
+
+    def describe(self) -> PotstillError:
+        """Return the error for people, with the remedy apart."""
+        _, _, text = str(self).partition(" ")
+        detail, _, remedy = text.partition(": ")
+        remedy = f"{remedy[:1].upper()}{remedy[1:]}; or restore a backup of this version."
+        return OtherVersion(f"{detail[:1].upper()}{detail[1:]}.", remedy)
+
+
+class OtherVersion(PotstillError):
+    """Data were written by another version, which this one does not read."""
+
+    type = "other_version"
 
 
 def is_own_mistake(error: Exception) -> bool:
@@ -93,8 +107,11 @@ class ScriptedStore:
             yield from zip(some, pipeline.execute(), strict=True)
 
     def require_known_format(self) -> None:
-        """Raise ``OtherFormat`` if the records are of another format. They are not changed."""
-        self._transition("format")
+        """Raise ``OtherVersion`` if the records are of another format. They are not changed."""
+        try:
+            self._transition("format")
+        except OtherFormat as error:
+            raise error.describe() from None
 
 
 def flatten_fields(fields: Mapping[str, str]) -> Iterable[str]:

@@ -31,7 +31,7 @@ from services.process.lasting_loops import start_loop
 from services.settings import Settings, make_address
 from services.store.connection import connect_redis, describe_failure, require_suitable_store
 from services.store.embedded import StoreUnavailable, find_bind_error, find_free_port, provide_redis
-from services.store.formats import require_known_records
+from services.store.jobs.store import JobStore
 from services.worker.stage_process import build_module_command, build_package_environment
 
 #: The time that the API may take to start.
@@ -171,7 +171,7 @@ def _require_store(url: str) -> None:
         with connect_redis(url) as client:
             client.ping()
             require_suitable_store(client)
-            require_known_records(client)
+            JobStore(client).require_known_format()
     except (RedisError, ValueError) as error:  # ValueError: not the URL of a server
         detail = f"The server of KD_REDIS_URL {describe_failure(error)}."
         raise StoreUnavailable(detail, "Start the server, or unset the variable.") from None

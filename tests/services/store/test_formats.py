@@ -1,11 +1,10 @@
-"""What a version finds of earlier and later ones, and `kd upgrade`."""
+"""What a version says of data of earlier and later ones."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,17 @@ from redis.exceptions import ResponseError
 
 from bench.support.harness import Parts, make_config
 from bench.support.small.caches import make_cache
-from cache.disk import locked, write_file
-from cache.manifest import FORMAT_VERSION, sign_json, verify_json
-from kd.client.wire.service import WorkerState
+from cache.errors import PotstillError
+from cache.manifest import sign_json, verify_json
+from cache.store import read_manifest
 from kd.errors import TrainingError
-from kd.files import LOCK, MARK, write_json
+from kd.files import MARK, require_known_run, write_json
 from kd.text.stored.shard_files import FORMAT as TEXT_FORMAT
-from kd.text.stored.shard_files import INPUTS
-from kd.training.saved.state_file import FORMAT, STATE, read_format, read_state
-from services.settings import Settings
+from kd.text.stored.shard_files import INPUTS, read_object, require_format
+from kd.training.saved.state_file import FORMAT, STATE, read_state
 from services.store import key_file
 from services.store.backup import Backup, BackupError
 from services.store.embedded import find_free_port
-from services.store.formats import FORMATS, Data, Format, UpgradeError, examine, rewrite
 from services.store.jobs.records import make_job_id
 from services.store.jobs.store import JobStore
 from tests.support.commands import kd
@@ -50,72 +47,100 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def data(home: Path, jobs: JobStore) -> Data:
-    jobs.create(make_config("quick"))
-    return Data(Settings(home=home, api_keys_file=home / "api_keys"), jobs.redis)
-
-
 def change_manifest(home: Path, version: int) -> None:
     (manifest,) = home.glob("caches/*/manifest.json")
     content = verify_json(manifest.read_bytes(), "manifest.json")
     manifest.write_bytes(sign_json({**content, "version": version}))
 
 
-def test_everything_of_this_version_is_read_as_it_is(data: Data) -> None:
-    found = examine(data)
-    assert {each.format for each in found} == {each.name for each in FORMATS}
-    assert {each.state for each in found} == {"read"}
-    assert rewrite(data) == []
+def write_records(home: Path, jobs: JobStore, number: int) -> None:
+    jobs.redis.set("kd:format", number)
+
+
+def write_cache(home: Path, jobs: JobStore, number: int) -> None:
+    change_manifest(home, number)
+
+
+def write_text(home: Path, jobs: JobStore, number: int) -> None:
+    write_json(home / "texts" / ("0" * 32) / INPUTS, {"format": number})
+
+
+def write_checkpoint(home: Path, jobs: JobStore, number: int) -> None:
+    (state,) = home.glob(f"runs/*/checkpoints/*/{STATE}")
+    content = verify_json(state.read_bytes(), STATE)
+    state.write_bytes(sign_json({**content, "format": number}))
+
+
+def write_run(home: Path, jobs: JobStore, number: int) -> None:
+    write_json(home / "runs" / "job_a" / MARK, {"format": number})
+
+
+def write_keys(home: Path, jobs: JobStore, number: int) -> None:
+    with (home / "api_keys").open("a") as file:
+        file.write(json.dumps({"format": number}) + "\n")
+
+
+def read_everything(home: Path, jobs: JobStore) -> dict[str, Callable[[], object]]:
+    """Return what reads each kind of data."""
+    text = home / "texts" / ("0" * 32)
+    (cache,) = home.glob("caches/*/manifest.json")
+    run = home / "runs" / "job_a"
+    (checkpoint,) = run.glob("checkpoints/*")
+    return {
+        "cache": lambda: read_manifest(cache.parent),
+        "token store": lambda: require_format(text, read_object(text, text / INPUTS)),
+        "checkpoint": lambda: read_state(checkpoint),
+        "run folder": lambda: require_known_run(run),
+        "job records": jobs.require_known_format,
+        "key file": lambda: key_file.read_keys(home / "api_keys"),
+    }
+
+
+def test_everything_of_this_version_is_read_as_it_is(home: Path, jobs: JobStore) -> None:
+    jobs.create(make_config("quick"))
+    for read in read_everything(home, jobs).values():
+        read()
 
 
 @pytest.mark.parametrize(
-    ("name", "older", "newer"),
+    ("name", "write", "older"),
     [
-        ("cache", 1, 99),
-        ("token store", None, 99),
-        ("checkpoint", 1, 99),
-        ("run folder", None, 99),
-        ("job records", 1, 99),
-        ("key file", None, 99),
+        ("cache", write_cache, 1),
+        ("token store", write_text, None),
+        ("checkpoint", write_checkpoint, 1),
+        ("run folder", write_run, None),
+        ("job records", write_records, 1),
+        ("key file", write_keys, None),
     ],
 )
 def test_another_format_is_refused_with_both_numbers_and_the_remedy(
-    name: str, older: int | None, newer: int, data: Data
+    name: str,
+    write: Callable[[Path, JobStore, int], None],
+    older: int | None,
+    home: Path,
+    jobs: JobStore,
 ) -> None:
-    home, client = data.settings.home, data.client
-    assert client is not None
-    for number in filter(None, (older, newer)):
-        if name == "cache":
-            change_manifest(home, number)
-        elif name == "token store":
-            write_json(home / "texts" / ("0" * 32) / INPUTS, {"format": number})
-        elif name == "checkpoint":
-            (state,) = home.glob(f"runs/*/checkpoints/*/{STATE}")
-            content = verify_json(state.read_bytes(), STATE)
-            state.write_bytes(sign_json({**content, "format": number}))
-        elif name == "run folder":
-            write_json(home / "runs" / "job_a" / MARK, {"format": number})
-        elif name == "job records":
-            client.set("kd:format", number)
-        else:
-            with (home / "api_keys").open("a") as file:
-                file.write(json.dumps({"format": number}) + "\n")
-        (found,) = (each for each in examine(data) if each.format == name)
-        assert (found.state, found.number) == ("refused", number)
-        assert str(number) in found.detail and found.remedy
-        assert len(re.findall(r"(?:format|reads|version|than) (\d+)", found.detail)) >= 2
-        assert [each.format for each in examine(data) if each.state != "read"] == [name]
+    jobs.create(make_config("quick"))
+    for number in filter(None, (older, 99)):
+        write(home, jobs, number)
+        for other, read in read_everything(home, jobs).items():
+            if other != name:
+                read()
+                continue
+            with pytest.raises(PotstillError) as caught:
+                read()
+            detail = caught.value.detail
+            assert str(number) in detail and caught.value.remedy
+            assert len(re.findall(r"(?:format|reads|version|than) (\d+)", detail)) >= 2
 
 
-def test_the_first_records_are_not_taken_for_those_of_today(data: Data) -> None:
+def test_the_first_records_are_not_taken_for_those_of_today(jobs: JobStore) -> None:
     """They had an index of another name, and no number of their format."""
-    assert data.client is not None
-    data.client.flushall()
-    data.client.zadd("kd:jobs", {"job_a": 1})
-    (found,) = (each for each in examine(data) if each.format == "job records")
-    assert (found.state, found.number) == ("refused", 1)
-    assert data.client.keys("*") == ["kd:jobs"]
+    jobs.redis.flushall()
+    jobs.redis.zadd("kd:jobs", {"job_a": 1})
+    with pytest.raises(PotstillError, match="of format 1"):
+        jobs.require_known_format()
+    assert jobs.redis.keys("*") == ["kd:jobs"]
 
 
 def test_a_checkpoint_of_another_format_says_which(tmp_path: Path) -> None:
@@ -128,101 +153,6 @@ def test_a_backup_of_another_format_says_which(tmp_path: Path) -> None:
     (tmp_path / "backup.json").write_text('{"format": 2, "version": "7.0.0"}')
     with pytest.raises(BackupError, match=r"format 2, written by Potstill 7\.0\.0.* format 1"):
         Backup.read(tmp_path)
-
-
-# ---------------------------------------------------------------------- rewriting
-
-
-def to_three(folder: Path) -> None:
-    content = verify_json((folder / STATE).read_bytes(), STATE)
-    write_file(folder / STATE, sign_json({**content, "format": 3, "told": True}))
-
-
-def to_four(folder: Path) -> None:
-    content = verify_json((folder / STATE).read_bytes(), STATE)
-    write_file(folder / STATE, sign_json({**content, "format": 4}))
-
-
-def make_next_format(
-    rewriters: dict[int, Callable[[Path], None]] | None = None,
-) -> tuple[Format, ...]:
-    """The table of a version whose checkpoints have the format 4."""
-    (checkpoints,) = (each for each in FORMATS if each.name == "checkpoint")
-    steps = rewriters or {2: to_three, 3: to_four}
-    return (replace(checkpoints, check=read_format, rewriters=steps),)
-
-
-def test_old_places_are_rewritten_step_by_step_and_once(data: Data) -> None:
-    run = data.settings.home / "runs" / "job_b"
-    folders = [make_checkpoint(run, number, step) for number, step in ((2, 1), (3, 2), (4, 3))]
-    formats = make_next_format()
-    assert {each.state for each in examine(data, formats)} == {"read", "rewrite"}
-    assert [read_format(each) for each in folders] == [2, 3, 4], "to look changes nothing"
-    assert len(rewrite(data, formats)) == 3
-    assert [read_format(each) for each in folders] == [4, 4, 4]
-    assert verify_json((folders[0] / STATE).read_bytes(), STATE)["told"]
-    assert rewrite(data, formats) == []
-
-
-def test_an_upgrade_that_was_killed_is_finished_by_the_next(data: Data) -> None:
-    run = data.settings.home / "runs" / "job_b"
-    folders = [make_checkpoint(run, 2, step) for step in range(1, 5)]
-    calls = []
-
-    def die_at_the_third(folder: Path) -> None:
-        calls.append(folder)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        to_three(folder)
-
-    with pytest.raises(KeyboardInterrupt):
-        rewrite(data, make_next_format({2: die_at_the_third, 3: to_four}))
-    assert {read_format(each) for each in folders} == {2, 4}
-    rewrite(data, make_next_format())
-    assert {read_format(each) for each in folders} == {4}
-
-
-def test_nothing_is_rewritten_while_a_worker_or_a_run_is_alive(data: Data, jobs: JobStore) -> None:
-    run = data.settings.home / "runs" / "job_b"
-    folder = make_checkpoint(run, 2)
-    jobs.show_worker(WorkerState(id="cpu:1", stages=["train"]), 600)
-    with pytest.raises(UpgradeError, match="alive: cpu:1"):
-        rewrite(data, make_next_format())
-    jobs.hide_worker("cpu:1")
-    with locked(run / LOCK, lambda: None), pytest.raises(UpgradeError, match="alive: job_b"):
-        rewrite(data, make_next_format())
-    assert read_format(folder) == 2
-    assert len(rewrite(data, make_next_format())) == 2
-
-
-def test_a_rewriter_that_does_nothing_is_found(data: Data) -> None:
-    with pytest.raises(UpgradeError, match="rewriter of checkpoint 2 left it at 2"):
-        rewrite(data, make_next_format({2: lambda folder: None}))
-
-
-# ---------------------------------------------------------------------- the command
-
-
-def test_kd_upgrade_says_that_nothing_is_to_rewrite(home: Path) -> None:
-    done = kd("upgrade", "--home", home)
-    assert done.returncode == 0, done.stderr
-    assert "nothing to rewrite" in done.stdout and "no job store was found" in done.stdout
-    found = json.loads(kd("upgrade", "--yes", "--json", "--home", home).stdout)
-    assert [(each["format"], each["state"]) for each in found["found"]] == [
-        (name, "read") for name in ("cache", "token store", "run folder", "checkpoint")
-    ]
-    assert (found["rewritten"], found["store"]) == ([], False)
-
-
-def test_kd_upgrade_refuses_what_it_cannot_read(home: Path) -> None:
-    change_manifest(home, 99)
-    done = kd("upgrade", "--home", home)
-    assert done.returncode == 1
-    assert "cannot be read" in done.stdout
-    assert (
-        f"version 99 is newer than {FORMAT_VERSION}" in done.stderr
-        and "Upgrade Potstill" in done.stderr
-    )
 
 
 @pytest.mark.parametrize("command", ["serve", "worker", "up"])

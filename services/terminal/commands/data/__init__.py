@@ -1,1 +1,1 @@
-"""The commands about all data of a service: ``kd backup``, ``kd restore``, ``kd upgrade``."""
+"""The commands about all data of a service: ``kd backup``, ``kd restore``."""
