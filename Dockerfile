@@ -19,7 +19,7 @@ FROM python AS api-packages
 COPY pyproject.toml LICENSE README.md ./
 RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 extras = project["optional-dependencies"]; \
-print(*project["dependencies"], *extras["otel"], *extras["obstore"], sep="\n")' > /tmp/requirements.txt \
+print(*project["dependencies"], *extras["obstore"], sep="\n")' > /tmp/requirements.txt \
     && pip install -c constraints.txt -r /tmp/requirements.txt
 # Installs only the command `kd` and the metadata; the code is imported from /app (PYTHONPATH), where `base` puts it. The
 # build wants the other files that belong to a wheel, and copies them; the image has them in /app already.
@@ -52,7 +52,7 @@ ARG EXTRAS=""
 COPY pyproject.toml LICENSE README.md ./
 RUN python -c 'import os, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 extras = project["optional-dependencies"]; \
-names = ["otel", "obstore", "worker", "gguf", *os.environ.get("EXTRAS", "").replace(",", " ").split()]; \
+names = ["obstore", "worker", "gguf", *os.environ.get("EXTRAS", "").replace(",", " ").split()]; \
 print(*project["dependencies"], *(each for name in names for each in extras[name]), sep="\n")' > /tmp/requirements.txt \
     && pip install -c constraints.txt -r /tmp/requirements.txt
 COPY docs/troubleshooting.md docs/

@@ -9,7 +9,7 @@ POST /jobs -> api -> store    the record in Redis: every key, state and transiti
 
 settings     the KD_* variables
 store/       job records, the queue, API keys, backups, the bundled Redis
-process/     logs, traces, health checks, the end of orphaned processes
+process/     logs, health checks, the end of orphaned processes
 worker/      devices, and the processes that run stages
 loops/       the reconciler, searches, webhooks
 api/         routes, their answers, and their guards

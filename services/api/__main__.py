@@ -6,18 +6,14 @@ import signal
 
 from kd.parallel.parent_death import die_with_parent
 from services.api.app import serve_api
-from services.process import logs, telemetry
+from services.process import logs
 from services.settings import Settings
 
 
 def run_api(settings: Settings) -> None:
-    """Set up logs and traces, and serve requests until SIGTERM or SIGINT."""
+    """Set up the log, and serve requests until SIGTERM or SIGINT."""
     logs.configure(settings)
-    telemetry.configure(settings.otlp_endpoint, "api")
-    try:
-        serve_api(settings)
-    finally:
-        telemetry.shutdown()
+    serve_api(settings)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,8 @@ from services.api.service import Service
 from services.loops.searches import find_service_problems
 from services.loops.webhooks import find_webhook_problems
 from services.process.logs import request_id
-from services.process.telemetry import read_traceparent
 from services.settings import Settings
-from services.store.callers import Caller, RequestOrigin
+from services.store.callers import Caller
 from services.store.costs import estimate_new_job
 from services.store.jobs.changes import CreateResult
 from services.store.queue import publish_hint
@@ -153,7 +152,7 @@ class Admission:
                 # Only a new job is checked: a replayed one exists, even if its inputs are gone.
                 least_memory = self._check(config)
                 quotas = (settings.quota_open_jobs, settings.quota_record_bytes)
-                origin = RequestOrigin(request_id.get(), read_traceparent())
+                origin = request_id.get()
                 created = store.create(config, self.caller, key, *quotas, origin, least_memory)
         _require_created(created, config, settings)
         if created.outcome == "team_quota":

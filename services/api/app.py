@@ -17,7 +17,7 @@ Every path of the API exists twice, at / and at /v1. docs/api.md is made from it
 
 The way of a request:
 
-    RequestObserver     request id, log line, metrics, trace span
+    RequestObserver     request id, log line, metrics
     HostOriginGuard     Host and Origin
     ViewRouter          Accept: text/html
     EventStreamRouter   Accept: text/event-stream
@@ -174,7 +174,7 @@ class Server(uvicorn.Server):
 
 
 def serve_api(settings: Settings) -> None:
-    """Serve requests until SIGTERM or SIGINT; the caller sets up the logs and the traces."""
+    """Serve requests until SIGTERM or SIGINT; the caller sets up the log."""
     require_safe_bind(settings)
     raise_limit()
     for handler in logging.getLogger().handlers:

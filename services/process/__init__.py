@@ -1,1 +1,1 @@
-"""Logs, traces and health for every process of the service."""
+"""Logs and health for every process of the service."""

@@ -1,4 +1,4 @@
-"""Who calls the service: the owner of a job and its team, and the request that created it."""
+"""Who calls the service: the owner of a job and its team."""
 
 from __future__ import annotations
 
@@ -37,15 +37,3 @@ class Quota:
 
 #: Every caller of a service that has no keys.
 LOCAL_CALLER = Caller("local", sees_all=True)
-
-
-@dataclass(frozen=True)
-class RequestOrigin:
-    """The request that created a job, as the job's logs and traces name it."""
-
-    request_id: str = ""
-    traceparent: str = ""
-
-
-#: The origin of a job that no request created.
-NO_ORIGIN = RequestOrigin()

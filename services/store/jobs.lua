@@ -813,7 +813,7 @@ local function fits(id, gpus, memory)
 end
 
 -- claim(id, stage, worker, lease_ms, gpus, memory, price of a device-hour or '')
---   -> {id, fence, attempt, config, owner, request_id, traceparent, stage, turn},
+--   -> {id, fence, attempt, config, owner, request_id, stage, turn},
 -- or nothing if the job is not queued for this stage or needs more than the worker has
 function transitions.claim(id, stage, worker, lease, gpus, memory, price)
   local status, waits_for, queued = unpack(redis.call('HMGET', key(id), 'status', 'stage', 'queued_at'))
@@ -825,8 +825,8 @@ function transitions.claim(id, stage, worker, lease, gpus, memory, price)
   observe('kd_job_queue_wait_seconds', {'stage', stage}, (now - queued) / 1000)
   move(id, 'running', 'worker', worker, 'fresh', '0', 'batch', '0', 'heartbeat_at', now)
   take_devices(id, price)
-  local rest = redis.call('HMGET', key(id), 'config', 'owner', 'request_id', 'traceparent', 'turn')
-  return {id, fence, attempt, rest[1], rest[2], rest[3] or '', rest[4] or '', stage, rest[5] or '0'}
+  local rest = redis.call('HMGET', key(id), 'config', 'owner', 'request_id', 'turn')
+  return {id, fence, attempt, rest[1], rest[2], rest[3] or '', stage, rest[4] or '0'}
 end
 
 -- Errors that a damaged record causes, in the words of the server and of Lua. Any other error is no matter of one record: a

@@ -148,8 +148,8 @@ local function enlarge_gang(worker, gpus, memory)
   end
 end
 
--- ranges_help(worker, lease_ms, gpus, memory, stages) -> {id, token, attempt, terms, config, owner, request_id, traceparent,
--- stage}, or nothing where no job wants this worker. The team that holds the fewest devices goes first.
+-- ranges_help(worker, lease_ms, gpus, memory, stages) -> {id, token, attempt, terms, config, owner, request_id, stage},
+-- or nothing where no job wants this worker. The team that holds the fewest devices goes first.
 function transitions.ranges_help(worker, lease, gpus, memory, stages)
   local found = {}
   for _, id in ipairs(redis.call('ZRANGE', 'kd:boards', 0, -1)) do
@@ -170,9 +170,9 @@ function transitions.ranges_help(worker, lease, gpus, memory, stages)
   local id = found[1].id
   local devices = count_needed(get(id, 'gpus'))
   local token = add_member(id, {worker = worker, devices = devices, gpus = gpus, memory = memory, stages = stages}, lease)
-  local rest = redis.call('HMGET', key(id), 'attempt', 'config', 'owner', 'request_id', 'traceparent', 'stage')
+  local rest = redis.call('HMGET', key(id), 'attempt', 'config', 'owner', 'request_id', 'stage')
   local terms = redis.call('HGET', key(id, 'ranges'), 'terms')
-  return {id, token, rest[1], terms, rest[2], rest[3], rest[4] or '', rest[5] or '', rest[6]}
+  return {id, token, rest[1], terms, rest[2], rest[3], rest[4] or '', rest[5]}
 end
 
 -- Whether a job is queued, or gathers hosts, that this helper could run.

@@ -144,13 +144,10 @@ class RangeTable(ScriptedStore):
         )
         if not found:
             return None
-        job_id, token, attempt, terms, config, owner, request_id, traceparent, stage = found
-        job = (job_id, 0, int(attempt), json.loads(config), owner, request_id, traceparent)
-        return HelpOrder(
-            Membership(job_id, int(token)),
-            Claim(*job, stage),
-            TypeAdapter(SharedTerms).validate_json(terms),
-        )
+        job_id, token, attempt, terms, config, owner, request_id, stage = found
+        claim = Claim(job_id, 0, int(attempt), json.loads(config), owner, request_id, stage)
+        shared = TypeAdapter(SharedTerms).validate_json(terms)
+        return HelpOrder(Membership(job_id, int(token)), claim, shared)
 
     def take(self, member: Membership) -> TakenRange | NoRange:
         """Take a range that nobody has, or that of a slow worker if nothing else is left."""

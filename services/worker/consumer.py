@@ -23,7 +23,6 @@ from kd.client.wire.service import Device as DeviceView
 from kd.client.wire.service import WorkerState
 from kd.config.kinds import CAPTURE, list_stage_names
 from kd.python.version import read_version
-from services.process import telemetry
 from services.process.descriptors import raise_limit
 from services.process.lasting_loops import flush_restarts, start_loop
 from services.process.logs import bound
@@ -110,10 +109,7 @@ class StageWorker:
         job = self.helped = order.claim
         names = {"job_id": job.id, "attempt": job.attempt}
         try:
-            with (
-                bound(**names, request_id=job.request_id),
-                telemetry.span("help", job.traceparent, "CONSUMER", stage=job.stage, **names),
-            ):
+            with bound(**names, request_id=job.request_id):
                 log.info("helps with stage %s", job.stage)
                 kind = CaptureHelp if job.stage == CAPTURE.name else GangHelp
                 kind(self.store, self.settings, order, self.id, self.device, self.stopping).run()
@@ -144,10 +140,7 @@ class StageWorker:
         names = {"job_id": claim.id, "attempt": claim.attempt, "fence": claim.fence}
         self.claim = claim
         try:
-            with (
-                bound(**names, request_id=claim.request_id),
-                telemetry.span("attempt", claim.traceparent, "CONSUMER", stage=stage, **names),
-            ):
+            with bound(**names, request_id=claim.request_id):
                 self._supervise(claim)
         finally:
             self.claim = None
@@ -283,7 +276,6 @@ def run(settings: Settings, stages: list[str]) -> None:
     assert settings.redis_url is not None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until Celery's own handlers replace it
     raise_limit()
-    telemetry.configure(settings.otlp_endpoint, "worker")
     for folder in settings.places.values():
         require_locks(folder)
     store = JobStore(connect_redis(settings.redis_url), settings.max_attempts)
@@ -323,7 +315,6 @@ def run(settings: Settings, stages: list[str]) -> None:
         with suppress(RedisError):
             store.hide_worker(worker.id)
         device.give_back()
-        telemetry.shutdown()
     # Celery logs an error that it cannot survive, and returns as if all were well.
     if worker.failed or any(each.exitcode for each in celery_workers):
         sys.exit(1)

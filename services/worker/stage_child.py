@@ -38,7 +38,6 @@ from kd.preflight.problems import Folders, require_no_problems
 from kd.progress import Event, EventPipe, Monitor, WorkHeldByAnother
 from services.process.stdin_guard import die_with_stdin, offer_to_oom_killer
 from services.process.streams import UnfailingStream
-from services.process.telemetry import traced_stage
 from services.worker.failures import describe_error, is_passing
 from services.worker.stage_messages import Order
 from services.worker.together.range_client import RangeClient
@@ -136,7 +135,6 @@ def attempt_stage(
             storage_errors(run_dir),
             # A process that lost its lease must not write beside its successor.
             locked(run_dir / LOCK, give_up),
-            traced_stage(stage, events.send) as listen,
         ):
             config = parse_config(order.config)
             home = Path(order.home)
@@ -148,8 +146,10 @@ def attempt_stage(
             require_no_problems(config, Folders(Path(), None, limits))
             client = None  # this process captures alone
             if order.answers is not None:
-                client = RangeClient(listen, order.answers, order.shared)
-            monitor = Monitor(listen, stop.is_set, patient=False, ranges=client, host=order.host)
+                client = RangeClient(events.send, order.answers, order.shared)
+            monitor = Monitor(
+                events.send, stop.is_set, patient=False, ranges=client, host=order.host
+            )
             with confined_datasets(limits):
                 result = run_stage(stage, config, home, run_dir, monitor, order.turn)
     except WorkHeldByAnother as error:

@@ -27,7 +27,6 @@ from kd.config.jobfile import parse_config
 from kd.progress import Event, HostPlace, SharedCapture
 from services.process.lasting_loops import start_loop
 from services.process.logs import find_secrets, redact
-from services.process.telemetry import build_trace_environment
 from services.settings import Settings
 from services.store.jobs.leases import Claim, EventBatch
 from services.store.jobs.store import JobStore
@@ -309,11 +308,7 @@ def _prepare(
 ) -> tuple[Order, dict[str, str]]:
     """Return the order for a child, and the variables that its environment needs."""
     config = parse_config(job.config)
-    environment = (
-        device.build_environment(config.resources.gpus)
-        | build_trace_environment(settings.otlp_endpoint)
-        | find_teacher_key(config)
-    )
+    environment = device.build_environment(config.resources.gpus) | find_teacher_key(config)
     team = store.find_teams([job.id]).get(job.id)
     limits = build_confinement(settings, store, job.owner, team)
     order = Order(

@@ -215,7 +215,7 @@ def test_everything_is_installed_from_the_pins() -> None:
 
 
 def test_the_requirements_are_what_the_dockerfile_reads() -> None:
-    assert requirements("api") == PROJECT["dependencies"] + EXTRAS["otel"] + EXTRAS["obstore"]
+    assert requirements("api") == PROJECT["dependencies"] + EXTRAS["obstore"]
     assert requirements("worker") == requirements("api") + EXTRAS["worker"] + EXTRAS["gguf"]
     assert (
         requirements("worker", EXTRAS="track,eval")
@@ -505,7 +505,7 @@ def test_the_example_environment_can_be_uncommented() -> None:
     """Each commented line parses, and its value is the default, unless it is an example."""
     lines = (ROOT / ".env.example").read_text(encoding="utf-8").splitlines()
     off = dict(line[1:].split("=", 1) for line in lines if re.match(r"#[A-Z_]+=", line))
-    examples = {"KD_MODEL_ALLOW_LIST", "KD_WEBHOOK_SECRET_FILE", "KD_OTLP_ENDPOINT"}
+    examples = {"KD_MODEL_ALLOW_LIST", "KD_WEBHOOK_SECRET_FILE"}
     program = "import sys; from services.settings import Settings; "
     program += "sys.stdout.write(Settings().model_dump_json())"
     plain = {name: value for name, value in os.environ.items() if not name.startswith("KD_")}

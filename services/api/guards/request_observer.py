@@ -1,10 +1,9 @@
-"""The outermost middleware: it gives every request an id, a log line, metrics and a trace span.
+"""The outermost middleware: it gives every request an id, a log line and metrics.
 
 X-Request-ID    kept from the client if it is well-formed, otherwise made. It is in the answer, in
                 every log line of the request, and in the job that the request creates.
 metrics         kd_http_requests_total, kd_http_request_duration_seconds and kd_sse_clients. Their
                 label is the route's template, never the path.
-span            for example "POST /jobs", below the traceparent that the client sent
 log             changes and refusals at level info; other reads at level debug, since clients poll
 """
 
@@ -19,12 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.api.guards.request_metrics import RequestMetrics
 from services.process.logs import choose_request_id, request_id, shorten_path
-from services.process.telemetry import span
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 #: The route label of a request that matches no route: a client can make up any number of paths.
 UNROUTED = "(none)"
-#: Paths that machines read every few seconds. They get no span and no log line.
+#: Paths that machines read every few seconds. They get no log line.
 QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
 log = logging.getLogger("potstill.http")
@@ -84,28 +82,12 @@ class RequestObserver:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        active = ActiveRequest(scope, choose_request_id(headers.get("x-request-id")))
+        offered = Headers(scope=scope).get("x-request-id")
+        active = ActiveRequest(scope, choose_request_id(offered))
         # The id is not reset: Starlette answers an unforeseen error after this call has returned.
         request_id.set(active.id)
         try:
-            if active.quiet:
-                await self._app(scope, receive, self._watch_send(active, send))
-                return
-            parent = headers.get("traceparent", "")
-            with span(active.method, parent, "SERVER", request_id=active.id) as opened:
-                try:
-                    await self._app(scope, receive, self._watch_send(active, send))
-                finally:
-                    # By the names of OpenTelemetry's conventions. The path may hold ids, which
-                    # belong in a span, but never in the label of a metric.
-                    attributes = {
-                        "http.request.method": active.method,
-                        "http.route": active.route,
-                        "url.path": shorten_path(scope["path"]),
-                        "http.response.status_code": active.status,
-                    }
-                    opened.describe(f"{active.method} {active.route}", **attributes)
+            await self._app(scope, receive, self._watch_send(active, send))
         finally:
             self._conclude(active)
 

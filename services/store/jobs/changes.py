@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
 from kd.client.wire.jobs import Action
 from kd.config.job import JobConfig
-from services.store.callers import LOCAL_CALLER, NO_ORIGIN, Caller, RequestOrigin
+from services.store.callers import LOCAL_CALLER, Caller
 from services.store.jobs.records import build_fields, make_job_id, serialise_config
 from services.store.jobs.script import ScriptedStore, flatten_fields, to_ms
 from services.store.run_folder import JOB_ID, FoundRun
@@ -64,7 +64,7 @@ class JobChanges(ScriptedStore):
         key: str | None = None,
         max_open: int | None = None,
         max_bytes: int | None = None,
-        origin: RequestOrigin = NO_ORIGIN,
+        request_id: str = "",
         least_memory: int | None = None,
     ) -> CreateResult:
         """Create a job and queue its first stage.
@@ -72,7 +72,8 @@ class JobChanges(ScriptedStore):
         For a day, the same ``key`` of the same caller returns the same job. ``least_memory`` is the
         estimate of the bytes that its models need.
         """
-        fields = build_fields(config, self._max_attempts) | asdict(origin) | {"team": caller.team}
+        fields = build_fields(config, self._max_attempts)
+        fields |= {"request_id": request_id, "team": caller.team}
         if least_memory is not None:
             fields["least_memory"] = str(least_memory)
         limits = ("" if limit is None else limit for limit in (max_open, max_bytes))

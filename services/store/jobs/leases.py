@@ -55,7 +55,6 @@ class Claim:
     config: Json
     owner: str = "local"
     request_id: str = ""
-    traceparent: str = ""
     stage: str = ""
     turn: int = 0
 
@@ -157,8 +156,6 @@ def _parse_claim(reply: list[Any] | None) -> Claim | None:
     if not reply:
         return None
     # The reply has the order of the fields of a claim.
-    job_id, fence, attempt, config, owner, request_id, traceparent, stage, turn = reply
+    job_id, fence, attempt, config, owner, request_id, stage, turn = reply
     record = fill_record(json.loads(config))
-    return Claim(
-        job_id, int(fence), int(attempt), record, owner, request_id, traceparent, stage, int(turn)
-    )
+    return Claim(job_id, int(fence), int(attempt), record, owner, request_id, stage, int(turn))

@@ -1,4 +1,4 @@
-"""The operator's view of the real service: one request in logs, metrics and traces."""
+"""The operator's view of the real service: one request in logs and metrics."""
 
 from __future__ import annotations
 
@@ -16,28 +16,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.support.harness import Parts, make_body
 from bench.support.waiting import wait_until
 from services.api.answers.prometheus import METRICS
-from tests.support.collector import Collector, Received
 
 CELERY_S_FAREWELL = "worker: Warm shutdown (MainProcess)"
 
 
 @pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    made = Collector()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def observed(
-    _server_binary: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
-) -> Iterator[Parts]:
-    """API and worker that log in JSON and send their traces to a collector."""
+def observed(_server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    """API and worker that log in JSON."""
     inputs = tmp_path_factory.mktemp("inputs")
     parts = Parts(
         tmp_path_factory.mktemp("observed"),
         log_format="json",
-        otlp_endpoint=collector.url,
         data_roots=(inputs,),
     )
     try:
@@ -51,15 +40,14 @@ def observed(
 
 @pytest.fixture(scope="module")
 def job(observed: Parts) -> dict[str, Any]:
-    """An ended job, posted by a request with its own id and trace."""
+    """An ended job, posted by a request with its own id."""
     (folder,) = observed.settings.data_roots
     (folder / "text.txt").write_text("It is a truth universally acknowledged.\n" * 50)
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"x")
     wanted = make_body("quick", data={"train": f"{folder}/text.txt"})
     wanted["student"]["init"]["tokenizer"] = str(folder)
-    headers = {"X-Request-ID": "mine-1", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
-    answer = observed.http.post("/jobs", json=wanted, headers=headers)
+    answer = observed.http.post("/jobs", json=wanted, headers={"X-Request-ID": "mine-1"})
     assert answer.status_code == 202, answer.text
     assert answer.headers["x-request-id"] == "mine-1"
     observed.wait_for(answer.json()["id"], "succeeded", "failed")
@@ -169,36 +157,6 @@ def test_every_metric_of_the_page_is_described(observed: Parts, job: dict[str, A
     families = text_string_to_metric_families(observed.http.get("/metrics").text)
     told = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     assert told - METRICS.keys() == set()
-
-
-def test_one_trace_leads_from_the_post_to_the_last_step(
-    observed: Parts, collector: Collector, job: dict[str, Any]
-) -> None:
-    def of_the_trace() -> dict[str, Received]:
-        return {one.name: one for one in list(collector.spans) if one.trace == "a" * 32}
-
-    wait_until(lambda: {"POST /jobs", "steps", "attempt"} <= of_the_trace().keys())
-    spans = of_the_trace()
-    post, attempt, stage, steps = (
-        spans[name] for name in ("POST /jobs", "attempt", "stage train", "steps")
-    )
-    assert [one.service for one in (post, attempt, stage)] == [
-        "potstill-api",
-        "potstill-worker",
-        "potstill-child",
-    ]
-    assert post.parent == "b" * 16
-    assert post.attributes["http.response.status_code"] == 202
-    assert attempt.parent == post.id
-    assert attempt.attributes["potstill.job_id"] == job["id"]
-    assert stage.parent == attempt.id
-    assert steps.attributes["potstill.step"] == 3, "the last one"
-    assert spans[next(name for name in spans if name.startswith("phase"))].parent == stage.id
-    assert not [
-        one
-        for one in collector.spans
-        if one.attributes.get("http.route") in ("/healthz", "/metrics")
-    ]
 
 
 def test_a_key_that_a_client_shows_or_mislays_is_in_no_log(observed: Parts) -> None:

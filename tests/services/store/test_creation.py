@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.support.harness import make_config
 from kd.progress import Event
-from services.store.callers import LOCAL_CALLER, Caller, RequestOrigin
+from services.store.callers import LOCAL_CALLER, Caller
 from services.store.jobs.leases import EventBatch
 from services.store.jobs.listing import JobQuery
 from services.store.jobs.records import build_fields, make_job_id
@@ -76,9 +76,7 @@ def test_what_a_job_asks_of_the_service_is_in_its_record(jobs: JobStore) -> None
         "max_attempts": 7,
         "resources": {"gpus": 2, "memory": "16GiB"},
     }
-    made = jobs.create(
-        make_config("quick", **placement), ANN, origin=RequestOrigin("req-1", "00-aa-bb-01")
-    )
+    made = jobs.create(make_config("quick", **placement), ANN, request_id="req-1")
     job = job_of(jobs, made.id)
     assert (job.owner, job.labels, job.priority, job.max_attempts) == (
         "ann",
@@ -91,7 +89,7 @@ def test_what_a_job_asks_of_the_service_is_in_its_record(jobs: JobStore) -> None
     assert job.request_id == "req-1"
     assert "owner" not in job.model_dump()
     claim = jobs.claim(job.id, "train", "w", 5)
-    assert (claim.owner, claim.request_id, claim.traceparent) == ("ann", "req-1", "00-aa-bb-01")
+    assert (claim.owner, claim.request_id) == ("ann", "req-1")
 
 
 def test_the_operators_limit_of_attempts_is_for_jobs_that_name_none(jobs: JobStore) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from bench.support.harness import make_config
 from bench.support.paths import ROOT
 from kd.progress import SharedCapture
 from services.store.jobs.leases import ANY_CAPACITY, Capacity, Claim
@@ -248,6 +250,25 @@ def test_a_job_that_trains_has_no_ranges(jobs: JobStore, table: RangeTable) -> N
 
 
 # ---------------------------------------------------------------------- helpers
+
+
+def test_the_record_of_a_version_that_made_traces_is_claimed_and_helped(
+    jobs: JobStore, table: RangeTable
+) -> None:
+    """Its field ``traceparent`` stands among those that a claim and a helper read."""
+    made = jobs.create(make_config("quick", "precompute"), ANN, request_id="req-1")
+    jobs.redis.hset(f"kd:job:{made.id}", "traceparent", "00-aa-bb-01")
+    claim = jobs.claim(made.id, "precompute", "owner", LONG)
+    assert claim is not None
+    asked = (claim.owner, claim.request_id, claim.stage, claim.turn)
+    assert asked == ("ann", "req-1", "precompute", 0)
+    assert table.open(claim, "owner", LONG, SHARED, 10, None) is not None
+    order = table.help("w", LONG, ANY_CAPACITY, ["precompute"])
+    assert order is not None
+    assert order.claim == replace(claim, fence=0)
+    job = jobs.get(made.id)
+    assert job is not None
+    assert (job.status, job.error, job.request_id) == ("running", None, "req-1")
 
 
 def test_helpers_come_up_to_the_number_that_the_job_wants(
