@@ -272,15 +272,29 @@ def _measure_transform(
 
     near_LV = measure(NEAR_ZERO)
     far_LV = measure(BEYOND_CAPS)
-    x_LD = hidden_LD.double()
-    share = float((given[0] * x_LD).sum() / x_LD.square().sum())
-    before = _find_exact(share, model, hidden_LD.dtype) if lm_head.bias is None else 1.0
+    factor = _measure_factor(hidden_LD, given[0])
+    before = _find_exact(factor, model, hidden_LD.dtype) if lm_head.bias is None else 1.0
     # The median, because single tokens may be masked.
     after = _find_exact(float(near_LV.double().median()) / NEAR_ZERO, model, near_LV.dtype)
     cap = abs(float(far_LV.double().median()))
     capped = cap < 0.5 * abs(after) * BEYOND_CAPS
     softcap = _find_exact(cap, model, far_LV.dtype) if capped else None
     return replace(lm_head, scale=before * after, softcap=softcap)
+
+
+def _measure_factor(x_LD: Tensor, given_LD: Tensor) -> float:
+    """Return the factor by which the model multiplied ``x_LD``, of the same numbers' dtype.
+
+    Each product was rounded once, and so bounds the factor; 256 numbers of bfloat16 bound it to
+    some 1e-5. Where no factor is within all bounds, it is that of least squares.
+    """
+    eps = torch.finfo(x_LD.dtype).eps
+    x_N, given_N = x_LD.double().flatten(), given_LD.flatten()
+    x_N, given_N = x_N[x_N != 0], given_N[x_N != 0]
+    reach_N = eps * torch.exp2(given_N.frexp().exponent.double() - 2) / x_N.abs()
+    low, high = (given_N / x_N - reach_N).max(), (given_N / x_N + reach_N).min()
+    best = (low + high) / 2 if low <= high else (given_N * x_N).sum() / x_N.square().sum()
+    return float(best)
 
 
 def _find_exact(measured: float, model: PreTrainedModel, dtype: torch.dtype) -> float:
