@@ -123,8 +123,9 @@ def list_texts() -> tuple[str, ...]:
         elif isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
             texts.add("".join(map(str, parts)))
-    lua = (ROOT / "services" / "store" / "jobs.lua").read_text(encoding="utf-8")
-    return (*texts, *re.findall(r"'([^'\n]+)'", lua))
+    for path in (ROOT / "services" / "store").glob("*.lua"):
+        texts.update(re.findall(r"'([^'\n]+)'", path.read_text(encoding="utf-8")))
+    return tuple(texts)
 
 
 def list_messages() -> list[str]:
