@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.support.paths import AUSTEN
+from bench.teachers.whole import save_teacher, save_whole
 from kd.config.jobfile import parse_config
 from kd.evaluation.baseline import build_starting_student
-from kd.models.saving import save_student
 from kd.models.tokenizers import load_tokenizer
 from kd.text.corpus import load_corpus
 from kd.text.steps.order import list_step_indices
@@ -154,25 +150,6 @@ def prepare(setting: Setting, source: Path, gguf: str | None, seeds: int) -> Non
         if not setting.student(seed).is_dir():
             save_first_student(setting, seed)
         write_order(setting, seed)
-
-
-def save_teacher(source: Path, gguf: str | None, folder: Path) -> None:
-    """Save the teacher with whole weights in float32, in the form that all versions read."""
-    more = {} if gguf is None else {"gguf_file": gguf}
-    read = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **more)
-    config = copy.deepcopy(read.config)
-    vars(config).pop("quantization_config", None)  # the weights of a GGUF file are whole by now
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
-    save_whole(model, AutoTokenizer.from_pretrained(source, **more), folder)
-
-
-def save_whole(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a model so that ``folder`` exists only when it is complete."""
-    begun = folder.with_name(f"{folder.name}, begun")
-    shutil.rmtree(begun, ignore_errors=True)
-    save_student(model, tokenizer, begun)
-    begun.rename(folder)
 
 
 def save_first_student(setting: Setting, seed: int) -> None:

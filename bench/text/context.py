@@ -25,11 +25,9 @@ A stopped run continues in the same --work. --quick takes the example's teacher 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -44,6 +42,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.speed import read_cpu_name
 from bench.support.paths import AUSTEN
+from bench.teachers.whole import save_teacher
 from bench.temperature import run_or_load
 from cache.records import Sequences
 from kd.capture.plan import CapturePlan, plan_capture
@@ -119,25 +118,12 @@ FULL = Sizes(192, 48, 128, 512, 60, 8, 5e-4)
 QUICK = Sizes(24, 12, 64, 512, 4, 4, 5e-4)
 
 
-def save_teacher(arguments: argparse.Namespace, work: Path) -> Path:
-    """Save the teacher with whole weights, which a student begins with; return its folder."""
+def find_teacher(arguments: argparse.Namespace, work: Path) -> Path:
+    """Return the folder of the teacher with whole weights, which a student begins with."""
     folder = work / "teacher"
-    if (folder / "config.json").is_file():
-        return folder
-    source = AUSTEN / "teacher" if arguments.quick else arguments.teacher
-    gguf = {} if arguments.gguf is None else {"gguf_file": arguments.gguf}
-    tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
-    tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
-    begun = work / "begun"
-    shutil.rmtree(begun, ignore_errors=True)
-    read = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **gguf)
-    config = copy.deepcopy(read.config)
-    vars(config).pop("quantization_config", None)  # the weights of a GGUF file are whole by now
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
-    model.save_pretrained(begun)
-    tokenizer.save_pretrained(begun)
-    begun.rename(folder)
+    if not folder.is_dir():
+        source = AUSTEN / "teacher" if arguments.quick else arguments.teacher
+        save_teacher(source, arguments.gguf, folder, TEMPLATE)
     return folder
 
 
@@ -318,7 +304,7 @@ def main() -> None:
     sizes = QUICK if arguments.quick else Sizes(**vars(FULL) | {"rows": arguments.rows})
     work = arguments.work or Path(tempfile.mkdtemp(prefix="potstill-context-"))
     work.mkdir(parents=True, exist_ok=True)
-    teacher = save_teacher(arguments, work)
+    teacher = find_teacher(arguments, work)
     rows = write_rows(teacher, sizes, work)
     found = {
         kind: [
