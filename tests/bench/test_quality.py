@@ -302,6 +302,39 @@ def test_draws_with_replacement_are_unbiased_and_belong_to_their_sequence(
         assert abs((w_NV - p_NV)[inside].sum()) < 4 * error + 1e-3 * p_NV[inside].sum()
 
 
+@pytest.mark.parametrize("rule", ["25% by entropy", "first 25%", "25% at random"])
+def test_rows_of_some_positions_keep_whole_records_of_these_alone(
+    captured: Study, rule: str
+) -> None:
+    told = open_row(captured, f"{THRESHOLD}, {rule}")
+    (whole,) = captured.open_caches(parse_rows([THRESHOLD])[0])
+    numbers = np.array([4, 7])
+    all_of_them, records = whole.read(numbers)
+    kept, few = told.source.read(numbers)
+    _, second = told.source.read(numbers[1:])
+    assert (few["entropy"][-len(second) :] == second["entropy"]).all(), "by the sequence's number"
+    assert len(few) == kept.positions and not (kept.target_mask & ~all_of_them.target_mask).any()
+    kept_N = kept.target_mask[all_of_them.target_mask]
+    each = [records.slice(row, row + 1) for row in np.flatnonzero(kept_N)]
+    expected = Records.concatenate(each).columns
+    assert {name: column.tolist() for name, column in few.columns.items()} == {
+        name: column.tolist() for name, column in expected.items()
+    }
+    for row in range(len(numbers)):
+        mine = all_of_them.target_mask[row]
+        chosen = kept.target_mask[row][mine]
+        assert chosen.sum() == round(0.25 * mine.sum())
+        if rule == "first 25%":
+            assert chosen[: chosen.sum()].all()
+        if rule == "25% by entropy":
+            counts = all_of_them.target_mask.sum(1)
+            entropies = np.split(records["entropy"], counts[:1])[row]
+            assert entropies[chosen].min() >= entropies[~chosen].max()
+    share = count_entries(told.source) / count_entries(whole)
+    assert told.bytes_per_token == pytest.approx(0.25 * share * whole.bytes_per_token, rel=0.05)
+    assert (share > 1) if rule == "25% by entropy" else share == pytest.approx(1, abs=0.25)
+
+
 def test_draws_like_a_threshold_have_as_many_tokens(captured: Study) -> None:
     like = count_entries(open_row(captured, THRESHOLD).source)
     told = open_row(captured, f"draws like {THRESHOLD}")

@@ -10,6 +10,9 @@ draws like threshold T           RS-KD, with as many distinct tokens as that row
 distillkit budget                DistillKit's format: 50 entries, one of them exact
 distillkit recommended           DistillKit's format: 128 entries, 16 of them exact
 distillkit K exact entries       DistillKit's format: K entries in 4 bytes each, all of them exact
+threshold T, P% by entropy       records of the P% of each sequence with the largest entropies alone
+threshold T, first P%            records of the first P% of each sequence alone
+threshold T, P% at random        records of P% of each sequence alone
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from bench.support.quality.methods import (
     make_hidden_draws,
     make_renormalisation,
 )
+from bench.support.quality.selection import RULES, SelectedCache
 from cache.store import Cache
 from kd.errors import DataError
 from kd.text.batches import Source
@@ -145,12 +149,29 @@ def _make_distillkit(name: str, which: str | None, exact: str | None) -> Row:
     return Row(name, ({"profile": "topk", "k": settings["k"]},), open_compressed)
 
 
+def _make_selected(name: str, threshold: str, first: str | None, *parts: str) -> Row:
+    rule, percent = ("first", first) if first else (parts[1], parts[0])
+    section = {"profile": "threshold", "threshold": float(threshold)}
+
+    def open_selected(caches: list[Cache]) -> Told:
+        (whole,) = caches
+        source = SelectedCache(whole, RULES[rule], float(percent) / 100, name)
+        part = source.count_share() * count_entries(source) / count_entries(whole)
+        return Told(source, part * whole.bytes_per_token)
+
+    return Row(name, (section,), open_selected)
+
+
 NUMBER = r"(\d*\.?\d+)"
 #: Each form of a name, and what makes its row from the name and the groups of the form.
 FORMS: tuple[tuple[str, Callable[..., Row]], ...] = (
     (PLAIN, _make_plain),
     (FULL, _make_full),
     (rf"threshold {NUMBER}", _make_threshold),
+    (
+        rf"threshold {NUMBER}, (?:first {NUMBER}%|{NUMBER}% (by entropy|at random))",
+        _make_selected,
+    ),
     (r"topk (\d+)( and a ghost)?", _make_top),
     (r"([1-9]\d*) draws with replacement", _make_draws),
     (rf"draws like threshold {NUMBER}", _make_like),
