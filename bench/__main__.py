@@ -181,6 +181,11 @@ BENCHES = {
         "on a machine with a GPU: its tests, rates, speed, and a job of real size",
         "9 minutes",
     ),
+    "table": Bench(
+        "bench/gpu/table.py",
+        "RS-KD's table: loss, KL, calibration and acceptance of students of each kind of record",
+        "8 minutes on a GPU, hours without",
+    ),
     "service": Bench(
         "bench/service.py",
         "the API under load, with thousands of jobs stored and hundreds of streams open",

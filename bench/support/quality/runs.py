@@ -130,10 +130,14 @@ def run_study(
     """
     for seed in study.seeds:
         for row in study.rows:
-            yield row, seed, _try_run(study, row, seed, make_monitor(f"{row.name}, seed {seed}"))
+            yield row, seed, try_run(study, row, seed, make_monitor(f"{row.name}, seed {seed}"))
 
 
-def _try_run(study: Study, row: Row, seed: int, monitor: Monitor) -> Finished | None:
+def try_run(study: Study, row: Row, seed: int, monitor: Monitor) -> Finished | None:
+    """Train and measure one student; an error is written to its folder, and None returned.
+
+    Raises ``Interrupted`` where the monitor asks for it, after a checkpoint.
+    """
     folder: Path | None = None
     try:
         told = Told(PlainText(study.text.corpus)) if row.plain else row.open(study.open_caches(row))

@@ -26,7 +26,10 @@ LACKING = (
     "pytorch_optimizer", "redis", "rich", "schedulefree", "structlog", "typer", "uvicorn",
     "pydantic_settings",
 )  # fmt: skip
-BENCHES = ("bench.speed", "bench.roofline", "bench.gpu.reference_run", "bench.gpu.chunk_sizes")
+BENCHES = (
+    "bench.speed", "bench.roofline", "bench.gpu.reference_run", "bench.gpu.chunk_sizes",
+    "bench.gpu.table",
+)  # fmt: skip
 WITHOUT = f"""
 import importlib, sys
 
