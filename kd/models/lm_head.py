@@ -286,11 +286,12 @@ def _measure_factor(x_LD: Tensor, given_LD: Tensor) -> float:
     """Return the factor by which the model multiplied ``x_LD``, of the same numbers' dtype.
 
     Each product was rounded once, and so bounds the factor; 256 numbers of bfloat16 bound it to
-    some 1e-5. Where no factor is within all bounds, it is that of least squares.
+    some 1e-5. Where no factor is within all bounds, it is that of least squares; 1 where all are 0.
     """
     eps = torch.finfo(x_LD.dtype).eps
-    x_N, given_N = x_LD.double().flatten(), given_LD.flatten()
-    x_N, given_N = x_N[x_N != 0], given_N[x_N != 0]
+    x_N, given_N = x_LD[x_LD != 0].double(), given_LD[x_LD != 0]
+    if not len(x_N):
+        return 1.0
     reach_N = eps * torch.exp2(given_N.frexp().exponent.double() - 2) / x_N.abs()
     low, high = (given_N / x_N - reach_N).max(), (given_N / x_N + reach_N).min()
     best = (low + high) / 2 if low <= high else (given_N * x_N).sum() / x_N.square().sum()

@@ -127,6 +127,12 @@ def test_multipliers_and_caps_of_any_name_are_found_by_what_the_model_computes(k
     assert (rounded.scale, rounded.softcap) == (pytest.approx(scale, rel=1e-4), softcap)
 
 
+def test_hidden_states_of_zeros_tell_no_factor() -> None:
+    model = build("llama tied")
+    model.model.norm.weight.data.zero_()
+    assert find_lm_head(model, VOCABULARY).scale == 1.0
+
+
 class Altered(LlamaForCausalLM):
     """A model that changes its logits in a way that its configuration does not show."""
 
