@@ -1,14 +1,14 @@
 """RS-KD's main table in small: what students make of each kind of record, within a limit of time.
 
     python bench/gpu/table.py (--teacher FOLDER [--gguf FILE] | --parts FOLDER) --work FOLDER
-        [--layers 10 6] [--seeds 5] [--steps 60] [--minutes 8] [--set a.b=VALUE] [--out FOLDER]
+        [--layers 10 6] [--seeds 5] [--steps 60] [--minutes 8] [--out FOLDER]
     python bench/gpu/table.py --split FILE --into FOLDER
 
 The students are some layers of the teacher; they read 8,192 tokens a step. Those of one number of
 layers and one seed begin alike and see the same tokens in the same order; only what they are told
 differs (bench/quality.py explains the rows and the columns). One seed is finished for all rows and
-layers before the next. A student that has no time left is not begun: the page is that of all which
-are finished, and the same command in the same --work goes on.
+layers before the next. After --minutes it stops, at a checkpoint: the page is that of all students
+which are finished, and the same command in the same --work goes on.
 
 A machine that takes only some megabytes at once gets a GGUF file in three parts: --split writes
 them, and --parts names the folder to which they were copied. --quick takes the example's teacher,
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ from cache.errors import PotstillError
 from kd.errors import DataError, Interrupted
 from kd.models.loading import hide_progress_bars
 from kd.models.precision import pick_device
-from kd.progress import Event, Monitor
+from kd.progress import Monitor
 
 #: RS-KD's table, and the records of 16 and 25 bytes that are ours.
 ROWS = (
@@ -89,8 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--layers", type=int, nargs="+", help="the students' layers: 10 6")
     add("--seeds", type=int, help="students of each row and number of layers: 5")
     add("--steps", type=int, help="steps of every student: 60")
-    add("--minutes", type=float, default=8.0, help="begin no student after so many")
-    add("--set", action="append", default=[], metavar="a.b=VALUE", help="a field of every job")
+    add("--minutes", type=float, default=8.0, help="stop after so many, at a checkpoint")
     add("--work", type=Path, help="folder in which a stopped run continues")
     add("--out", type=Path, help="folder of the page; --work by default")
     add("--split", type=Path, metavar="FILE", help="write a GGUF file in parts, and end")
@@ -129,32 +129,22 @@ def run(arguments: argparse.Namespace, is_late: Callable[[], bool]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     sizes = choose_sizes(arguments)
     studies = make_studies(arguments, sizes, find_teacher(arguments))
-    found: list[Found] = [{} for _ in studies]
-    captured = 0.0
+    found: dict[int, Found] = {layers: {} for layers in studies}
     with quality.stopping_on_signals() as should_stop:
-
-        def make_monitor(name: str) -> Monitor:
-            return Monitor(make_listener(name), lambda: should_stop() or is_late())
-
+        make_monitor = partial(quality.make_monitor, should_stop=lambda: should_stop() or is_late())
         try:
-            capture_together(studies[0].plan_captures(), studies[0].caches, make_monitor("capture"))
-            captured = time.monotonic() - began
             train_all(studies, found, make_monitor)
         except Interrupted as stopped:
-            print(f"bench/gpu/table.py: {stopped}", file=sys.stderr)
+            quality.report(str(stopped))
+    finished = sum(len(students) for each in found.values() for students in each.values())
+    wanted = len(studies) * len(ROWS) * sizes.seeds
+    told = f"{finished} of {wanted} students in {time.monotonic() - began:.0f} s"
     pages = [
-        f"## {layers} layers\n\n{render_page(study, each)}"
-        for layers, study, each in zip(sizes.layers, studies, found, strict=True)
+        f"## {layers} layers\n\n{render_page(studies[layers], each)}"
+        for layers, each in found.items()
         if each
     ]
-    finished = sum(len(students) for each in found for students in each.values())
-    wanted = len(studies) * len(ROWS) * sizes.seeds
-    seconds = time.monotonic() - began
-    told = (
-        f"{describe_device()}: {finished} of {wanted} students in {seconds:.0f} s, of which "
-        f"{captured:.0f} s were for the teacher and its caches."
-    )
-    text = "\n\n".join([told, *pages]) + "\n"
+    text = "\n\n".join([f"{describe_device()}: {told}.", *pages]) + "\n"
     print(text, end="")
     (out / "table.md").write_text(text, encoding="utf-8")
     return int(finished < wanted)
@@ -185,7 +175,7 @@ def choose_sizes(arguments: argparse.Namespace) -> Sizes:
     return replace(sizes, **{name: value for name, value in given.items() if value is not None})
 
 
-def make_studies(arguments: argparse.Namespace, sizes: Sizes, teacher: Path) -> list[Study]:
+def make_studies(arguments: argparse.Namespace, sizes: Sizes, teacher: Path) -> dict[int, Study]:
     """Return the study of each number of layers; all of them read the same caches."""
     text = AUSTEN / "text"
     words = [
@@ -198,36 +188,31 @@ def make_studies(arguments: argparse.Namespace, sizes: Sizes, teacher: Path) -> 
     ]  # fmt: skip
     if pick_device().type == "cuda":
         words += ["--set", "teacher.dtype=bfloat16"]
-    words += [word for each in arguments.set for word in ("--set", each)]
-    return [
-        Study.of(quality.parse_arguments([*map(str, words), "--from-teacher", str(layers)]))
+    flags = [str(word) for word in words]
+    return {
+        layers: Study.of(quality.parse_arguments([*flags, "--from-teacher", str(layers)]))
         for layers in sizes.layers
-    ]
+    }
 
 
 def train_all(
-    studies: list[Study], found: list[Found], make_monitor: Callable[[str], Monitor]
+    studies: dict[int, Study], found: dict[int, Found], make_monitor: Callable[[str], Monitor]
 ) -> None:
-    """Train the students, seed after seed, and put each that is finished into ``found``."""
-    for seed in studies[0].seeds:
-        for study, finished in zip(studies, found, strict=True):
+    """Capture the caches, and train seed after seed; put what is finished into ``found``.
+
+    Raises ``Interrupted`` where a monitor asks for it.
+    """
+    first = next(iter(studies.values()))
+    capture_together(first.plan_captures(), first.caches, make_monitor("capture"))
+    for seed in first.seeds:
+        for layers, study in studies.items():
             for row in study.rows:
-                monitor = make_monitor(f"{row.name}, seed {seed}")
+                name = f"{row.name}, {layers} layers, seed {seed}"
+                monitor = make_monitor(name)
                 monitor.check("before the next student")
-                student = try_run(study, row, seed, monitor)
-                if student is not None:
-                    finished.setdefault(row.name, {})[seed] = student
-                    print(f"{row.name}, seed {seed}: {student.figures.loss:.4f}", file=sys.stderr)
-
-
-def make_listener(name: str) -> Callable[[Event], None]:
-    """Make a listener that prints the warnings of ``name``."""
-
-    def listen(event: Event) -> None:
-        if event.type == "warning":
-            print(f"{name}: {event.data['message']}", file=sys.stderr, flush=True)
-
-    return listen
+                if (student := try_run(study, row, seed, monitor)) is not None:
+                    found[layers].setdefault(row.name, {})[seed] = student
+                    quality.report(f"{name}: {student.figures.loss:.4f}")
 
 
 def describe_device() -> str:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench.support.quality.wrapped import WrappedSource
 from cache.codec import Codec
 from cache.records import Records, Sequences
 from cache.rounding import TOP_STEP, UNKNOWN, choose_id_dtype
@@ -70,43 +71,28 @@ COUNTED_SEQUENCES = 16
 
 
 @dataclass(frozen=True)
-class AlteredCache:
+class AlteredCache(WrappedSource):
     """A cache whose records are altered into those of another method when they are read.
 
     The altered records have profile topk. ``name`` tells the method: sources of one cache that are
     altered in different ways differ in their identity.
     """
 
-    source: Cache
     alter: Alter
     name: str
 
-    train_count = property(lambda self: self.source.train_count)
-    validation_count = property(lambda self: self.source.validation_count)
-    shard_sequences = property(lambda self: self.source.shard_sequences)
     fingerprint = property(lambda self: f"{self.source.fingerprint}, {self.name}")
-    disk_reads = property(lambda self: self.source.disk_reads)
-
-    @property
-    def codec(self) -> Codec:
-        """The codec of the altered columns."""
-        return Codec("topk", self.source.codec.vocabulary_size)
-
-    def teacher_head(self) -> dict[str, NDArray[Any]]:
-        """Return the teacher's LM head, if the cache has one."""
-        return self.source.teacher_head()
+    codec = property(lambda self: Codec("topk", self.source.codec.vocabulary_size))
 
     def tail_mean(self) -> None:
         """None: the mean tail is that of other records."""
-
-    def projection(self) -> None:
-        """None: the records are in the student's tokens."""
 
     def read(
         self, indices: NDArray[Any], draws: int | NDArray[Any] = 0
     ) -> tuple[Sequences, Records]:
         """Read the sequences of ``indices`` and their altered records."""
         sequences, records = self.source.read(indices, draws)
+        assert records is not None, "a cache has records"
         return sequences, self.alter(np.asarray(indices), sequences, records)
 
 

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ from bench.support.quality.closeness import measure_closeness
 from bench.support.quality.methods import count_entries
 from bench.support.quality.rows import FULL, Row, Told
 from bench.support.quality.study import Study
+from bench.support.quality.wrapped import WrappedSource
 from cache.disk import locked, make_folder, remove_path, write_file
 from kd.config.job import JobConfig
 from kd.errors import Interrupted
@@ -90,34 +90,10 @@ class Finished:
     losses_N: NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class TrainingOnly:
+class TrainingOnly(WrappedSource):
     """A source without its held-out sequences, which are measured once, after the training."""
 
-    source: Source
-
     validation_count = 0
-    train_count = property(lambda self: self.source.train_count)
-    shard_sequences = property(lambda self: self.source.shard_sequences)
-    fingerprint = property(lambda self: self.source.fingerprint)
-    codec = property(lambda self: self.source.codec)
-    disk_reads = property(lambda self: self.source.disk_reads)
-
-    def teacher_head(self) -> dict[str, NDArray[Any]]:
-        """Return the teacher's LM head, if the records are its hidden states."""
-        return self.source.teacher_head()
-
-    def tail_mean(self) -> dict[str, NDArray[Any]] | None:
-        """Return the mean tail of the records, if they have one."""
-        return self.source.tail_mean()
-
-    def projection(self) -> dict[str, NDArray[Any]] | None:
-        """Return how the tokens of the records become the student's."""
-        return self.source.projection()
-
-    def read(self, indices: NDArray[Any], draws: NDArray[Any] | int = 0) -> Any:
-        """Read the sequences of ``indices`` and their records."""
-        return self.source.read(indices, draws)
 
 
 def run_study(

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.support.quality.methods import COUNTED_SEQUENCES
+from bench.support.quality.wrapped import WrappedSource
 from cache.records import Records, Sequences, find_axis
-from cache.store import Cache
 
 #: Returns a number for each of a sequence's records: those with the largest are kept.
 Rule = Callable[[NDArray[np.float64], np.random.Generator], NDArray[np.float64]]
@@ -27,41 +28,24 @@ RULES: dict[str, Rule] = {
 
 
 @dataclass(frozen=True)
-class SelectedCache:
+class SelectedCache(WrappedSource):
     """A cache of which each sequence keeps ``share`` of its records, those that ``rule`` prefers.
 
     ``name`` tells the method: sources of one cache that keep others differ in their identity.
     """
 
-    source: Cache
     rule: Rule
     share: float
     name: str
 
-    train_count = property(lambda self: self.source.train_count)
-    validation_count = property(lambda self: self.source.validation_count)
-    shard_sequences = property(lambda self: self.source.shard_sequences)
-    sequence_bytes = property(lambda self: self.source.sequence_bytes)
     fingerprint = property(lambda self: f"{self.source.fingerprint}, {self.name}")
-    codec = property(lambda self: self.source.codec)
-    disk_reads = property(lambda self: self.source.disk_reads)
-
-    def teacher_head(self) -> dict[str, NDArray[Any]]:
-        """Return the teacher's LM head, if the cache has one."""
-        return self.source.teacher_head()
-
-    def tail_mean(self) -> dict[str, NDArray[Any]] | None:
-        """Return the mean tail of all records."""
-        return self.source.tail_mean()
-
-    def projection(self) -> None:
-        """None: the records are in the student's tokens."""
 
     def read(
         self, indices: NDArray[Any], draws: int | NDArray[Any] = 0
     ) -> tuple[Sequences, Records]:
         """Read the sequences of ``indices`` with the kept targets, and their records."""
         sequences, records = self.source.read(indices, draws)
+        assert records is not None, "a cache has records"
         mask_SL = sequences.target_mask.copy()
         entropies_N = records["entropy"].astype(np.float64)
         kept_N = np.zeros(len(records), bool)
@@ -78,7 +62,7 @@ class SelectedCache:
 
     def count_share(self) -> float:
         """Count the share of the records that are kept, over the first training sequences."""
-        some = np.arange(min(16, self.train_count))
+        some = np.arange(min(COUNTED_SEQUENCES, self.train_count))
         return self.read(some)[0].positions / self.source.read(some)[0].positions
 
 
