@@ -225,7 +225,7 @@ def captured(
     tiny_teacher: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Study:
     """A study of every kind of row, with its caches."""
-    rows = [*DEFAULT_ROWS, "3 draws with replacement"]
+    rows = [*DEFAULT_ROWS, "3 draws with replacement", f"{THRESHOLD}, 25% by entropy"]
     folder = tmp_path_factory.mktemp("captured")
     changes = {"rows": rows, "sequences": 40}
     study = parse(make_flags((tiny_teacher, tiny_text, folder), **changes))
@@ -306,8 +306,9 @@ def test_draws_with_replacement_are_unbiased_and_belong_to_their_sequence(
 def test_rows_of_some_positions_keep_whole_records_of_these_alone(
     captured: Study, rule: str
 ) -> None:
-    told = open_row(captured, f"{THRESHOLD}, {rule}")
-    (whole,) = captured.open_caches(parse_rows([THRESHOLD])[0])
+    (selected,) = parse_rows([f"{THRESHOLD}, {rule}"])
+    (whole,) = captured.open_caches(selected)
+    told = selected.open([whole])
     numbers = np.array([4, 7])
     all_of_them, records = whole.read(numbers)
     kept, few = told.source.read(numbers)
@@ -330,6 +331,7 @@ def test_rows_of_some_positions_keep_whole_records_of_these_alone(
             counts = all_of_them.target_mask.sum(1)
             entropies = np.split(records["entropy"], counts[:1])[row]
             assert entropies[chosen].min() >= entropies[~chosen].max()
+            assert entropies[chosen].min() > entropies.min(), "each position's own"
     share = count_entries(told.source) / count_entries(whole)
     assert told.bytes_per_token == pytest.approx(0.25 * share * whole.bytes_per_token, rel=0.05)
     assert (share > 1) if rule == "25% by entropy" else share == pytest.approx(1, abs=0.25)

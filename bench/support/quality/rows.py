@@ -34,7 +34,7 @@ from bench.support.quality.methods import (
     make_hidden_draws,
     make_renormalisation,
 )
-from bench.support.quality.selection import RULES, SelectedCache
+from bench.support.quality.selection import BY_ENTROPY, RULES, SelectedCache
 from cache.store import Cache
 from kd.errors import DataError
 from kd.text.batches import Source
@@ -78,11 +78,13 @@ class Row:
     """One row: its name, the ``cache`` sections of the caches that it needs, and its records.
 
     The first cache is the one that the students read; a row without a cache has no teacher.
+    ``entropies``: its caches keep the teacher's entropy at each position.
     """
 
     name: str
     caches: tuple[dict[str, Any], ...] = ()
     open: Open = lambda caches: Told(caches[0])
+    entropies: bool = False
 
     @property
     def plain(self) -> bool:
@@ -159,7 +161,7 @@ def _make_selected(name: str, threshold: str, first: str | None, *parts: str) ->
         part = source.count_share() * count_entries(source) / count_entries(whole)
         return Told(source, part * whole.bytes_per_token)
 
-    return Row(name, (section,), open_selected)
+    return Row(name, (section,), open_selected, entropies=rule == BY_ENTROPY)
 
 
 NUMBER = r"(\d*\.?\d+)"

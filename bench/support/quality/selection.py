@@ -20,8 +20,9 @@ from cache.records import Records, Sequences, find_axis
 
 #: Returns a number for each of a sequence's records: those with the largest are kept.
 Rule = Callable[[NDArray[np.float64], np.random.Generator], NDArray[np.float64]]
+BY_ENTROPY = "by entropy"
 RULES: dict[str, Rule] = {
-    "by entropy": lambda entropy_n, _: entropy_n,
+    BY_ENTROPY: lambda entropy_n, _: entropy_n,
     "at random": lambda entropy_n, rng: rng.random(len(entropy_n)),
     "first": lambda entropy_n, _: -np.arange(len(entropy_n), dtype=np.float64),
 }

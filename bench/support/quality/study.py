@@ -137,14 +137,18 @@ class Study:
         """Plan the capture of one cache of a row."""
         text = self.text
         job = self.make_job(row, self.seeds.start, cache)
+        if row.entropies:
+            # A job that weighs positions keeps their entropies; the students' jobs do not weigh.
+            loss = job.loss.model_copy(update={"entropy_weighting": 1.0})
+            job = job.model_copy(update={"loss": loss})
         # Each plan hashes the teacher's files and all tokens of its tokenizer.
-        key = job.cache.model_dump_json()
+        key = (job.cache.model_dump_json(), row.entropies)
         if key not in self._plans:
             self._plans[key] = make_capture_plan(job, text.teacher, text.tokenizer, text.corpus)
         return self._plans[key]
 
     @cached_property
-    def _plans(self) -> dict[str, CapturePlan]:
+    def _plans(self) -> dict[tuple[str, bool], CapturePlan]:
         return {}
 
     def open_caches(self, row: Row) -> list[Cache]:
