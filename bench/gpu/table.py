@@ -1,7 +1,7 @@
 """RS-KD's main table in small: what students make of each kind of record, within a limit of time.
 
     python bench/gpu/table.py (--teacher FOLDER [--gguf FILE] | --parts FOLDER) --work FOLDER
-        [--layers 10 6] [--seeds 5] [--steps 60] [--minutes 8] [--out FOLDER]
+        [--layers 10 6] [--seeds 5] [--steps 60] [--minutes 8] [--out FOLDER] [--set a.b=VALUE ...]
     python bench/gpu/table.py --split FILE --into FOLDER
 
 The students are some layers of the teacher; they read 8,192 tokens a step. Those of one number of
@@ -93,6 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=8.0, help="stop after so many, at a checkpoint")
     add("--work", type=Path, help="folder in which a stopped run continues")
     add("--out", type=Path, help="folder of the page; --work by default")
+    add("--set", action="append", default=[], metavar="a.b=VALUE", help="as in bench/quality.py")
     add("--split", type=Path, metavar="FILE", help="write a GGUF file in parts, and end")
     add("--into", type=Path, help="the folder of its parts")
     add("--quick", action="store_true", help="the example's teacher, two seeds, a few steps")
@@ -188,6 +189,8 @@ def make_studies(arguments: argparse.Namespace, sizes: Sizes, teacher: Path) -> 
     ]  # fmt: skip
     if pick_device().type == "cuda":
         words += ["--set", "teacher.dtype=bfloat16"]
+    for assignment in arguments.set:
+        words += ["--set", assignment]
     flags = [str(word) for word in words]
     return {
         layers: Study.of(quality.parse_arguments([*flags, "--from-teacher", str(layers)]))

@@ -30,6 +30,7 @@ from cache.store import open_cache
 from kd.capture.capturing import capture_cache
 from kd.config.jobfile import load_config
 from kd.errors import DataError
+from kd.loss.decoder import TargetDecoder
 from kd.progress import SILENT
 from kd.text.batches import PlainText
 
@@ -316,11 +317,7 @@ def test_rows_of_some_positions_keep_whole_records_of_these_alone(
     assert (few["entropy"][-len(second) :] == second["entropy"]).all(), "by the sequence's number"
     assert len(few) == kept.positions and not (kept.target_mask & ~all_of_them.target_mask).any()
     kept_N = kept.target_mask[all_of_them.target_mask]
-    each = [records.slice(row, row + 1) for row in np.flatnonzero(kept_N)]
-    expected = Records.concatenate(each).columns
-    assert {name: column.tolist() for name, column in few.columns.items()} == {
-        name: column.tolist() for name, column in expected.items()
-    }
+    assert_same(few, join_rows(records, np.flatnonzero(kept_N)))
     for row in range(len(numbers)):
         mine = all_of_them.target_mask[row]
         chosen = kept.target_mask[row][mine]
@@ -335,6 +332,40 @@ def test_rows_of_some_positions_keep_whole_records_of_these_alone(
     share = count_entries(told.source) / count_entries(whole)
     assert told.bytes_per_token == pytest.approx(0.25 * share * whole.bytes_per_token, rel=0.05)
     assert (share > 1) if rule == "25% by entropy" else share == pytest.approx(1, abs=0.25)
+    assert told.source.tail_mean() is None, "it is that of all positions"
+
+
+def join_rows(records: Records, rows: np.ndarray) -> Records:
+    return Records.concatenate([records.slice(row, row + 1) for row in rows])
+
+
+def assert_same(some: Records, others: Records) -> None:
+    assert {name: column.tolist() for name, column in some.columns.items()} == {
+        name: column.tolist() for name, column in others.columns.items()
+    }
+
+
+def test_the_other_positions_learn_from_the_text_at_no_byte(captured: Study) -> None:
+    name = f"{THRESHOLD}, 25% by entropy"
+    alone, beside = open_row(captured, name), open_row(captured, f"{name} and the text")
+    assert beside.bytes_per_token == alone.bytes_per_token
+    numbers = np.array([4, 7])
+    kept, few = alone.source.read(numbers)
+    sequences, records = beside.source.read(numbers)
+    kept_N = kept.target_mask[sequences.target_mask]
+    assert 0 < kept_N.sum() < len(records) == sequences.positions
+    assert_same(join_rows(records, np.flatnonzero(kept_N)), few)
+    gold_N = torch.from_numpy(sequences.find_gold_ids().astype(np.int64))
+    columns = {name: torch.from_numpy(each) for name, each in records.columns.items()}
+    logits_NV = torch.randn(len(records), 2048, dtype=torch.float64)
+    targets = TargetDecoder.of(beside.source, torch.device("cpu")).decode(gold_N, columns)
+    assert targets.teacher is not None
+    chunk = targets.teacher.take_chunk(slice(0, len(records)), torch.float64)
+    told_N = torch.logsumexp(logits_NV, 1) - chunk.compute_expected_N(logits_NV)
+    plain_N = torch.nn.functional.cross_entropy(logits_NV, gold_N, reduction="none")
+    assert torch.allclose(told_N[~kept_N], plain_N[~kept_N])
+    assert not torch.allclose(told_N[kept_N], plain_N[kept_N])
+    assert (chunk.entropy_N[~kept_N] == 0).all()
 
 
 def test_draws_like_a_threshold_have_as_many_tokens(captured: Study) -> None:

@@ -151,29 +151,28 @@ def _make_distillkit(name: str, which: str | None, exact: str | None) -> Row:
     return Row(name, ({"profile": "topk", "k": settings["k"]},), open_compressed)
 
 
-def _make_selected(name: str, threshold: str, first: str | None, *parts: str) -> Row:
-    rule, percent = ("first", first) if first else (parts[1], parts[0])
+def _make_selected(
+    name: str, threshold: str, first: str | None, some: str, chosen: str, text: str | None
+) -> Row:
+    rule, percent = ("first", first) if first else (chosen, some)
     section = {"profile": "threshold", "threshold": float(threshold)}
 
     def open_selected(caches: list[Cache]) -> Told:
         (whole,) = caches
-        source = SelectedCache(whole, RULES[rule], float(percent) / 100, name)
-        part = source.count_share() * count_entries(source) / count_entries(whole)
-        return Told(source, part * whole.bytes_per_token)
+        source = SelectedCache(whole, RULES[rule], float(percent) / 100, bool(text), name)
+        return Told(source, source.count_share() * whole.bytes_per_token)
 
     return Row(name, (section,), open_selected, entropies=rule == BY_ENTROPY)
 
 
 NUMBER = r"(\d*\.?\d+)"
+SELECTION = rf"(?:first {NUMBER}%|{NUMBER}% (by entropy|at random))"
 #: Each form of a name, and what makes its row from the name and the groups of the form.
 FORMS: tuple[tuple[str, Callable[..., Row]], ...] = (
     (PLAIN, _make_plain),
     (FULL, _make_full),
     (rf"threshold {NUMBER}", _make_threshold),
-    (
-        rf"threshold {NUMBER}, (?:first {NUMBER}%|{NUMBER}% (by entropy|at random))",
-        _make_selected,
-    ),
+    (rf"threshold {NUMBER}, {SELECTION}( and the text)?", _make_selected),
     (r"topk (\d+)( and a ghost)?", _make_top),
     (r"([1-9]\d*) draws with replacement", _make_draws),
     (rf"draws like threshold {NUMBER}", _make_like),
