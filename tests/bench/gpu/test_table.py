@@ -69,6 +69,7 @@ def test_a_rehearsal_from_parts_ends_in_time_and_goes_on_in_its_folder(
     split_file(tmp_path / "tiny.gguf", tmp_path / "parts", 3)
     words = ["--quick", "--parts", str(tmp_path / "parts"), "--work", str(tmp_path)]
     words += ["--layers", "1", "--seeds", "1", "--steps", "2"]
+    words += ["--set", "train.weight_decay=0.2", "--set", "train.precision=fp32"]
     assert table.main([*words, "--minutes", "0"]) == 1
     assert "CPU, torch" in (page := capsys.readouterr().out)
     assert f"0 of {len(table.ROWS)} students" in page
@@ -76,6 +77,7 @@ def test_a_rehearsal_from_parts_ends_in_time_and_goes_on_in_its_folder(
     page = capsys.readouterr().out
     assert f"{len(table.ROWS)} of {len(table.ROWS)} students" in page
     assert page == (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert "Set: train.weight_decay=0.2, train.precision=fp32." in page
     for row in table.ROWS:
         (cells,) = [
             line.split(" | ") for line in page.splitlines() if line.startswith(f"| {row} |")
