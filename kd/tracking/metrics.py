@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cache.disk import storage_errors
 from cache.json_object import Json
 from kd.checks.verdict import Verdict
 from kd.files import write_text
@@ -38,10 +39,14 @@ class MetricsLog:
         write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write_line(self, kind: str, step: int, **values: Any) -> None:
-        """Write a line of this ``kind``, which is also the type of its event."""
+        """Write a line of this ``kind``, which is also the type of its event.
+
+        Raises ``StorageError`` if the disk is full.
+        """
         line = {"step": step, **values}
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
+            folder = self._path.parent
+            with storage_errors(folder), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(replace_nonfinite({"type": kind, **line})) + "\n")
         self._monitor.emit(kind, **line)
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cache.errors import StorageError
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.errors import TrainingError
 from kd.memory.devices import find_device_kind
 from kd.progress import Event, Monitor, Notice
+from kd.tracking.metrics import MetricsLog, read_metrics
 from kd.tracking.scalars import SpeedMeter, StepWork
 from kd.tracking.stopwatch import Stopwatch, compute_utilisation, count_flops_per_token
 from kd.tracking.trackers import Trackers, add_trackers
@@ -32,6 +34,18 @@ def test_phases_are_summed_and_shared() -> None:
     assert (long.name, long.count, waited.name, waited.count) == ("long", 2, "waited", 1)
     assert long.seconds >= 0.04 and long.mean_milliseconds == pytest.approx(1e3 * long.seconds / 2)
     assert waited.seconds == 0.01 and long.share + waited.share == pytest.approx(1.0)
+
+
+def test_a_disk_that_is_full_at_a_line_of_the_metrics_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, Monitor(), step=0)
+    log.write_line("metrics", 1, loss=2.0)
+    path.rename(tmp_path / "written")
+    path.symlink_to("/dev/full")
+    with pytest.raises(StorageError, match="No space left") as refusal:
+        log.write_line("metrics", 2, loss=1.0)
+    assert f"Free space on the disk of {tmp_path}" in refusal.value.remedy
+    assert [line["step"] for line in read_metrics(tmp_path / "written")] == [1]
 
 
 def test_a_phase_that_fails_is_not_counted() -> None:
