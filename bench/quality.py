@@ -1,18 +1,17 @@
 """Measure how much of full distillation a cache keeps, on students of each kind of record.
 
-    python bench/quality.py [--seeds 3] [--steps N] [--only NAME] [--work FOLDER] [--out FILE]
-
-    python bench/quality.py --teacher FOLDER [--gguf-file NAME] --text FILE... --held-out FILE...
-                            (--from-teacher LAYERS | --layers N --width D) [--untied]
-                            [--rows NAME...] [--seeds 3] [--steps 82] --work FOLDER [--out FILE] ...
+    python bench/quality.py [--teacher FOLDER [--gguf-file NAME] --text FILE... --held-out FILE...]
+                            [--from-teacher LAYERS | --layers N --width D] [--untied]
+                            [--rows NAME...] [--seeds 3] [--steps N] [--work FOLDER] [--out FILE]
+                            ...
 
 All students of a seed begin with the same weights and see the same tokens in the same order; only
 the records of the teacher differ. alpha is 0: nothing but the record teaches.
 
     share = (CE of cross-entropy only - CE) / (CE of cross-entropy only - CE of all of p)
 
-Without --teacher the students are the example's at V = 2,048, in three groups
-(bench/support/quality/example.py). With it they are of any teacher and text:
+Without --teacher it is the example's, at V = 2,048, and the flags have other defaults
+(``EXAMPLE``).
 
     caches     all that the rows need are captured in one pass of the teacher, from the same logits;
                a capture that was stopped goes on after the last sealed shard
@@ -38,9 +37,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.support.paths import AUSTEN, HELD_OUT, NOVELS
 from bench.support.quality import rows as row_names
 from bench.support.quality.capture import capture_together
-from bench.support.quality.example import run_example
 from bench.support.quality.page import Found, render_page
 from bench.support.quality.runs import run_study
 from bench.support.quality.study import Study
@@ -49,25 +48,32 @@ from kd.errors import Interrupted
 from kd.models.loading import hide_progress_bars
 from kd.progress import Event, Monitor
 
-#: Flags that need --teacher, and their values where they are not given.
-STUDY_FLAGS: dict[str, Any] = {
-    "gguf_file": None,
-    "text": None,
-    "held_out": None,
-    "held_out_sequences": None,
-    "from_teacher": None,
-    "layers": None,
-    "width": None,
+#: The values of flags that are not given.
+DEFAULTS: dict[str, Any] = {
+    "steps": 82,
     "untied": False,
     "rows": list(row_names.DEFAULT_ROWS),
     "batch": 8,
-    "micro_batch": None,
     "learning_rate": 1e-3,
     "warmup": 10,
     "save_steps": 20,
     "first_seed": 0,
     "set": [],
 }
+#: Those where --teacher is not given, either.
+EXAMPLE: dict[str, Any] = DEFAULTS | {
+    "teacher": AUSTEN / "teacher",
+    "text": list(NOVELS),
+    "held_out": [HELD_OUT],
+    "held_out_sequences": 150,
+    "sequences": 3200,
+    "steps": 400,
+    "learning_rate": 3e-3,
+    "warmup": 40,
+    "save_steps": 400,
+}
+#: The shape of its students.
+EXAMPLE_SHAPE = {"layers": 2, "width": 128}
 #: Seconds between two lines about a run that goes on.
 REPORT_SECONDS = 60.0
 #: The status of a process that Ctrl-C ended.
@@ -75,7 +81,7 @@ STOPPED = 130
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser; flags of ``STUDY_FLAGS`` are None where they are not given."""
+    """Make the parser; flags of ``DEFAULTS`` are None where they are not given."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog=row_names.__doc__,
@@ -83,14 +89,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--seeds", type=count, default=3, help="students of each row")
-    add("--steps", type=count, help="steps of every student; the example's groups have their own")
+    add("--steps", type=count, help="steps of every student (82)")
     add("--sequences", type=count, help="training sequences; by default each is seen once")
     add("--length", type=count, default=256, help="tokens a sequence")
-    add("--work", type=Path, help="where to keep caches and runs; the example needs none")
+    add("--work", type=Path, help="where to keep caches and runs; without --teacher, not needed")
     add("--out", type=Path, help="write the page to this file too")
-    add("--only", default="", help="the example: rows with this in their name, and the gap's ends")
-    study = parser.add_argument_group("a study of any teacher")
-    add = study.add_argument
     add("--teacher", type=Path, help="its folder")
     add("--gguf-file", help="name of the GGUF file in it that holds the weights")
     add("--text", type=Path, nargs="+", help="text to train on")
@@ -125,27 +128,24 @@ def count(text: str) -> int:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Parse the flags (None: those of this process), and refuse those that do not go together."""
+    """Parse the flags (None: those of this process), and fill in those that are not given."""
     parser = make_parser()
     arguments = parser.parse_args(words)
-    given = [f"--{name.replace('_', '-')}" for name in STUDY_FLAGS if vars(arguments)[name]]
-    if arguments.teacher is None:
-        if given:
-            parser.error(f"{', '.join(given)}: only with --teacher")
-        return arguments
     needed = ("text", "held_out", "work")
-    if lacking := [f"--{name.replace('_', '-')}" for name in needed if not vars(arguments)[name]]:
+    lacking = [f"--{name.replace('_', '-')}" for name in needed if not vars(arguments)[name]]
+    if arguments.teacher and lacking:
         parser.error(f"--teacher needs {', '.join(lacking)} too")
-    if arguments.only:
-        parser.error("--only chooses rows of the example; with --teacher use --rows")
-    for name, value in STUDY_FLAGS.items():
+    defaults = DEFAULTS if arguments.teacher else EXAMPLE
+    if not (arguments.teacher or arguments.from_teacher or arguments.layers or arguments.width):
+        defaults = defaults | EXAMPLE_SHAPE
+    for name, value in defaults.items():
         if vars(arguments)[name] is None:
             setattr(arguments, name, value)
     return arguments
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the example or a study, and print its page."""
+    """Run the study, and print its page."""
     arguments = parse_arguments(words)
     hide_progress_bars()
     try:
@@ -164,15 +164,12 @@ def main(words: list[str] | None = None) -> None:
 
 def run(arguments: argparse.Namespace) -> tuple[str, bool]:
     """Return the page, and whether every student of it was trained."""
-    if arguments.teacher is not None:
-        return run_teacher_study(Study.of(arguments))
     with tempfile.TemporaryDirectory() as temporary:
-        work = arguments.work or Path(temporary)
-        work.mkdir(parents=True, exist_ok=True)
-        return run_example(arguments, work), True
+        arguments.work = arguments.work or Path(temporary)
+        return run_whole_study(Study.of(arguments))
 
 
-def run_teacher_study(study: Study) -> tuple[str, bool]:
+def run_whole_study(study: Study) -> tuple[str, bool]:
     """Capture all caches, train all students, and render the page.
 
     Raises ``Interrupted`` where a signal asks for it.

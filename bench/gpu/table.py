@@ -29,7 +29,7 @@ import torch
 
 from bench import quality
 from bench.gpu.parts import join_parts, split_file
-from bench.support.paths import AUSTEN
+from bench.support.paths import AUSTEN, HELD_OUT, NOVELS
 from bench.support.quality.capture import capture_together
 from bench.support.quality.page import Found, render_page
 from bench.support.quality.runs import try_run
@@ -51,7 +51,6 @@ ROWS = (
     "threshold 0.021",
     "all of p",
 )
-NOVELS = ("emma", "mansfieldpark", "northangerabbey", "prideprejudice", "sensesensibility")
 #: Parts of a teacher's file: 98 MB and a checkout are too much for one transfer of 64 MB.
 PARTS = 3
 
@@ -178,11 +177,9 @@ def choose_sizes(arguments: argparse.Namespace) -> Sizes:
 
 def make_studies(arguments: argparse.Namespace, sizes: Sizes, teacher: Path) -> dict[int, Study]:
     """Return the study of each number of layers; all of them read the same caches."""
-    text = AUSTEN / "text"
     words = [
         "--teacher", teacher, "--work", arguments.work, "--rows", *ROWS,
-        "--text", *(text / f"{name}.txt" for name in NOVELS),
-        "--held-out", text / "persuasion.txt", "--held-out-sequences", sizes.held_out,
+        "--text", *NOVELS, "--held-out", HELD_OUT, "--held-out-sequences", sizes.held_out,
         "--length", sizes.length, "--batch", sizes.batch, "--micro-batch", sizes.micro_batch,
         "--save-steps", sizes.save_steps, "--seeds", sizes.seeds, "--steps", sizes.steps,
         "--warmup", sizes.steps // 10,

@@ -17,13 +17,13 @@ import torch
 
 from bench import quality
 from bench.support.quality.capture import capture_together
-from bench.support.quality.methods import COUNTED_SEQUENCES, count_entries, make_dense_draws
+from bench.support.quality.methods import COUNTED_SEQUENCES, count_entries
 from bench.support.quality.rows import DEFAULT_ROWS, FULL, PLAIN, parse_rows
 from bench.support.quality.runs import locate_run, make_student, read_finished
 from bench.support.quality.study import SHARD_SEQUENCES, Study
 from bench.support.waiting import PATIENCE_SECONDS
 from bench.support.warm import MODELS, get_warm_python
-from cache.records import Records, Sequences
+from cache.records import Records
 from cache.rounding import TOP_STEP, UNKNOWN
 from cache.shards.names import TAIL_SUMS
 from cache.store import open_cache
@@ -377,31 +377,19 @@ def test_draws_like_a_threshold_have_as_many_tokens(captured: Study) -> None:
     assert told.source.train_count > COUNTED_SEQUENCES
 
 
-def test_dense_draws_are_those_of_the_same_uniform_numbers() -> None:
-    p = np.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]])
-    records = Records(
-        {
-            "known": np.zeros((2, 1), np.uint16),
-            "entropy": np.zeros(2, np.uint8),
-            "logprobs": np.log(p).astype(np.float32),
-        }
-    )
-    tokens = np.zeros((1, 3), np.uint32)
-    mask = np.array([[True, True, False]])
-    found = make_dense_draws(8)(np.array([3]), Sequences(tokens, mask & False, mask), records)
-    points = np.random.default_rng([8, 3]).random((2, 8))
-    for row in range(2):
-        ids = np.searchsorted(np.cumsum(p[row]), points[row])
-        counts = np.bincount(ids, minlength=3)
-        weights = np.exp(-found["top_logprobs"][row].astype(float) * TOP_STEP)
-        present = found["top_logprobs"][row] != UNKNOWN
-        ours = dict(zip(found["top_ids"][row][present], weights[present], strict=True))
-        assert ours == pytest.approx(
-            {i: count / 8 for i, count in enumerate(counts) if count}, rel=1e-3
-        )
-
-
 # ---------------------------------------------------------------------- students
+
+
+def test_without_a_teacher_students_are_the_examples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = "--seeds 1 --steps 2 --sequences 16 --held-out-sequences 2 --length 32".split()
+    assert run_bench([*small, "--rows", "tempered 0.05", "--set", "loss.temperature=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "Students: 2 fresh layers of width 128; 2 steps of 8 x 32 tokens" in printed
+    assert "| tempered 0.05 |" in printed
+    cut_out = parse([*small, "--from-teacher", "2", "--work", str(tmp_path)])
+    assert cut_out.section["student"] == {"from_teacher": {"layers": 2}}
 
 
 def test_students_of_a_seed_begin_alike_and_untied_ones_have_a_head_of_their_own(
@@ -449,8 +437,6 @@ def test_students_of_a_seed_begin_alike_and_untied_ones_have_a_head_of_their_own
         ({"set": "train.speed=2"}, "train.speed"),
         ({"work": None}, "--teacher needs --work too"),
         ({"rows": []}, "--rows: expected at least one argument"),
-        ({"only": "dense"}, "--only chooses rows of the example"),
-        ({"teacher": None}, "--text, --held-out, --held-out-sequences, --layers, "),
         ({"seeds": 0}, "it must be 1 or more, but got 0"),
     ],
 )

@@ -154,17 +154,6 @@ def make_distillkit_rounding(compression: distillkit.Compression) -> Alter:
 # ---------------------------------------------------------------------- draws with replacement
 
 
-def make_dense_draws(draws: int) -> Alter:
-    """Draw with replacement from dense records; a micro-batch always gets the same draws."""
-
-    def alter(indices: NDArray[np.int64], _: Sequences, records: Records) -> Records:
-        p_NV = np.exp(records["logprobs"].astype(np.float64))
-        rng = np.random.default_rng([draws, *indices.tolist()])
-        return _count_draws(records, [(p_NV, rng.random((len(p_NV), draws)))])
-
-    return alter
-
-
 def make_hidden_draws(draws: int, source: Cache) -> Alter:
     """Draw with replacement from the teacher's distribution, which its hidden states give.
 
@@ -288,7 +277,7 @@ def count_entries(source: Source) -> float:
     columns = records.columns
     if "top_ids" in columns:
         return float((columns["top_logprobs"] != UNKNOWN).sum(1).mean())
-    if "logprobs" in columns or "hidden" in columns:
+    if "hidden" in columns:
         return float(source.codec.vocabulary_size)
     sampled = (
         columns["head_count"].mean() + columns["tail_count"].mean()

@@ -3,6 +3,7 @@
 cross-entropy only               plain training; the lower end of the gap
 all of p                         profile hidden, the upper end
 threshold T                      profile threshold
+tempered T                       profile tempered, four samples; for --set loss.temperature=2
 topk K                           the K most probable tokens, renormalised
 topk K and a ghost               the same tokens, and one bucket for the rest: profile topk
 N draws with replacement         RS-KD
@@ -107,6 +108,11 @@ def _make_threshold(name: str, threshold: str) -> Row:
     return Row(name, ({"profile": "threshold", "threshold": float(threshold)},))
 
 
+def _make_tempered(name: str, threshold: str) -> Row:
+    section = {"profile": "tempered", "threshold": float(threshold), "draws": 4}
+    return Row(name, (section,))
+
+
 def _make_top(name: str, k: str, ghost: str | None) -> Row:
     section = {"profile": "topk", "k": int(k)}
     if ghost:
@@ -172,6 +178,7 @@ FORMS: tuple[tuple[str, Callable[..., Row]], ...] = (
     (PLAIN, _make_plain),
     (FULL, _make_full),
     (rf"threshold {NUMBER}", _make_threshold),
+    (rf"tempered {NUMBER}", _make_tempered),
     (rf"threshold {NUMBER}, {SELECTION}( and the text)?", _make_selected),
     (r"topk (\d+)( and a ghost)?", _make_top),
     (r"([1-9]\d*) draws with replacement", _make_draws),

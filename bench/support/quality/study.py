@@ -171,7 +171,7 @@ def _make_section(arguments: argparse.Namespace) -> dict[str, Any]:
             f"--batch {batch} is not a multiple of --micro-batch {micro}.",
             "Each step takes whole micro-batches: give a --micro-batch that divides it.",
         )
-    steps = arguments.steps or 82
+    steps = arguments.steps
     wanted = arguments.sequences or steps * batch
     return {
         "teacher": {"model": str(arguments.teacher), "gguf_file": arguments.gguf_file},
