@@ -383,7 +383,7 @@ def test_draws_like_a_threshold_have_as_many_tokens(captured: Study) -> None:
 def test_without_a_teacher_students_are_the_examples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = "--seeds 1 --steps 2 --sequences 16 --held-out-sequences 2 --length 32".split()
+    small = ["--seeds=1", "--steps=2", "--sequences=16", "--held-out-sequences=2", "--length=32"]
     assert run_bench([*small, "--rows", "tempered 0.05", "--set", "loss.temperature=2"]) == 0
     printed = capsys.readouterr().out
     assert "Students: 2 fresh layers of width 128; 2 steps of 8 x 32 tokens" in printed
