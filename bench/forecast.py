@@ -36,7 +36,7 @@ import torch
 
 from bench.gpu.device_rates import measure_rates
 from bench.speed import read_cpu_name
-from bench.support.paths import ROOT
+from bench.support.paths import AUSTEN, HELD_OUT, ROOT
 from bench.support.timing import MIB, fresh_processes
 from kd.capture.estimate.text import TokenCounter
 from kd.config.job import JobConfig
@@ -51,7 +51,6 @@ from kd.pipeline import run_stage
 from kd.progress import Event, Monitor
 
 CPU = torch.device("cpu")
-AUSTEN = ROOT / "examples/austen"
 #: Layers of the student that is cut out of the larger teacher.
 CUT_LAYERS = 8
 COLUMNS = ("job", "phase", "memory told", "measured", "ratio", "seconds told", "measured", "ratio")
@@ -61,7 +60,7 @@ def make_jobs(arguments: argparse.Namespace) -> dict[str, JobConfig]:
     """Make the jobs that the flags name."""
     text = {
         "train": str(AUSTEN / "text/prideprejudice.txt"),
-        "validation": str(AUSTEN / "text/persuasion.txt"),
+        "validation": str(HELD_OUT),
     }
     train = {"max_steps": arguments.steps, "eval_steps": arguments.steps}
     jobs = {"example": load_config(AUSTEN / "job.yaml", [

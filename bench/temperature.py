@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from bench.support.paths import AUSTEN
+from bench.support.paths import AUSTEN, HELD_OUT, NOVELS
 from kd.config.jobfile import parse_config
 from kd.loss.temperature import NEAR_BOUND
 from kd.pipeline import run_stages
@@ -60,7 +60,6 @@ def make_job(
     loss: dict[str, Any], student: dict[str, Any], arguments: argparse.Namespace, seed: int
 ) -> dict[str, Any]:
     """Make the job of one student."""
-    text = sorted(path for path in (AUSTEN / "text").glob("*.txt") if path.stem != "persuasion")
     fresh = "init" in student
     steps = arguments.start_steps if fresh else arguments.steps
     return {
@@ -68,8 +67,8 @@ def make_job(
         "teacher": {"model": str(AUSTEN / "teacher"), "batch_size": 16},
         "student": student,
         "data": {
-            "train": [str(path) for path in text],
-            "validation": str(AUSTEN / "text" / "persuasion.txt"),
+            "train": [str(path) for path in NOVELS],
+            "validation": str(HELD_OUT),
             "sequence_length": arguments.length,
             "max_train_samples": arguments.sequences,
             "max_eval_samples": arguments.held_out,

@@ -54,7 +54,7 @@ from transformers import PreTrainedModel
 from bench import speed
 from bench.loops import packed
 from bench.speed import ALPHA, DEVICE, RECORDS, BenchmarkSizes, Runnable
-from bench.support.paths import AUSTEN
+from bench.support.paths import AUSTEN, HELD_OUT
 from bench.support.timing import (
     Machine,
     Timing,
@@ -207,7 +207,7 @@ def make_example_setting(scale: Scale, folder: Path) -> Setting:
         "teacher": {"model": str(AUSTEN / "teacher"), "batch_size": 16},
         "data": {
             "train": str(AUSTEN / "text" / "northangerabbey.txt"),
-            "validation": str(AUSTEN / "text" / "persuasion.txt"),
+            "validation": str(HELD_OUT),
             "sequence_length": sizes.length,
             "max_train_samples": scale.sequences,
             "max_eval_samples": scale.held_out,

@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.gpu.stage_work import REAL, SMALL, Sizes, make_config
 from bench.speed import name_machine
-from bench.support.paths import AUSTEN
+from bench.support.paths import AUSTEN, HELD_OUT
 from kd.config.job import JobConfig
 from kd.config.jobfile import parse_config
 from kd.forecast.rehearsal import estimate_job
@@ -135,7 +135,7 @@ def make_job(teacher: Path, sizes: RunSizes, steps: int) -> JobConfig:
         "student": {"init": sizes.student},
         "data": {
             "train": [str(AUSTEN / "text" / f"{name}.txt") for name in names],
-            "validation": str(AUSTEN / "text" / "persuasion.txt"),
+            "validation": str(HELD_OUT),
             "sequence_length": sizes.models.document,
             "max_train_samples": sizes.sequences,
             "max_eval_samples": sizes.held_out,

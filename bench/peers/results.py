@@ -13,7 +13,8 @@ import kd
 from bench.peers.environments import clean
 from bench.peers.processes import Usage, read_step_seconds, run_measured
 from bench.peers.programs import Case, Program
-from bench.peers.setting import HELD_OUT, Setting, write_json
+from bench.peers.setting import Setting, write_json
+from bench.support.paths import HELD_OUT
 
 #: A capture that there is none of.
 NOTHING = Usage(0.0, 0.0, 0)

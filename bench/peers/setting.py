@@ -19,7 +19,6 @@ from kd.text.corpus import load_corpus
 from kd.text.steps.order import list_step_indices
 
 NOVELS = ("prideprejudice", "sensesensibility")
-HELD_OUT = AUSTEN / "text" / "persuasion.txt"
 #: The optimiser of all programs: AdamW, with decay of matrices only.
 OPTIMISER = {"weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "max_grad_norm": 1.0}
 
